@@ -40,6 +40,7 @@ extras = {
         "safetensors",
         "schedulefree",
         "scikit-learn",
+        "torch_geometric",
         "torchmetrics",
         "tqdm",
         "transformers",

@@ -13,11 +13,12 @@ A batch is a list of samples, of which ``collate`` makes shards, or padded tenso
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..runtime.collectives import world_size
 from ..runtime.devices import pin
 from ..runtime.values import check_number, check_type
 from . import containers
@@ -32,6 +33,7 @@ from .rows import (
     Rows,
     RowShards,
     Shard,
+    Whole,
     count_rows,
     map_marked,
     move_leaves,
@@ -48,7 +50,8 @@ class ByCost(Cut):
 
     Args:
         cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows, ``cost(inputs)``.
-        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples, as in ``step(samples)``.
+        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples, as in ``step(samples)``. Inputs
+            in :class:`Whole` need not have a row for each sample: packed rows, batches of graphs, nested tensors.
         trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or a mapping to it from an
             argument of the model by name, and from ``"targets"``. ``None`` cuts nothing.
         combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
@@ -127,7 +130,8 @@ class CostBatch(Batch):
         ]
         shards_of_all = [shard for row in shards for shard in row] or [self.shard([], devices[0])]
         self.counted_targets = [move_leaves(shard.targets.inputs, None) for shard in shards_of_all]
-        return iter(shards)
+        is_example = not self.costs and shards_of_all[0].is_joined  # it has the rows of another batch: only ranks need it
+        return iter([] if is_example and world_size() == 1 else shards)
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the cost of the costliest shard, and half of it, but no less than that of a row alone."""
@@ -175,14 +179,21 @@ class _Samples(CostBatch):
         chosen = [self._samples[row] for row in part] or self._example
         of_model, of_criterion = inputs_and_targets(self._collate(chosen))
         inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
-        for name, node, dim in zip(("inputs", "targets"), (inputs, targets), dims, strict=True):
-            count = count_rows(node, dim, len(chosen))
-            if not count or count % len(chosen) or (name == "inputs" and count != len(chosen)):  # targets may be flattened
-                raise ValueError(
-                    f"collate was given {len(chosen)} samples and returned {name} with {count or 'no'} rows, expected one row "
-                    f"for each sample, {len(chosen)}"
-                )
-        return Shard(inputs, targets, part, count or 0, device) if part else _rows_of(inputs, targets, dims, part, device)
+        rows, target_rows = count_rows(inputs, dims[0], len(chosen)), count_rows(targets, dims[1], len(chosen))
+        is_joined = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
+        if not is_joined and rows != len(chosen):
+            self._refuse(len(chosen), "inputs", rows, ". If it joins samples, as into one packed row, let it return Whole(...)")
+        if not target_rows or (not is_joined and target_rows % len(chosen)):  # targets may be flattened
+            self._refuse(len(chosen), "targets", target_rows, ", or a multiple of that. Targets are not in Whole(...)")
+        if not part:
+            return _rows_of(inputs, targets, dims, part, device)._replace(is_joined=is_joined)
+        return Shard(inputs, targets, part, target_rows, device, is_joined=is_joined)
+
+    def _refuse(self, samples: int, name: str, rows: int | None, advice: str) -> NoReturn:
+        raise ValueError(
+            f"collate was given {samples} samples and returned {name} with {rows or 'no'} rows, expected one row for each "
+            f"sample, {samples}{advice}"
+        )
 
 
 class _Padded(CostBatch):
@@ -318,7 +329,12 @@ def shard_by_cost(
 
 
 def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
-    """Splits the result of a ``collate``: a pair, or a mapping with labels."""
+    """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it marks the inputs."""
+    if isinstance(collated, Whole):
+        inputs, targets = inputs_and_targets(collated.value)
+        if isinstance(inputs, Mapping):
+            return {name: Whole(value) for name, value in inputs.items()}, targets
+        return tuple(map(Whole, containers.spread(inputs))), targets
     if isinstance(collated, Mapping) and "labels" in collated:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:

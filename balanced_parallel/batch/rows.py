@@ -13,6 +13,7 @@ each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per dev
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -336,7 +337,8 @@ def _rows_of_tensor(tensor: torch.Tensor, part: RowNumbers, dim: int) -> torch.T
         layout = "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(
             f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
-            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it"
+            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it. Nested "
+            "tensors of a list of samples are made on each device by TrainStep(cut=ByCost(..., collate=...))"
         )
     if isinstance(part, range):
         return tensor.narrow(dim, part.start, len(part))
@@ -351,7 +353,10 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
             return leaf if device is None else move(leaf, device)
         if isinstance(leaf, MARKS):
             return move_leaves(without_mark(leaf), device)
-        return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
+        if isinstance(leaf, PerReplica) and device is not None:
+            return leaf.on(device)
+        has_to = device is not None and hasattr(leaf, "to") and _holds_tensors(leaf, 3)
+        return copy.copy(leaf).to(device) if has_to else leaf  # a copy: torch_geometric's method changes the object
 
     return containers.map_leaves(move_leaf, node)
 
@@ -379,6 +384,7 @@ class Shard(NamedTuple):
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
     random: BatchRandom | None = None  # numbers that follow the rows, and the place of the first row in the effective batch
+    is_joined: bool = False  # the inputs are one object, of the samples ``rows``
 
     def drawing(self, part: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds a forward of ``"model"`` or ``"criterion"``, whose random numbers may follow the rows."""

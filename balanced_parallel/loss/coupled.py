@@ -254,6 +254,11 @@ class LossOfSums(CoupledLoss):
     def _halves(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
         """Returns the statistics of the halves of the first shard, none if it has a single row. Random numbers are put back."""
         output, rows = outputs[:1], outputs.sizes[0]
+        leaves = zip(containers.leaves(output[0]), containers.leaf_dims(output[0], output.dim, 0), strict=True)
+        counts = {leaf.size(dim) for (_, leaf), dim in leaves if isinstance(leaf, Tensor) and leaf.dim() and dim is not None}
+        if rows and (counts == {shards[0].target_rows} or (shards[0].is_joined and counts == {1})):  # words, or a packed row
+            rows = counts.pop()
+            output = PerReplica(output, [rows], output.dim)
         if rows is None or rows < 2:
             return []
         self.criterion.is_checked = True

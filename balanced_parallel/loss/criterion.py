@@ -140,6 +140,10 @@ class DataParallelCriterion(ShardRunner):
         """Returns the sum and the weight of each replica's losses. :class:`TrainStep` divides them later."""
         if self.reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
+        if self.weight == "rows" and any(shard.is_joined and shard.target_rows < len(shard.rows or ()) for shard in shards):
+            raise ValueError(
+                "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
+            )
         return [add_means(part) for part in self.run(self._term(self.reduction), outputs, shards)]
 
     def _term(self, reduction: str) -> Callable[[ShardLoss], Any]:

@@ -23,15 +23,17 @@ def replace_lm_head(model: Any) -> None:
     ``model(input_ids, labels=labels).loss`` and its gradients stay the same. ``.logits`` of that result is None. A call without
     labels, such as in ``generate``, returns logits as before. Shifted labels, ``num_items_in_batch``, a bias and weights that
     are tied to the embedding are supported. Names of parameters stay. Call this before :class:`DataParallelModel` or
-    :func:`parallelize`. There is no way back, but ``model.state_dict()`` fits a new model.
+    :func:`parallelize`. There is no way back, but ``model.state_dict()`` fits a new model. Adapters of peft may be anywhere but
+    at the head; ``modules_to_save=["lm_head"]`` is supported.
 
     Args:
         model: a causal language model of transformers, such as ``GPT2LMHeadModel`` or ``LlamaForCausalLM``, also inside of a
             ``PeftModel``.
 
     Raises:
-        TypeError: the model does not pass the output of one ``nn.Linear`` to ``ForCausalLMLoss``. If it changes the logits in
-            between (as Gemma 2 and Cohere do, by a soft cap or a scale), the first call with labels raises this.
+        TypeError: the model does not pass the output of one ``nn.Linear`` to ``ForCausalLMLoss``, or peft adapts that layer. If
+            it changes the logits in between (as Gemma 2 and Cohere do, by a soft cap or a scale), the first call with labels
+            raises this.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -54,10 +56,7 @@ def replace_lm_head(model: Any) -> None:
     if not isinstance(getattr(kind, "loss_function", None), property) or "loss_function" not in getattr(code, "co_names", ()):
         raise TypeError(f"{name}.forward does not call self.loss_function, expected a causal language model of transformers")
     _check_loss(model.loss_function, name)
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise TypeError(f"the head of {name} is a {type(head).__name__}, expected nn.Linear: use the model before it was wrapped")
-    head.__class__ = _Head
+    _change_heads(model, name)
     model.__class__ = _without_logits(kind)
 
 
@@ -90,9 +89,9 @@ class _Call:
                 f"{self.name} changes its logits between the head and the loss (by a scale, a soft cap, or another dtype), "
                 "expected the output of the head as it is: leave out replace_lm_head for this model"
             )
-        if vocab_size != self.head.out_features:
+        if vocab_size != len(self.head.weight):
             raise ValueError(
-                f"the vocabulary has {vocab_size} words, but the head of {self.name} {self.head.out_features} outputs"
+                f"the vocabulary has {vocab_size} words, but the head of {self.name} {len(self.head.weight)} outputs"
             )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -122,6 +121,20 @@ class _Head(nn.Linear):
         return input
 
 
+def _change_heads(model: Any, name: str) -> None:
+    """Changes the class of the head. With ``modules_to_save`` of peft there is one for each adapter, and the original."""
+    head = model.get_output_embeddings()
+    saved = getattr(head, "modules_to_save", None)
+    for layer in [head] if saved is None else [head.original_module, *saved.values()]:
+        kind = type(layer)
+        if kind not in (nn.Linear, _Head):
+            raise TypeError(
+                f"the head of {name} is a {kind.__module__}.{kind.__name__}, expected nn.Linear: leave the head out of the "
+                "adapters of peft (modules_to_save trains the whole head), or leave out replace_lm_head"
+            )
+        layer.__class__ = _Head
+
+
 def _check_loss(function: Any, name: str) -> None:
     if getattr(function, "__name__", "") != "ForCausalLMLoss":
         raise TypeError(f"the loss function of {name} is {function!r}, expected ForCausalLMLoss of transformers")
@@ -137,6 +150,7 @@ def _without_logits(kind: Any) -> Any:
         if signature.bind(self, *args, **kwargs).arguments.get("labels") is None:
             return kind.forward(self, *args, **kwargs)
         _check_loss(kind.loss_function.fget(self), kind.__name__)
+        _change_heads(self, kind.__name__)  # peft may have wrapped it since
         call = _Call(kind.__name__)
         token = _running.set(call)
         try:

@@ -42,6 +42,11 @@ class RankModel(nn.Module):
         """Runs the module on this rank's rows. Returns a list with its output."""
         if inputs and type(inputs[0]) is MicroBatch:
             (shard,) = inputs[0].shards
+            if shard.is_joined and not shard.rows and self.meets_ranks:
+                raise RuntimeError(
+                    "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
+                    "others wait for its batch norm, and joined samples of another batch would count"
+                )
             with shard.drawing("model"):
                 return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
         arguments = self.mark(Arguments(inputs, kwargs))

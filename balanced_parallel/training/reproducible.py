@@ -78,7 +78,13 @@ class RandomByRow:
         with torch.no_grad():
             for count in (2, 3) if batch.rows else (0, 0):
                 rows = [row % distinct for row in range(count)]
-                run([batch.shard(rows, self._model.devices[0])._replace(random=random)])
+                shard = batch.shard(rows, self._model.devices[0])
+                if shard.is_joined:
+                    raise ValueError(
+                        "reproducible=True with samples that collate= joins, whose random numbers do not belong to a row, "
+                        "expected a collate= that makes a row of each sample"
+                    )
+                run([shard._replace(random=random)])
         self._before.restore()
         self._sync.begin()
         if batch.rows:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.allocations import AllocatorProfile
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
-from torch import nn
+from helpers.slow import slow
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate
 from balanced_parallel.savings import replace_lm_head
@@ -42,9 +42,9 @@ def llama(**settings):
     return build(transformers.LlamaConfig(**SIZES | settings), transformers.LlamaForCausalLM)
 
 
-def phi():
+def phi(**settings):
     sizes = {**SIZES, "num_key_value_heads": 2}
-    return build(transformers.PhiConfig(**sizes), transformers.PhiForCausalLM)  # with a bias
+    return build(transformers.PhiConfig(**sizes | settings), transformers.PhiForCausalLM)  # with a bias
 
 
 def build(config, kind):
@@ -230,7 +230,7 @@ def test_other_models_are_refused():
         replace_lm_head(torch.nn.Linear(2, 2))
     model = llama()
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(TypeError, match="the head of LlamaForCausalLM is a Sequential, expected nn.Linear"):
+    with pytest.raises(TypeError, match="the head of LlamaForCausalLM is a torch.*Sequential, expected nn.Linear"):
         replace_lm_head(model)
     model = llama()
     replace_lm_head(model)
@@ -240,25 +240,66 @@ def test_other_models_are_refused():
         model(tokens, labels=labels)
 
 
-class Adapted(nn.Module):
-    """A stand-in for a ``PeftModel``, which calls the model that it contains."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.base_model = model
-
-    def get_base_model(self):
-        return self.base_model
-
-    def forward(self, *args, **kwargs):
-        return self.base_model.forward(*args, **kwargs)
+TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+PEFT = {
+    "body": {},
+    "head is saved": {"modules_to_save": ["lm_head"]},
+    "head and embedding are saved": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "tied": TIED,
+}
 
 
-def test_a_model_inside_of_peft_has_no_logits():
-    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    model, words = Adapted(transformers.GPT2LMHeadModel(config).eval()), torch.arange(24).view(3, 8)
-    expected = model(words, labels=words).loss
+def adapted(settings, *, first=False):
+    """Returns Phi in a ``PeftModel``, with all adapters drawn anew."""
+    peft = pytest.importorskip("peft")
+    model = phi(tie_word_embeddings=not settings.keys().isdisjoint(("ensure_weight_tying", "trainable_token_indices")))
+    if first:
+        replace_lm_head(model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **settings})).double()
+    numbers = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1, generator=numbers)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.parametrize("name", [*PEFT])
+@pytest.mark.parametrize("first", [False, slow(True)], ids=["after", "before"])
+def test_models_of_peft_equal_the_plain_model(name, first):
+    (tokens, labels), plain = batch(), adapted(PEFT[name])
+    loss, expected = expected_of(plain, tokens, labels)
+    model = adapted(PEFT[name], first=first)
     replace_lm_head(model)
-    output = model(words, labels=words)
-    assert output.logits is None
-    torch.testing.assert_close(output.loss, expected)
+    assert model(tokens, labels=labels).logits is None
+    step = TrainStep(
+        DataParallelModel(model, ["cpu"] * 2),
+        own_loss(),
+        torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0),
+        micro_batch_size=1,
+    )
+    torch.testing.assert_close(step({"input_ids": tokens, "labels": labels}, labels), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(model), expected)
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=0, atol=0)
+    with model.disable_adapter():  # the head is the original one
+        found, expected = model(tokens, labels=labels).loss, loss_of_logits(model, tokens, labels)
+    assert abs(expected - loss) > 1e-7
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "peft.tuners.lora.layer.Linear"),
+        ({"trainable_token_indices": [1]}, "peft.*TrainableTokensWrapper"),
+    ],
+    ids=["lora", "tokens"],
+)
+def test_adapters_of_the_head_are_refused(settings, kind):
+    message = rf"the head of PhiForCausalLM is a {kind}, expected nn.Linear: leave the head out of the adapters of peft"
+    with pytest.raises(TypeError, match=message):
+        replace_lm_head(adapted(settings))
+    model, (tokens, labels) = adapted(settings, first=True), batch()
+    with pytest.raises(TypeError, match=message):
+        model(tokens, labels=labels)

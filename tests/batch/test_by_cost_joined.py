@@ -1,0 +1,492 @@
+"""``collate=`` that joins samples: packed rows, graphs and nested tensors stay whole on one device.
+
+The result of such a ``collate`` is marked with ``Whole``. The loss and the gradients are those of all samples, one by one.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.pages import blocks
+from helpers.problems import assert_same_gradients, gradients
+from helpers.ranks import run_ranks
+from helpers.slow import slow
+from torch import nn
+
+from balanced_parallel import (
+    ByCost,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    Whole,
+    convert_sync_batchnorm,
+    parallelize,
+    savings,
+    shard_by_cost,
+    simulate,
+)
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+LENGTHS = [9, 3, 4, 2, 3, 7, 5, 12, 1]
+WORDS, TAGS = 37, 5
+
+
+def make_samples(lengths=LENGTHS):
+    numbers = torch.Generator().manual_seed(5)
+    return [{"input_ids": torch.randint(1, WORDS, (length,), generator=numbers).tolist()} for length in lengths]
+
+
+def tokens_of(sample):
+    return len(sample["input_ids"])
+
+
+def assert_equal(loss, net, expected):
+    torch.testing.assert_close(loss.cpu(), expected[0], rtol=1e-10, atol=1e-10)
+    assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected[1])
+
+
+def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings):
+    model, optimizer = DataParallelModel(net, list(devices)), torch.optim.SGD(net.parameters(), lr=lr)
+    return TrainStep(model, criterion or DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, cut=cut, **settings)
+
+
+# Language models of transformers
+
+
+def gpt2(attention="sdpa"):
+    transformers = pytest.importorskip("transformers")
+    rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    # with a cache, the mask of a packed row would be that of one long sample
+    settings = {"use_cache": False, "attn_implementation": attention, "bos_token_id": 1, "eos_token_id": 1}
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=WORDS, n_positions=32, n_embd=8, n_layer=2, n_head=2, **rates, **settings)
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def flatten(samples):
+    from transformers import DataCollatorWithFlattening
+
+    return Whole(DataCollatorWithFlattening()(samples))
+
+
+def loss_of_tokens(output, labels):
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())  # that of transformers is in float32
+
+
+def sample_by_sample(net, samples):
+    """Returns the loss and the gradients of the plain model, which sees one sample at a time."""
+    net = copy.deepcopy(net)
+    logits = [net(torch.tensor([sample["input_ids"]])).logits[0, :-1] for sample in samples]
+    loss = F.cross_entropy(torch.cat(logits), torch.tensor([word for sample in samples for word in sample["input_ids"][1:]]))
+    loss.backward()
+    return loss.detach(), gradients(net)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
+@pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
+@pytest.mark.parametrize("limit", [slow(None), 12])
+def test_packed_rows_of_transformers(attention, devices, limit):
+    net, samples = gpt2(attention), make_samples()
+    expected = sample_by_sample(net, samples)
+    cut = ByCost(tokens_of, collate=flatten, combine=sum, limit=limit)
+    step = make_step(net, cut, DataParallelCriterion(loss_of_tokens), ["cpu"] * devices)
+    loss, outputs = step(samples, return_outputs=True)
+    assert_equal(loss, net, expected)
+    tokens = [output.logits.shape[1] for output in outputs]
+    assert sum(tokens) == sum(LENGTHS)
+    assert max(tokens) == (12 if limit else -(-sum(LENGTHS) // devices))  # no device has more than its share
+    if len(outputs) < len(samples):
+        with pytest.raises(ValueError, match="rows of the batch, expected as many: they are not in the order of the batch"):
+            outputs.logits.gather()
+
+
+def test_packed_rows_of_a_model_that_computes_its_loss():
+    net, samples = gpt2(), make_samples()
+    expected = sample_by_sample(net, samples)
+    savings.replace_lm_head(net)
+    criterion = DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum())
+    cut = ByCost(tokens_of, collate=flatten, combine=sum)
+    for devices in (1, 3):
+        assert_equal(make_step(net, cut, criterion, ["cpu"] * devices)(samples), net, expected)
+
+
+# A model of one packed row, of which each position knows its sample
+
+
+class Packed(nn.Module):
+    """The mean of the words of each sample, at each of them."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.tags, self.dropout = nn.Embedding(WORDS, 8), nn.Linear(16, TAGS), nn.Dropout(dropout)
+
+    def forward(self, words, places):
+        states = self.dropout(self.words(words))  # 1 x words x 8
+        same = (places[0, :, None] == places[0]).to(states.dtype)
+        return self.tags(torch.cat([states, same / same.sum(1, keepdim=True) @ states], 2)).transpose(1, 2)
+
+
+def join(samples):
+    words = torch.tensor([[word for sample in samples for word in sample["input_ids"]]])
+    sizes = torch.tensor([tokens_of(sample) for sample in samples])
+    tags = (words % TAGS).where(words % 7 > 0, -100)
+    return {"words": words, "places": torch.arange(len(samples)).repeat_interleave(sizes)[None]}, tags
+
+
+def whole(samples):
+    return Whole(join(samples))
+
+
+def packed_program(samples, net=None):
+    """Returns the loss and the gradients of the plain program on one packed row of all samples."""
+    net = copy.deepcopy(net or Packed().double())
+    inputs, tags = join(samples)
+    loss = F.cross_entropy(net(**inputs), tags)
+    loss.backward()
+    return loss.detach(), gradients(net)
+
+
+def test_windows_and_ranges_of_costs():
+    net, samples = Packed().double(), make_samples()
+    step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum, limit=12))
+    for part in (samples[:7], [], samples[7:8], samples[8:]):
+        step.add(part)
+    assert_equal(step.apply(), net, packed_program(samples))
+
+
+class Normed(Packed):
+    """Has the statistics of all tokens of a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(TAGS)
+
+    def forward(self, words, places):
+        return self.norm(super().forward(words, places))
+
+
+def test_no_samples_in_one_process_change_nothing():
+    net, samples = Normed().double(), make_samples()
+    plain = copy.deepcopy(net)
+    expected = packed_program(samples, plain)
+    plain(**join(samples)[0])
+    step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=["cpu"])
+    step.add(samples)
+    step.add([])
+    assert_equal(step.apply(), net, expected)
+    torch.testing.assert_close(net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10)
+    with pytest.warns(UserWarning, match="no target of this batch was counted"):
+        _, outputs = step([], return_outputs=True)
+    assert outputs == []
+    assert net.norm.num_batches_tracked == 1
+
+
+def train_with_batch_norm(rank, expected):
+    net = convert_sync_batchnorm(Normed().double())
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"])
+    cut = ByCost(tokens_of, collate=whole, combine=sum)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), cut=cut)
+    samples = make_samples()
+    loss = step(samples[7:] if rank else samples[:7])
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    step(samples[7:] if rank else [])
+
+
+@pytest.mark.slow
+def test_a_rank_without_samples_is_refused_if_others_wait_for_its_batch_norm():
+    expected, _ = packed_program(make_samples(), Normed().double())
+    with pytest.raises(AssertionError, match="this rank has no samples, and collate= joins them, expected one sample"):
+        run_ranks(2, train_with_batch_norm, expected, fresh=True)
+
+
+def loss_of_flat_tags(output, tags):
+    return 2 * F.cross_entropy(output.transpose(1, 2).flatten(0, 1), tags)
+
+
+def test_tags_of_a_packed_row_may_be_flat():
+    net, samples = Packed().double(), make_samples()
+
+    def collate(samples):
+        inputs, tags = join(samples)
+        return Whole((inputs, tags.flatten()))
+
+    loss, expected = packed_program(samples)
+    step = make_step(net, ByCost(tokens_of, collate=collate, combine=sum), DataParallelCriterion(loss_of_flat_tags))
+    assert_equal(step(samples[::-1]) / 2, net, (loss, [2 * gradient for gradient in expected]))
+
+
+def test_only_the_inputs_may_be_marked():
+    net, samples = Packed().double(), make_samples()
+
+    def collate(samples):
+        inputs, tags = join(samples)
+        return {name: Whole(value) for name, value in inputs.items()}, tags
+
+    assert_equal(make_step(net, ByCost(tokens_of, collate=collate, combine=sum))(samples), net, packed_program(samples))
+
+
+def test_out_of_memory_halves_the_tokens():
+    samples = make_samples([12] * 8 + [3] * 40)
+    with simulate(2) as cluster:
+        make_step(Packed().double(), ByCost(tokens_of, collate=whole, combine=sum), devices=range(2))(samples)
+        peak = max(cluster.peak)
+    with simulate(2, memory=int(0.8 * peak)):
+        net = Packed().double()
+        step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=range(2), micro_batch_size="auto")
+        assert_equal(step(samples), net, packed_program(samples))
+        assert step.micro_batch_cost == 54
+
+
+def test_weights_by_rows_are_refused_for_a_packed_row():
+    criterion = DataParallelCriterion(lambda output, tags: output.mean(), weight="rows")
+    with pytest.raises(ValueError, match="weight='rows' with samples joined into fewer rows, expected a function that counts"):
+        make_step(Packed(), ByCost(tokens_of, collate=whole, combine=sum), criterion)(make_samples())
+
+
+def test_a_joined_batch_without_the_mark_is_refused_by_name():
+    for message, collate in {
+        r"collate was given 3 samples and returned inputs with 1 rows, expected one row for each sample, 3.*"
+        r"joins samples.*return Whole\(\.\.\.\)": join,
+        r"collate was given 3 samples and returned targets with no rows": lambda some: (
+            Whole(join(some)[0]),
+            Whole(join(some)[1]),
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make_step(Packed(), ByCost(tokens_of, collate=collate, combine=sum))(make_samples([4] * 9))
+
+
+def test_numbers_by_row_are_refused():
+    step = make_step(Packed(dropout=0.5), ByCost(tokens_of, collate=whole, combine=sum), reproducible=True)
+    with pytest.raises(ValueError, match="reproducible=True with samples that collate= joins"):
+        step(make_samples())
+
+
+def test_a_loop_by_hand():
+    net, samples = Packed().double(), make_samples()
+    model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(nn.CrossEntropyLoss())
+    inputs, tags = shard_by_cost(samples, 3, cost=tokens_of, collate=whole, combine=sum)
+    loss = criterion(model(**inputs), tags)
+    loss.backward()
+    assert_equal(loss.detach(), net, packed_program(samples))
+
+
+def train_on_ranks(rank, strategy):
+    net = Packed().double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    cut = ByCost(tokens_of, collate=whole, combine=sum, limit=14)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), cut=cut)
+    samples = make_samples()
+    losses = [step([] if rank else samples[:2]), step(samples[7:] if rank else samples[:7]), step(samples[2:5] if rank else [])]
+    state = step.state_dict()["model"]
+    return losses, {name: tensor.full_tensor() if strategy == "fsdp" else tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
+def test_ranks_join_their_own_samples(strategy):
+    samples, net, expected = make_samples(), Packed().double(), []
+    for batch in (samples[:2], samples, samples[2:5]):
+        loss, updates = packed_program(batch, net)
+        expected.append(loss)
+        with torch.no_grad():
+            for parameter, update in zip(net.parameters(), updates, strict=True):
+                parameter -= update
+    for losses, state in run_ranks(2, train_on_ranks, strategy):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)
+
+
+# Objects: block masks, nested tensors, graphs
+
+
+class Flex(nn.Module):
+    """Flex attention over packed rows, with a mask for each. It has no backward on the CPU: only the last layer is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.tags = nn.Embedding(WORDS, 16), nn.Linear(16, TAGS)
+
+    def forward(self, words, mask):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        states = self.words(words).detach()[:, None]  # 1 row x 1 head x words x 16
+        return self.tags(flex_attention(states, states, states, block_mask=mask)[:, 0]).transpose(1, 2)
+
+
+def join_with_mask(samples):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    inputs, tags = join(samples)
+    places, size = inputs["places"][0], tags.shape[1]
+    mask = create_block_mask(lambda row, head, query, key: places[query] == places[key], 1, None, size, size, device="cpu")
+    return Whole(({"words": inputs["words"], "mask": mask}, tags))
+
+
+@pytest.mark.slow  # imports the compiler of torch
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning")
+def test_block_masks_stay_with_their_row():
+    net, samples = Flex(), make_samples()
+    plain = copy.deepcopy(net)
+    inputs, tags = join_with_mask(samples).value
+    loss = F.cross_entropy(plain(**inputs), tags)
+    loss.backward()
+    rows = [join_with_mask(samples[start : start + 3]) for start in range(0, len(samples), 3)]  # packed before
+    tokens = [row.value[1].numel() for row in rows]
+    assert len({*tokens}) > 1
+    joined = make_step(net, ByCost(tokens_of, collate=join_with_mask, combine=sum, limit=12))
+    before = make_step(net, ByCost(lambda row: row.value[1].numel(), collate=lambda rows: rows[0]), micro_batch_size=1)
+    for step, batch in ((joined, samples), (before, rows)):
+        torch.testing.assert_close(step(batch), loss.detach())  # in float32: this attention has no float64 on every platform
+        for gradient, other in zip(gradients(net), gradients(plain), strict=True):
+            torch.testing.assert_close(gradient, other)
+    with pytest.raises(TypeError, match=r"kwargs\['mask'\] is an object of type BlockMask that holds tensors.*Whole\(\.\.\.\)"):
+        DataParallelModel(net, ["cpu"] * 2)(**inputs)
+
+
+class Nested(nn.Module):
+    """Works on the rows of a jagged tensor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, TAGS))
+
+    def forward(self, rows):
+        return self.layers(rows).values()
+
+
+def join_nested(samples):
+    rows = torch.nested.nested_tensor([row for row, _ in samples], layout=torch.jagged)
+    return Whole((rows, torch.cat([tags for _, tags in samples])))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_tensors_are_made_on_each_device(double):
+    samples = [(torch.randn(length, 3), torch.randint(TAGS, (length,))) for length in LENGTHS]
+    net, plain = Nested(), Nested()
+    rows, tags = join_nested(samples).value
+    loss = F.cross_entropy(plain(rows), tags)
+    loss.backward()
+    cut = ByCost(lambda sample: len(sample[0]), collate=join_nested, combine=sum, limit=12)
+    assert_equal(make_step(net, cut)(samples), net, (loss.detach(), gradients(plain)))
+    for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 3), rows)):
+        with pytest.raises(TypeError, match=r"a nested tensor cannot be split by rows.*collate="):
+            TrainStep(
+                DataParallelModel(net, ["cpu"] * 2),
+                DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows"),
+                torch.optim.SGD(net.parameters()),
+            )(inputs, targets)
+
+
+class Movable:
+    """An object with tensors that ``to`` changes in place, as that of torch_geometric's ``Batch`` does."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
+
+
+class OfObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, TAGS)
+
+    def forward(self, batch):
+        return self.layer(batch.x)
+
+
+def test_objects_are_moved_to_the_device_of_their_replica():
+    samples = [(torch.randn(3), row % TAGS) for row in range(6)]
+
+    def collate(samples):
+        rows, targets = zip(*samples, strict=True)
+        return Whole((Movable(torch.stack(rows)), torch.tensor(targets)))
+
+    batch, net = collate(samples).value[0], OfObject()
+    expected = net(batch).detach()
+    with simulate(2) as cluster:
+        model = DataParallelModel(net, cluster.devices)
+        (output,) = model(Whole(batch))
+        assert output.device == cluster.devices[0]
+        step = TrainStep(
+            model,
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            cut=ByCost(lambda sample: 1, collate=collate),
+        )
+        _, outputs = step(samples, return_outputs=True)
+        assert [output.device for output in outputs] == cluster.devices
+        torch.testing.assert_close(outputs.gather("cpu"), expected)
+    assert batch.x.device.type == "cpu"  # the object of the caller stays where it is
+
+
+# torch_geometric
+
+
+class GraphNet(nn.Module):
+    """Two graph convolutions. ``pools`` makes a row per graph of the rows of its nodes."""
+
+    def __init__(self, pools):
+        super().__init__()
+        from torch_geometric.nn import GCNConv
+
+        torch.manual_seed(1)
+        self.pools, self.first, self.second = pools, GCNConv(3, 8), GCNConv(8, TAGS)
+
+    def forward(self, graphs):
+        from torch_geometric.nn import global_mean_pool
+
+        nodes = self.second(self.first(graphs.x, graphs.edge_index).relu(), graphs.edge_index)
+        return global_mean_pool(nodes, graphs.batch, graphs.num_graphs) if self.pools else nodes
+
+
+def make_graphs(pools):
+    from torch_geometric.data import Data
+
+    graphs = []
+    for number, nodes in enumerate(LENGTHS):
+        targets = torch.tensor([number % TAGS]) if pools else torch.randint(TAGS, (nodes,))
+        graphs.append(Data(x=torch.randn(nodes, 3), edge_index=torch.randint(nodes, (2, 2 * nodes)), y=targets))
+    return graphs
+
+
+def batch_graphs(graphs):
+    """Runs the function of the page."""
+    (block,) = [block for block in blocks("docs/libraries.md", "py") if "def batch_graphs" in block]
+    exec(block[: block.index("cut = ")], names := {})
+    return names["batch_graphs"](graphs)
+
+
+LOSSES = {
+    "function": lambda output, targets: 2 * F.cross_entropy(output, targets),
+    "module": nn.CrossEntropyLoss(ignore_index=1, weight=torch.rand(TAGS, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("pools", [True, False], ids=["graphs", "nodes"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("limit", [14, slow(None)])
+def test_graphs_of_torch_geometric(double, pools, name, limit):
+    pytest.importorskip("torch_geometric")
+    net, graphs, loss = GraphNet(pools), make_graphs(pools), LOSSES[name]
+    batch = batch_graphs(graphs).value[0]
+    plain = copy.deepcopy(net)
+    expected = loss(plain(batch), batch.y)
+    expected.backward()
+    cut = ByCost(lambda graph: graph.num_nodes, collate=batch_graphs, combine=sum, limit=limit)
+    step = make_step(net, cut, DataParallelCriterion(loss))
+    found, outputs = step(batch.to_data_list(), return_outputs=True)
+    assert_equal(found, net, (expected.detach(), gradients(plain)))
+    if pools:
+        torch.testing.assert_close(outputs.gather(), plain(batch).detach(), rtol=1e-10, atol=1e-10)
+    with pytest.raises(TypeError, match=r"inputs\[0\] is an object of type DataBatch that holds tensors.*Whole\(\.\.\.\)"):
+        DataParallelModel(net, ["cpu"] * 2)(batch)

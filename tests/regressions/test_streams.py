@@ -1,0 +1,75 @@
+"""Streams without a length: a rank whose stream has ended takes part without rows, as docs/torchrun.md shows."""
+
+import pytest
+import torch
+from helpers.pages import blocks
+from helpers.problems import build_net, class_targets
+from helpers.ranks import run_ranks
+from helpers.slow import slow
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from balanced_parallel import ByCost, TrainStep, parallelize
+
+BATCH = 4
+
+
+def until_all_end(*arguments):
+    """Runs the function of the page."""
+    (block,) = [block for block in blocks("docs/torchrun.md", "python") if "def until_all_end" in block]
+    names = {}
+    imports, function = block[: block.index("class Stream")], block[block.index("def until_all_end") : block.index("no_rows = ")]
+    exec("import torch\nfrom balanced_parallel import gather\n" + imports + function, names)
+    return names["until_all_end"](*arguments)
+
+
+class Stream(IterableDataset):
+    """Some rows of a rank."""
+
+    def __init__(self, rank, rows):
+        numbers = torch.Generator().manual_seed(rank)
+        self.rows = list(zip(torch.randn(rows, 4, generator=numbers).double(), class_targets(rows, ignored=rank), strict=True))
+
+    def __iter__(self):
+        yield from self.rows
+
+
+def train(rank, strategy, lengths, by_cost):
+    net = build_net().double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    cut = ByCost(lambda row: 1.0, collate=torch.utils.data.default_collate, limit=3) if by_cost else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = TrainStep(model, criterion, optimizer, cut=cut, micro_batch_size=None if by_cost else 3)
+    loader = DataLoader(Stream(rank, lengths[rank]), batch_size=BATCH, collate_fn=list if by_cost else None)
+    if by_cost:
+        return [step(rows) for rows in until_all_end(loader, [])]
+    no_rows = torch.empty(0, 4, dtype=torch.float64), torch.empty(0, dtype=torch.long)
+    return [step(*batch) for batch in until_all_end(loader, no_rows)]
+
+
+def plain(lengths):
+    """The plain program: each batch has the rows that the ranks still have."""
+    net = build_net().double()
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
+    for start in range(0, max(lengths), BATCH):
+        rows = [row for rank, rows in enumerate(lengths) for row in Stream(rank, rows).rows[start : start + BATCH]]
+        inputs, targets = torch.utils.data.default_collate(rows)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
+@pytest.mark.parametrize("lengths", [(14, 5), slow((0, 9)), slow((3, 0))], ids=str)
+@pytest.mark.parametrize("by_cost", [False, slow(True)], ids=["tensors", "by cost"])
+def test_every_rank_steps_until_all_streams_end(strategy, lengths, by_cost):
+    expected = plain(lengths)
+    for losses in run_ranks(2, train, strategy, lengths, by_cost):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_one_process_needs_no_other_rank():
+    assert list(until_all_end([1, 2], 0)) == [1, 2]
