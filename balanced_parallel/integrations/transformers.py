@@ -15,6 +15,7 @@ is made of. A few rows of the first batch tell.
 import contextlib
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -49,20 +50,22 @@ class LossSums(TorchFunctionMode):
 
     def __init__(self, divisors: Sequence[float] | float | None) -> None:
         super().__init__()
-        self.divisors = divisors
+        self.is_active = divisors is not None
+        self.divisors = iter(divisors) if isinstance(divisors, Sequence) else itertools.repeat(divisors)
         self.sums: list[Tensor] = []
         self.counts: list[Tensor] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.divisors is None or function not in RULES:
+        if not self.is_active or function not in RULES:
             return function(*args, **kwargs)
         arguments = arguments_of(function, *args, **kwargs)
         if reduction_in(arguments) not in ("mean", "batchmean"):
             return function(**arguments)
         count = divisor(RULES[function], function, arguments)
-        whole = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors
-        value = sum_of_loss(function, arguments, count) / whole
+        value = sum_of_loss(function, arguments, count) / (
+            next(self.divisors, None) or 1.0
+        )  # more means than divisors are refused
         self.counts.append(count)
         self.sums.append(value)
         return value
