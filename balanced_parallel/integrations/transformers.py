@@ -38,7 +38,6 @@ from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_si
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 
 Inputs = Mapping[str, Any]
-IGNORED = -100  # a label
 
 
 class LossSums(TorchFunctionMode):
@@ -244,7 +243,8 @@ class BalancedTrainer(Trainer):
         return Head((float(has_items), *map(float, factors)), values[0] != 0) if means or values[2] else None
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any = None) -> Tensor | None:
-        is_told = self.compute_loss_func is not None or self.label_smoother is not None or self.args.use_liger_kernel
+        is_changed = type(self).compute_loss is not Trainer.compute_loss or self.args.use_liger_kernel
+        is_told = is_changed or self.compute_loss_func is not None or self.label_smoother is not None
         return torch.tensor(self._divisors[0]) if is_told and batch_samples and "labels" in batch_samples[0] else None
 
     def _count(self, inputs: Inputs, head: Head | None) -> Tensor:
@@ -254,7 +254,8 @@ class BalancedTrainer(Trainer):
         if head and head.factors[0]:
             is_causal = self._loss_shifts_labels or type(unwrap_peft_model(self.model)).__name__ in CAUSAL.values()
             labels = inputs.get("shift_labels", inputs["labels"][..., int(is_causal) :])
-            numbers[1] = int(labels.ne(IGNORED).sum())
+            ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", -100)
+            numbers[1] = int(labels.ne(ignored).sum())
         if head and len(head.factors) > 1 and not head.is_mean:
             self.model.eval()
             self._divisors = [1.0] * len(head.factors)

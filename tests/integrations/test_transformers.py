@@ -123,6 +123,18 @@ class OwnLoss(BalancedTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class LossOverItems(BalancedTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = shifted_loss(outputs, inputs["labels"], num_items_in_batch * 1)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_compute_loss_of_a_subclass_over_items():
+    expected = train_plainly(make_model("gpt2"), make_rows("gpt2", 19), 8)
+    check(train(make_trainer("gpt2", make_arguments(gradient_accumulation_steps=2), LossOverItems)), expected)
+
+
 def test_compute_loss_of_a_subclass():
     def loss_of(model, batch):
         outputs = model(**batch)
