@@ -144,13 +144,8 @@ class PerReplica(list[Any], containers.Leaf):
         return self._select(key, lambda entry: entry[key])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in (
-            "sizes",
-            "dim",
-            "order",
-            "has_sizes",
-        ):  # copy and pickle ask for them before they are set
-            raise AttributeError(name)
+        if name.startswith("__") or name in ("sizes", "dim", "order", "has_sizes"):
+            raise AttributeError(name)  # copy and pickle ask for them before they are set
         entries = list(self)
         if any(isinstance(entry, torch.Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
             _refuse(f".{name}", AttributeError)

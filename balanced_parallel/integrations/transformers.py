@@ -1,25 +1,26 @@
 """``BalancedTrainer``: the Trainer of transformers, with the loss and the gradients of the whole batch.
 
-A window is all rows of one update, of all micro-batches, devices and ranks. Trainer fetches it before the first forward. So each
-shard can divide its sums by the counts of the window, and nothing is averaged afterwards::
+A window is all rows of one update, of all micro-batches, devices and ranks. Each backward runs on sums, and what they are divided
+by is summed too, so nothing is averaged::
 
-    get_batch_samples       the rows of the window, and what its loss divides by
-    training_step           the loss of each shard over that, on its device; one backward from their sum
+    get_batch_samples       the rows of the window, and a preliminary divisor
+    training_step           the sums of each shard over that, on its device; one backward from their total
+                            after the last backward: gradients x preliminary divisor / count of the window
     prediction_step         the same for evaluation; outputs are gathered in the order of the rows
 
 The loss is the model's, label smoothing, ``compute_loss_func``, or a ``compute_loss`` of a subclass. A :class:`Head` says what it
-divides by. A few rows of the first batch tell.
+is made of. A few rows of the first batch tell.
 """
 
 import contextlib
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainingArguments
@@ -27,77 +28,64 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import unwrap_peft_model
 
-from ..batch.outputs import PerReplica, join
+from ..batch.outputs import join
 from ..batch.rows import Whole, move_leaves
 from ..loss.means import sum_of_loss
 from ..loss.rules import RULES, arguments_of, divisor, reduction_in
 from ..loss.sums import add_up
 from ..replicas.model import DataParallelModel
-from ..runtime.collectives import rank, sum_over_ranks, world_size
+from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 
 Inputs = Mapping[str, Any]
-CountRule = functools.partial[Any]  # of a function of the inputs
-POSITIONS = ("start_positions", "end_positions")  # of answers: those outside of the text do not count
-IGNORED = -100  # a label
-OUTSIDE = "outside"  # of the text, for a position
 
 
-class Means(TorchFunctionMode):
-    """Computes each mean of torch's losses inside of the block as a sum over a divisor, in place of its own count.
+class LossSums(TorchFunctionMode):
+    """Computes each mean of torch's losses in its block as a sum over a divisor, and records the result and its own divisor.
 
     Args:
-        divisors: one for each mean, in the order of their calls; a number for all; or ``None`` for their own counts.
+        divisors: one for each mean in the order of their calls; a number for all; or ``None`` for means as they are.
     """
 
-    def __init__(self, divisors: Sequence[float] | float | None = None) -> None:
+    def __init__(self, divisors: Sequence[float] | float | None) -> None:
         super().__init__()
-        self.divisors = divisors
-        self.counts: list[float] = []  # of each mean
-        self.ignored: list[float | None] = []  # the label that each leaves out; nan if it has weights
-        self.values: list[Tensor] = []
-        self.summed: list[float] = []  # the counts of losses that are sums already
+        self.is_active = divisors is not None
+        self.divisors = iter(divisors) if isinstance(divisors, Sequence) else itertools.repeat(divisors)
+        self.sums: list[Tensor] = []
+        self.counts: list[Tensor] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        arguments = arguments_of(function, *args, **kwargs) if function in RULES else {}
-        reduction = reduction_in(arguments) if arguments else "none"
-        if reduction == "none":
+        if not self.is_active or function not in RULES:
             return function(*args, **kwargs)
-        is_told, count = isinstance(self.divisors, Sequence), 0.0
-        if not is_told or function is F.ctc_loss:  # to count waits for the device
-            count = float(divisor(RULES[function], function, arguments))
-        if reduction == "sum":
-            self.summed.append(count)
+        arguments = arguments_of(function, *args, **kwargs)
+        if reduction_in(arguments) not in ("mean", "batchmean"):
             return function(**arguments)
-        if self.divisors is None:
-            value = function(**arguments)
-        else:
-            whole = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors
-            value = sum_of_loss(function, arguments, count) / whole
+        count = divisor(RULES[function], function, arguments)
+        value = sum_of_loss(function, arguments, count) / (
+            next(self.divisors, None) or 1.0
+        )  # more means than divisors are refused
         self.counts.append(count)
-        has_labels = RULES[function] is RULES[F.cross_entropy] and not arguments["target"].is_floating_point()
-        ignored = arguments.get("ignore_index", IGNORED) if has_labels else None
-        self.ignored.append(ignored if arguments.get("weight") is None else math.nan)
-        self.values.append(value.detach())
+        self.sums.append(value)
         return value
 
 
 class Head(NamedTuple):
-    """The divisors of a loss: ``num_items_in_batch`` if it divides by that, and one for each mean of torch inside of it."""
+    """Parts of a loss: a sum over ``num_items_in_batch``, means of torch, and a sum that is not divided."""
 
-    has_items: bool
-    counts: tuple[CountRule | None, ...]  # of the inputs; None where only a forward tells
-    factors: tuple[float, ...]  # of each mean
-    has_sums: bool = False  # that are not divided
+    factors: tuple[float, ...]  # of the first sum, 0 or 1, and of each mean
+    has_rest: bool
 
-    def items(self, divisors: Sequence[float]) -> Tensor | None:
-        """Returns the ``num_items_in_batch`` of a loss with these divisors."""
-        return torch.tensor(divisors[0]) if self.has_items else None
+    @property
+    def is_mean(self) -> bool:
+        """Returns True if the loss is one mean: gradients can be divided by its count after the last backward."""
+        return len(self.factors) == 2 and not self.factors[0] and not self.has_rest
 
-    def means(self, divisors: Sequence[float]) -> contextlib.AbstractContextManager[Any]:
-        """Returns a block in which the means of a loss have these divisors."""
-        return Means(divisors[self.has_items :]) if len(self.counts) > self.has_items else contextlib.nullcontext()
+    def divide(self, terms: Tensor) -> Tensor:
+        """Returns the loss from its sums, and what they are divided by."""
+        sums, counts = terms[:, [bool(factor) for factor in self.factors]]
+        loss: Tensor = (sums / counts).sum()
+        return loss
 
 
 class Task(nn.Module):
@@ -164,11 +152,15 @@ class BalancedTrainer(Trainer):
         if args.torch_compile and len(self.devices) > 1:
             raise ValueError(f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun")
         self._parallel: DataParallelModel | None = None
-        self._head: Head | None = None
-        self._divisors: list[float] = []  # of the rows that run now; 1 in place of 0
-        self._has_labels = True  # for each divisor
+        self._head: Head | None = None  # None: unknown
+        self._has_any_loss = False  # a window is one forward
+        self._divisors: list[float] = []  # of the rows that run now: num_items_in_batch, and that of each mean
+        self._is_empty = False  # nothing in the window counts
+        self._backwards = 0  # that are left in it
+        self._losses: list[Tensor] = []  # of its micro-batches
+        self._counts: list[Tensor] = []  # of the mean in each of them
         self._repeated: Any = None  # a batch whose rows another rank has
-        self._evaluated: list[tuple[Tensor, Tensor]] = []  # the terms of the loss of each batch, and their divisors
+        self._evaluated: list[Tensor] = []  # the sums of each batch, and their divisors
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Returns the model with its replicas, the same ones for training and evaluation."""
@@ -185,69 +177,106 @@ class BalancedTrainer(Trainer):
     def _prepare_input(self, data: Any) -> Any:
         return super()._prepare_input(data) if len(self.devices) == 1 else data  # replicas move their rows
 
-    def _run(self, model: nn.Module, inputs: Inputs, function: Callable[[nn.Module, Inputs], Any]) -> PerReplica:
-        """Returns ``function(model, inputs)`` of each shard of the rows, on its device."""
-        if isinstance(model, DataParallelModel):
-            outputs: PerReplica = model(Whole(function), dict(inputs))
-            return outputs
-        return PerReplica([function(model, inputs)], [None])
+    def _run(
+        self, model: nn.Module, inputs: Inputs, head: Head | None, function: Callable[[nn.Module, Inputs], Any]
+    ) -> tuple[Sequence[Any], list[Tensor], list[Tensor]]:
+        """Runs each shard on its device. Returns the results, and the sum and the count of each mean over all shards."""
+        divisors = head and self._divisors[1:]
 
-    def _find_head(self, inputs: Inputs) -> Head:
-        """Returns the divisors of the loss. The first call runs the model on a few rows."""
-        if self._head is None:
-            rows = move_leaves(dict(inputs), next(self.model.parameters()).device)
+        def run(replica: nn.Module, rows: Inputs) -> tuple[Any, list[Tensor], list[Tensor]]:
+            with LossSums(divisors) as means:
+                return function(replica, dict(rows)), means.sums, means.counts
+
+        shards = model(Whole(run), dict(inputs)) if isinstance(model, DataParallelModel) else [run(model, inputs)]
+        results, *columns = zip(*shards, strict=True)
+        if head is not None and {len(counts) for counts in columns[1]} != {len(head.factors) - 1}:
+            raise ValueError(
+                f"the loss computes {max(map(len, columns[1]))} means, and {len(head.factors) - 1} of the first rows, expected "
+                "the same means of all rows: compute them always, also of nothing"
+            )
+        sums, counts = ([add_up(parts, self.args.device) for parts in zip(*column, strict=True)] for column in columns)
+        return results, sums, counts
+
+    def _find_head(self, batches: Sequence[Inputs]) -> Head | None:
+        """Returns the parts of the loss, if they are known. The first call runs the model on a few rows."""
+        if self._head is None and not self._has_any_loss:
             self.model.eval()  # training_step undoes it
-            with torch.no_grad(), self.accelerator.autocast():
-                try:
-                    self._head = read_head(self._loss_of_rows, sample_rows(rows, self.label_names), self._counts_of_labels())
-                except ValueError:
-                    if len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
-                        raise
-                    self._head = Head(False, (), ())  # a window is one forward, and any loss is that of the window
+            try:
+                with self.accelerator.autocast():
+                    head = next(filter(None, map(self._read_head, batches)), None)
+            except ValueError:
+                if len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
+                    raise
+                head, self._has_any_loss = None, True
+            self._head = next(filter(None, gather_objects(head)), None)
         return self._head
 
-    def _counts_of_labels(self) -> list[CountRule]:
-        """Returns what a loss may divide by. The first is what a loss divides by that gives no hint."""
-        ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", IGNORED)
-        is_causal = self._loss_shifts_labels or type(unwrap_peft_model(self.model)).__name__ in CAUSAL.values()
-        counts: list[CountRule] = []
-        for name in ("shift_labels", *self.label_names):
-            pairs = [(ignored, int(is_causal)), (ignored, int(not is_causal)), (OUTSIDE, 0), (None, 0)]
-            counts += [functools.partial(count_labels, name, *pair) for pair in pairs if name in POSITIONS or OUTSIDE not in pair]
-        return [*counts, functools.partial(count_rows)]
+    def _read_head(self, inputs: Inputs) -> Head | None:
+        """Returns the parts of the loss of a few rows, or None if it is zero: they have no labels."""
+        rows = count_rows(inputs)
+        is_packed = any(isinstance(value, Tensor) and value.dim() and len(value) != rows for value in inputs.values())
+        sample = take_rows(inputs, [0] if is_packed else [0, 0, -1])
+        sample = move_leaves(sample, next(self.model.parameters()).device)
+        size = count_rows(sample)
 
-    def _loss_of_rows(self, inputs: Inputs, items: float | None) -> float:
-        number = None if items is None else torch.tensor(items)
-        return float(self.compute_loss(self.model, dict(inputs), num_items_in_batch=number))
+        def run(rows: Inputs, divisor: float, items: float) -> tuple[Tensor, list[Tensor]]:
+            self._divisors = [items]
+            with LossSums(divisor) as means:
+                loss = self.compute_loss(self.model, dict(rows), num_items_in_batch=self._get_num_items_in_batch([rows]))
+            return loss, means.sums
 
-    def _count(self, inputs: Inputs) -> Tensor:
-        """Returns what the loss of these rows divides by, one number for each of its divisors."""
-        head = self._find_head(inputs)
-        counts = [None if count is None else float(count(inputs)) for count in head.counts]
-        if None in counts:
+        values = []
+        for divisors in ((math.inf, math.inf), (math.inf, size), (size, size)):
+            with torch.no_grad():
+                apart = sum(float(run(take_rows(sample, [row]), *divisors)[0]) for row in range(size))
+                values.append(whole := float(run(sample, *divisors)[0]))
+            if not abs(apart - whole) <= 0.02 * abs(whole):
+                raise ValueError(
+                    f"the loss of a few rows is {whole:.4g}, and those of each add up to {apart:.4g}: a part of it is no sum or "
+                    "mean over them, such as that of a router (output_router_logits=True), or its rows depend on each other. "
+                    "Expected means of torch's losses, or sums over num_items_in_batch, as compute_loss_func can have them. "
+                    "DataParallelCriterion(..., whole=True) and TrainStep compute other losses"
+                )
+        loss, means = run(sample, size, size)
+        factors = torch.autograd.grad(loss, means, allow_unused=True, materialize_grads=True) if means else ()
+        has_items = values[1] != values[0]
+        return Head((float(has_items), *map(float, factors)), values[0] != 0) if means or values[2] else None
 
-            def forward(replica: nn.Module, rows: Inputs) -> list[float]:
-                means = Means()
-                with means:
-                    self.compute_loss(replica, dict(rows), num_items_in_batch=head.items([1.0]))
-                return means.counts
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any = None) -> Tensor | None:
+        is_changed = type(self).compute_loss is not Trainer.compute_loss or self.args.use_liger_kernel
+        is_told = is_changed or self.compute_loss_func is not None or self.label_smoother is not None
+        return torch.tensor(self._divisors[0]) if is_told and batch_samples and "labels" in batch_samples[0] else None
 
+    def _count(self, inputs: Inputs, head: Head | None) -> Tensor:
+        """Returns the size of the labels, their ``num_items_in_batch``, and the count of each mean if there are several."""
+        sizes = [inputs[name].numel() for name in self.label_names if isinstance(inputs.get(name), Tensor)]
+        numbers = [sum(sizes) or count_rows(inputs), 1]
+        if head and head.factors[0]:
+            is_causal = self._loss_shifts_labels or type(unwrap_peft_model(self.model)).__name__ in CAUSAL.values()
+            labels = inputs.get("shift_labels", inputs["labels"][..., int(is_causal) :])
+            ignored = getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", -100)
+            numbers[1] = int(labels.ne(ignored).sum())
+        if head and len(head.factors) > 1 and not head.is_mean:
+            self.model.eval()
+            self._divisors = [1.0] * len(head.factors)
+            function = functools.partial(self.compute_loss, num_items_in_batch=self._get_num_items_in_batch([inputs]))
+            model = self._wrap_model(self.model_wrapped)
             with torch.no_grad(), keep_random_state():
-                of_means = self._run(self._wrap_model(self.model_wrapped), self._prepare_inputs(inputs), forward)
-            counts[head.has_items :] = map(sum, zip(*of_means, strict=True))
-        return torch.tensor(counts, dtype=torch.float64) * (inputs is not self._repeated)
-
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Tensor | None:
-        return self._head.items(self._divisors) if self._head is not None and self._divisors else None
+                numbers += map(float, self._run(model, self._prepare_inputs(inputs), head, function)[2])
+        return torch.tensor(numbers, dtype=torch.float64) * (inputs is not self._repeated)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Returns the micro-batches of the next update, and what their loss divides by."""
+        """Returns the micro-batches of the next update, and what their loss divides by if it is told."""
+        self._divisors = [1.0]
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             batches[-1] = self._leave_out_repeated(batches[-1])
-            counts = sum_over_ranks(torch.stack([self._count(batch) for batch in batches]).sum(0)).tolist()
-            self._divisors, self._has_labels = [count or 1.0 for count in counts], all(counts)
-        return batches, self._get_num_items_in_batch(batches, device)
+            head = self._find_head(batches)
+            counts = sum_over_ranks(torch.stack([self._count(batch, head) for batch in batches]).sum(0)).tolist()
+            divisors = [counts[1], counts[0]] if head and head.is_mean else counts[1:]
+            self._divisors, self._is_empty = [divisor or 1.0 for divisor in divisors], not all(divisors)
+            self._losses, self._counts, self._backwards = [], [], len(batches)
+        return batches, self._get_num_items_in_batch(batches)
 
     def _leave_out_repeated(self, inputs: Inputs) -> Inputs:
         """Returns the rows of a rank's last batch without those that were added to give all ranks the same number."""
@@ -261,162 +290,78 @@ class BalancedTrainer(Trainer):
         return inputs
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
-        """Runs forward and backward of a micro-batch. Returns its part of the loss of the update."""
+        """Runs forward and backward of a micro-batch. Returns zero, and after the last one the loss of the update."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        is_repeated = inputs is self._repeated
-        inputs, head = self._prepare_inputs(inputs), self._find_head(inputs)
-
-        def compute(replica: nn.Module, rows: Inputs) -> Any:
-            with head.means(self._divisors):
-                return self.compute_loss(replica, dict(rows), num_items_in_batch=num_items_in_batch)
-
-        is_deferred = isinstance(model, DataParallelModel) and not self.accelerator.sync_gradients
+        is_repeated, inputs = inputs is self._repeated, self._prepare_inputs(inputs)
+        self._backwards -= 1
+        is_deferred = isinstance(model, DataParallelModel) and self._backwards
         with cast(Any, model).no_sync() if is_deferred else contextlib.nullcontext():
-            losses = self._run(model, inputs, compute)
+            function = functools.partial(self.compute_loss, num_items_in_batch=num_items_in_batch)
+            losses, _, counts = self._run(model, inputs, self._head, function)
             loss = add_up(losses, self.args.device) * (0.0 if is_repeated else world_size())  # DDP averages over the ranks
             self.accelerator.backward(loss)
+        self._losses.append(loss.detach())
+        self._counts += [] if is_repeated else counts
         steps = self.args.torch_empty_cache_steps
         if steps and self.state.global_step % steps == 0 and torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-        return loss.detach() if self._has_labels else torch.full_like(loss, math.nan)  # as a mean of nothing
+        return torch.zeros_like(self._losses[0]) if self._backwards else self._finish()
+
+    def _finish(self) -> Tensor:
+        """Returns the loss of a window. Its gradients are divided by the count of a mean that only the forwards tell."""
+        loss = add_up(self._losses, self.args.device)
+        if self._head is not None and self._head.is_mean:
+            count = sum_over_ranks(add_up([0, *self._counts], self.args.device)).item()
+            factor, self._is_empty = self._divisors[1] / (count or 1.0), not count
+            loss = loss * factor
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return torch.full_like(loss, math.nan) if self._is_empty else loss  # as a mean of nothing
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
         predict = functools.partial(self._predict, super().prediction_step, model)
-        has_loss = bool(self.label_names or self.can_return_loss) and all(
-            inputs.get(name) is not None for name in self.label_names
-        )
-        new = self._leave_out_repeated(inputs) if has_loss else inputs
-        if new is not inputs:  # the loss of fewer rows than those with outputs
-            predict(new, True, ignore_keys, has_loss=True, is_evaluated=True)
-        return predict(inputs, prediction_loss_only, ignore_keys, has_loss=has_loss, is_evaluated=has_loss and new is inputs)
+        names = self.label_names
+        if not (names or self.can_return_loss) or any(inputs.get(name) is None for name in names):
+            return predict(None, inputs, prediction_loss_only, ignore_keys)
+        new, head = self._leave_out_repeated(inputs), self._find_head([inputs])
+        result = predict(head, inputs, prediction_loss_only, ignore_keys)
+        if new is not inputs and self._evaluated:  # the loss is that of fewer rows than those with outputs
+            self._evaluated.pop()
+            predict(head, new, True, ignore_keys)
+        return result
 
     def _predict(
-        self, step: Callable[..., Any], model: nn.Module, inputs: Inputs, *settings: Any, has_loss: bool, is_evaluated: bool
+        self, step: Callable[..., Any], model: nn.Module, head: Head | None, inputs: Inputs, *settings: Any
     ) -> tuple[Any, Any, Any]:
-        device, head = self.args.device, self._find_head(inputs) if has_loss else Head(False, (), ())
-        counts = self._count(inputs) if has_loss else torch.empty(0)
-        divisors = self._divisors = [count or 1.0 for count in counts.tolist()]
-
-        def predict(replica: nn.Module, rows: Inputs) -> tuple[Any, Any, Any, list[Tensor]]:
-            with head.means(divisors) as means:
-                result = step(replica, dict(rows), *settings)
-            return *result, means.values if means else []
-
+        size, items = self._count(inputs, head and head._replace(factors=head.factors[:1])).tolist()
+        self._divisors = [size or 1.0] * (len(head.factors) if head else 1)
         with torch.no_grad():
-            losses, logits, labels, values = zip(*self._run(model, inputs, predict), strict=True)
-        loss = None if losses[0] is None else add_up(losses, device)
-        if is_evaluated and loss is not None and head.counts and not head.has_sums:
-            terms = [
-                add_up(column, device) * factor for column, factor in zip(zip(*values, strict=True), head.factors, strict=True)
-            ]
-            terms = [loss - sum(terms), *terms] if head.has_items else terms
-            self._evaluated.append((torch.stack(terms).double().cpu() * counts, counts))
-        joined = [None if parts[0] is None else join(parts, device, 0) for parts in (logits, labels)]
+            results, sums, counts = self._run(model, inputs, head, lambda replica, rows: step(replica, rows, *settings))
+        losses, logits, labels = zip(*results, strict=True)
+        loss = None if losses[0] is None else add_up(losses, self.args.device)
+        if loss is not None and head is not None and not head.has_rest:
+            means = [factor * float(mean) for factor, mean in zip(head.factors[1:], sums, strict=True)]
+            terms = torch.tensor([[float(loss) - sum(means), *means], [items, *map(float, counts)]], dtype=torch.float64)
+            terms[0] *= self._divisors[0]
+            self._evaluated.append(terms * (inputs is not self._repeated))
+            loss = head.divide(terms).to(loss)
+        joined = [None if parts[0] is None else join(parts, self.args.device, 0) for parts in (logits, labels)]
         return loss, joined[0], joined[1]
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
+    def evaluation_loop(self, *arguments: Any, **settings: Any) -> Any:
         """Runs all batches, as Trainer does. Their loss is that of all rows, not the mean over batches."""
         self._evaluated = []
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if f"{metric_key_prefix}_loss" in output.metrics and self._evaluated:
-            sums, counts = (sum_over_ranks(torch.stack(column).sum(0)) for column in zip(*self._evaluated, strict=True))
-            output.metrics[f"{metric_key_prefix}_loss"] = (sums / counts).sum().item()
+        output = super().evaluation_loop(*arguments, **settings)
+        name = f"{settings.get('metric_key_prefix', 'eval')}_loss"
+        if name in output.metrics and self._evaluated and self._head is not None:
+            output.metrics[name] = self._head.divide(sum_over_ranks(torch.stack(self._evaluated).sum(0))).item()
         return output
-
-
-def read_head(loss_of: Callable[[Inputs, float | None], float], inputs: Inputs, candidates: Sequence[CountRule]) -> Head:
-    """Returns what a loss divides by.
-
-    Args:
-        loss_of: the loss of rows, told a number of items.
-        inputs: a few rows, whose candidates differ.
-        candidates: functions of the inputs.
-    """
-
-    def run(items: float | None, divisors: Sequence[float] | float | None, rows: Inputs = inputs) -> tuple[float, Means]:
-        with Means(divisors) as means:
-            return loss_of(rows, items), means
-
-    def run_apart(items: float, divisors: Sequence[float] | float) -> float:
-        return sum(run(items, divisors, take_rows(inputs, slice(row, row + 1)))[0] for row in range(count_rows(inputs)))
-
-    def find_count(number: float, rules: Sequence[CountRule], tolerance: float = 0.0) -> CountRule | None:
-        numbers = [(abs(rule(inputs) - number), place) for place, rule in enumerate(rules) if not math.isnan(rule(inputs))]
-        distance, place = min(numbers, default=(math.inf, 0))
-        return rules[place] if distance <= tolerance * number else None
-
-    (of_means, means), (with_items, _) = run(math.inf, None), run(1.0, None)
-    has_items = of_means != with_items
-    of_sums, _ = run(math.inf, math.inf)
-    if of_sums and abs(run_apart(math.inf, math.inf) - of_sums) > 0.02 * abs(of_sums):
-        raise ValueError(
-            f"the loss of a few rows has a part of {of_sums:.3g} that is no sum or mean over them: expected means of torch's "
-            "losses, or sums over num_items_in_batch, as compute_loss_func can have them. The loss of a router "
-            "(output_router_logits=True) depends on all rows at once"
-        )
-    counts = []
-    for number, ignored in zip(means.counts, means.ignored, strict=True):
-        counts.append(find_count(number, [rule for rule in candidates if ignored_by(rule, inputs) == ignored]))
-    if has_items:
-        number, tolerance = (means.summed[0], 0.0) if len(set(means.summed)) == 1 else (0.0, 0.05)
-        if not number:
-            with contextlib.suppress(TypeError):  # a function that divides by None
-                number = (with_items - of_means) / (run(None, None)[0] - of_means)
-        guess = next(rule for rule in candidates if not math.isnan(rule(inputs)))
-        counts.insert(0, find_count(number, candidates, tolerance) if number else guess)
-        if counts[0] is None:
-            raise ValueError(
-                f"the loss divides by {number:.4g} for the labels of a few rows, expected the number of those that count"
-            )
-    divisors = [2.0 * count_rows(inputs)] * len(counts)
-    items = divisors[0] if has_items else math.inf
-    (whole, _), apart = run(items, divisors[has_items:]), run_apart(items, divisors[has_items:])
-    if abs(apart - whole) > 0.02 * abs(whole):
-        raise ValueError(
-            f"the loss of a few rows is {whole:.4g}, and those of each add up to {apart:.4g}: its rows depend on each other, "
-            "expected a sum over rows. DataParallelCriterion(..., whole=True) and TrainStep compute such losses"
-        )
-    factors = []
-    for place in range(len(means.counts)):
-        alone = [divisors[0] if place == other else math.inf for other in range(len(means.counts))]
-        value, of_mean = run(math.inf, alone)
-        factors.append((value - of_sums) / float(of_mean.values[place]))
-    return Head(has_items, tuple(counts), tuple(factors), of_sums != 0)
-
-
-def sample_rows(inputs: Inputs, names: Sequence[str]) -> Inputs:
-    """Returns the first row twice and the last, with another mask and other ignored labels: no two counts are the same."""
-    is_packed = any(isinstance(value, Tensor) and value.dim() and len(value) != count_rows(inputs) for value in inputs.values())
-    rows = take_rows(inputs, [0] if is_packed else [0, 0, -1])
-    mask = rows.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) > 1:
-        rows["attention_mask"] = mask.clone()
-        rows["attention_mask"][1, 2:] = 0  # some losses count the words of a text
-    for name in ("shift_labels", *names):
-        labels = rows.get(name)
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            continue
-        if labels.dim() > 1 and (labels == IGNORED).any():
-            places = torch.arange(labels.size(-1), device=labels.device)
-            counted = torch.stack([places < 3, (places > 0) & (places < 6), places == 1])[: len(labels)]
-            counted = counted.view(len(labels), *[1] * (labels.dim() - 2), -1)
-            rows[name] = labels.where(labels >= 0, labels.max().clamp(min=0)).where(counted, IGNORED)
-        elif name in POSITIONS and "input_ids" in rows:
-            length = rows["input_ids"].size(1)
-            rows[name] = labels.new_tensor([0, 0 if name == POSITIONS[0] else length, length])[: len(labels)]
-    return rows
 
 
 def count_rows(inputs: Inputs) -> int:
@@ -429,19 +374,3 @@ def take_rows(inputs: Inputs, places: slice | list[int]) -> dict[str, Any]:
     rows = count_rows(inputs)
     tensors = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() and len(value) == rows}
     return {name: value[places] if name in tensors else value for name, value in inputs.items()}
-
-
-def count_labels(name: str, ignored: int | str | None, first: int, inputs: Inputs) -> float:
-    """Returns the number of labels that are not ignored, from position ``first`` of each row on."""
-    labels = inputs.get(name)
-    if labels is None or (ignored is not None and (labels.is_floating_point() or labels.dim() <= first)):
-        return math.nan
-    if ignored == OUTSIDE:
-        return float((labels < inputs["input_ids"].size(1)).sum()) if "input_ids" in inputs else math.nan
-    return float(labels.numel() if ignored is None else (labels[..., first:] != ignored).sum())
-
-
-def ignored_by(rule: CountRule, inputs: Inputs) -> Any:
-    """Returns the label that a count leaves out."""
-    ignored = rule.args[1] if rule.args else None
-    return inputs["input_ids"].size(1) if ignored == OUTSIDE and "input_ids" in inputs else ignored

@@ -24,7 +24,7 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .shards import ShardRunner, copy_criterion, devices_of
+from .shards import copy_criterion, devices_of
 from .sums import LossSum, ShardLoss, add_up, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
 
 Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
@@ -35,7 +35,7 @@ class CoupledLoss(abc.ABC):
 
     is_split = True  # over devices, ranks or micro-batches
 
-    def __init__(self, criterion: ShardRunner, home: torch.device) -> None:
+    def __init__(self, criterion: Any, home: torch.device) -> None:
         self.criterion, self.home = criterion, home
         self._loss: Tensor | None = None  # of all ranks, until a part has handed it back
         self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # with the derivatives of the loss
@@ -141,7 +141,7 @@ class LossOfSums(CoupledLoss):
         super().__init__(criterion, home)
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
-        self._derivatives_on: dict[torch.device, dict[Any, Tensor | None]] = {}
+        self._slopes: dict[Any, Tensor | None] = {}
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
@@ -159,7 +159,7 @@ class LossOfSums(CoupledLoss):
         if has_rows:
             values = list(total.values())
             slopes = self._derivatives(lambda: add_leaves(self._finish(total)), values, ranks, scaler)
-            self._derivatives_on = {values[0].device: dict(zip(total, slopes, strict=True))}
+            self._slopes = dict(zip(total, slopes, strict=True))
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
         """Returns the statistics of a replica. It runs in the thread of the replica."""
@@ -204,11 +204,8 @@ class LossOfSums(CoupledLoss):
     def _take(self, part: ShardStatistics) -> list[tuple[Tensor, Tensor | None]]:
         if part.tensors is None:
             return [(part.nothing, None)]
-        by_device, device = self._derivatives_on, part.nothing.device
-        if device not in by_device:
-            first = next(iter(by_device.values()))
-            by_device[device] = {place: slope if slope is None else move(slope, device) for place, slope in first.items()}
-        return [(tensor, by_device[device].get(place)) for place, tensor in part.tensors.items()]
+        pairs = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()]
+        return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in pairs]
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""

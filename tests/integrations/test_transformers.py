@@ -123,6 +123,18 @@ class OwnLoss(BalancedTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class LossOverItems(BalancedTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = shifted_loss(outputs, inputs["labels"], num_items_in_batch * 1)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_compute_loss_of_a_subclass_over_items():
+    expected = train_plainly(make_model("gpt2"), make_rows("gpt2", 19), 8)
+    check(train(make_trainer("gpt2", make_arguments(gradient_accumulation_steps=2), LossOverItems)), expected)
+
+
 def test_compute_loss_of_a_subclass():
     def loss_of(model, batch):
         outputs = model(**batch)
@@ -130,6 +142,33 @@ def test_compute_loss_of_a_subclass():
 
     expected = train_plainly(make_model("classes"), make_rows("classes", 19), 8, loss_of)
     check(train(make_trainer("classes", make_arguments(gradient_accumulation_steps=2), OwnLoss)), expected)
+
+
+def sum_or_mean(outputs, labels, num_items_in_batch=None):
+    """Returns a sum where no number of items is told, which would add up over rows too."""
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="sum") / (num_items_in_batch or 1)
+
+
+def test_compute_loss_func_is_told_the_number_of_items():
+    def loss_of(model, batch):
+        labels = batch.pop("labels")
+        return sum_or_mean(model(**batch), labels, (labels != -100).sum())
+
+    expected = train_plainly(make_model("tags"), make_rows("tags", 19), 8, loss_of)
+    trainer = make_trainer("tags", make_arguments(gradient_accumulation_steps=2), compute_loss_func=sum_or_mean)
+    check(train(trainer), expected)
+
+
+class SometimesTwoMeans(BalancedTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        extra = F.mse_loss(outputs.logits, torch.ones_like(outputs.logits)) if self.state.global_step else 0.0
+        return (outputs.loss + extra, outputs) if return_outputs else outputs.loss + extra
+
+
+def test_another_number_of_means_is_refused():
+    with pytest.raises(ValueError, match="computes 2 means, and 1 of the first rows"):
+        train(make_trainer("classes", make_arguments(), SometimesTwoMeans))
 
 
 @pytest.mark.parametrize("head", ["masked words", slow("gpt2"), slow("classes")])
@@ -276,3 +315,16 @@ def test_two_ranks(head):
     for numbers, loss in run_ranks(2, run_rank, head, {"gradient_accumulation_steps": 2}, fresh=True):
         check(numbers, expected)
         assert loss == pytest.approx(expected_loss, rel=1e-4)
+
+
+def run_rank_without_labels(rank, head):
+    rows = make_rows(head, 16)
+    for row in rows[2:4]:  # those of the second rank in the first window
+        row["labels"] = torch.full_like(row["labels"], -100)
+    return rows, train(BalancedTrainer(make_model(head), make_arguments(), train_dataset=rows, data_collator=pad))
+
+
+def test_rank_whose_first_rows_have_no_labels():
+    """It takes what the loss is made of from the other rank."""
+    for rows, numbers in run_ranks(2, run_rank_without_labels, "masked words", fresh=True):
+        check(numbers, train_plainly(make_model("masked words"), rows, 4))
