@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica, gather, join_tensors, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark_leaves, move_leaves, without_mark
+from ..batch.outputs import PerReplica, gather, join, join_tensors, repeated_rows
+from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark_leaves, move_leaves, take, without_mark
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
@@ -172,18 +172,18 @@ class LossOfSums(CoupledLoss):
         return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        halves, failure = list[ShardStatistics](), None
+        samples, failure = list[ShardStatistics](), None
         if not self.criterion.is_checked:
             try:
-                halves = self._halves(outputs, shards)
+                samples = self._samples(outputs, shards)
             except Exception as error:  # noqa: BLE001 - it may raise anything, and does so for all rows too if it is wrong
                 failure = error
         parts: list[ShardStatistics] = self.criterion.run(self._statistics, outputs, shards)
-        if failure is not None:
+        if failure is not None and outputs.sizes[0] != 1:
             reason = f"half of the first rows, in dimension {outputs.dim}, raises {type(failure).__name__}: {failure}"
             self._refuse(reason, failure)
-        if halves and None not in (part.tensors for part in (parts[0], *halves)):
-            self._compare(parts[0], halves, outputs.sizes[0])
+        if samples and None not in (sample.tensors for sample in samples):
+            self._compare(samples)
         return parts
 
     def _collect(self, parts: list[ShardStatistics]) -> None:
@@ -248,29 +248,37 @@ class LossOfSums(CoupledLoss):
         return move(weighted_sum(loss, 1), self.criterion.output_device or device)
 
     @torch.no_grad()
-    def _halves(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        """Returns the statistics of the halves of the first shard, none if it has a single row. Random numbers are put back."""
-        output, rows = outputs[:1], outputs.sizes[0]
+    def _samples(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
+        """Returns the statistics of the first shard and of its halves. Random numbers are put back.
+
+        A single row is repeated, with other values that have the same signs and are not larger.
+        """
+        output, rows, targets = outputs[:1], outputs.sizes[0], shards[0].targets
         leaves = zip(containers.leaves(output[0]), containers.leaf_dims(output[0], output.dim, 0), strict=True)
         counts = {leaf.size(dim) for (_, leaf), dim in leaves if isinstance(leaf, Tensor) and leaf.dim() and dim is not None}
         if rows and (counts == {shards[0].target_rows} or (shards[0].is_joined and counts == {1})):  # words, or a packed row
             rows = counts.pop()
             output = PerReplica(output, [rows], output.dim)
-        if rows is None or rows < 2:
+        if not rows:
             return []
         self.criterion.is_checked = True
+        if rows == 1:
+            rows, output = 2, PerReplica([join([output[0], _smaller(output[0])], None, output.dim)], [2], output.dim)
+            _, dim = self.criterion.mark(*targets, output.dim, len(containers.spread(output[0])))
+            targets = take(targets, [*range(shards[0].target_rows)] * 2, dim)
         pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
         halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
         devices = devices_of(halves, None)
         states = generator_states(devices)
-        result: list[ShardStatistics] = self.criterion.run(self._statistics, *self.criterion.cut(halves, *shards[0].targets))
+        cuts = [self.criterion.cut(part, *targets) for part in (output, halves)]
+        result: list[ShardStatistics] = [sample for each in cuts for sample in self.criterion.run(self._statistics, *each)]
         set_generators(states, devices)
         return result
 
     @torch.no_grad()
-    def _compare(self, whole: ShardStatistics, halves: Sequence[ShardStatistics], rows: int | None) -> None:
-        """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
-        columns = [part.tensors or {} for part in (whole, *halves)]
+    def _compare(self, samples: Sequence[ShardStatistics]) -> None:
+        """Raises ``ValueError`` if the statistics of rows are not the sum of those of their halves."""
+        columns = [part.tensors or {} for part in samples]
         for number, place in enumerate({place: None for column in columns for place in column}):
             total, first, last = (widen(column[place]) if place in column else torch.zeros(()) for column in columns)
             if total.shape == first.shape == last.shape:
@@ -278,7 +286,7 @@ class LossOfSums(CoupledLoss):
                 # a mean is off by its own size; nan is the caller's
                 if not bool((total - first - last).abs().max() > self._tolerance(total) * size):
                     continue
-            values = f"of {rows} rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
+            values = f"of the first rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
             self._refuse(f"{self._name(number, place)} {values}")
 
     def _tolerance(self, tensor: Tensor) -> float:
@@ -291,6 +299,18 @@ class LossOfSums(CoupledLoss):
         raise ValueError(
             f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
         ) from cause
+
+
+def _smaller(output: Any) -> Any:
+    """Returns an output with all values between half of themselves and themselves."""
+
+    def scale(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        factors = torch.linspace(0.5, 1.0, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+        return leaf * factors.view(leaf.shape)
+
+    return containers.map_leaves(scale, output)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:

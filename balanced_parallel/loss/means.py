@@ -334,8 +334,8 @@ class LossOfMeans(LossOfSums):
             refuse_coupled(self.criterion.module)
         return super()._parts(outputs, shards)
 
-    def _halves(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        return super()._halves(outputs, shards) if self.is_split else []
+    def _samples(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
+        return super()._samples(outputs, shards) if self.is_split else []
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)

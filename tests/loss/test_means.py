@@ -266,6 +266,13 @@ def test_losses_that_do_not_add_up_are_refused_in_the_first_batch(name):
         two_outputs(COUPLED[name], rows=6)
 
 
+@pytest.mark.parametrize("name", [name for name in COUPLED if name not in ("variances", "more than two rows")])
+def test_losses_that_do_not_add_up_are_refused_with_one_row_for_each_device(name):
+    """The standard deviation of one row is nan."""
+    with pytest.raises(ValueError, match=r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight="):
+        two_outputs(COUPLED[name], rows=2)
+
+
 def test_random_numbers_of_the_check_are_put_back():
     torch.manual_seed(5)
     expected = torch.rand(3)[2]
