@@ -251,12 +251,6 @@ def foreach_copy_(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def foreach_zero_(tensors: Tensors) -> None:
-    """Fills all tensors with zeros in place."""
-    if tensors:
-        torch._foreach_zero_(tensors)
-
-
 # Modes that see every operator.
 
 

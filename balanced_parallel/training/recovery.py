@@ -13,7 +13,7 @@ A loss whose rows depend on each other takes two passes over the micro-batches o
     forward 0 | forward 1 | loss of all | forward 0 | backward 0 | forward 1 | backward 1 | update
      without a graph                      same random numbers and buffers
 
-Batches are kept until the update, since their rows are needed twice. An update of one micro-batch takes one pass.
+Batches are kept until the update. An update of one micro-batch takes one pass.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from ..runtime import torch_private
 from ..runtime.collectives import rank, world_size
 from ..runtime.devices import accelerators
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
+from ..runtime.torch_private import buffers_of, versions
 from ..runtime.values import Precision
 from ..savings.saving import advice
 from .accumulation import GradientSync
@@ -55,8 +54,7 @@ class ElsewhereOutOfMemory(torch.OutOfMemoryError):
 class Recovery:
     """Failures of an update for lack of memory, and the state from before, for running it again in smaller micro-batches.
 
-    Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start. ``has_failed``
-    tells that memory was too small since the last :meth:`restart`.
+    ``has_failed`` tells that memory was too small since the last :meth:`restart`.
     """
 
     def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync) -> None:
@@ -78,7 +76,10 @@ class Recovery:
         """Copies what an update changes, before its first forward, and records a batch of it."""
         if not self._has_begun:
             self._sync.begin()
-            with RetriedAllocations():
+            try:
+                self._before.take()
+            except torch.OutOfMemoryError:
+                release_memory()
                 self._before.take()
             self._has_begun = True
         if batch is not None:
@@ -189,27 +190,6 @@ def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
     return ""
 
 
-class RetriedAllocations(TorchDispatchMode):
-    """Runs an operator once more if it raises ``torch.OutOfMemoryError``, after the cached memory was given back.
-
-    An optimizer's step cannot be undone in the middle. An operator can run again: it allocates before it writes.
-    """
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator."""
-        try:
-            return function(*args, **(kwargs or {}))
-        except torch.OutOfMemoryError:
-            pass  # the traceback is released before memory is
-        release_memory()
-        return function(*args, **(kwargs or {}))
-
-
-def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
-    """Returns a :class:`RetriedAllocations` for accelerators, which have a cache."""
-    return RetriedAllocations() if any(device.type != "cpu" for device in devices) else contextlib.nullcontext()
-
-
 def release_memory() -> None:
     """Collects garbage and gives cached memory back to the devices.
 
@@ -232,10 +212,7 @@ def release_memory() -> None:
 
 
 class TwoPasses:
-    """The first pass of one update, and the agreement of the ranks behind it.
-
-    With ``is_auto``, batches run again after an out of memory.
-    """
+    """The first pass of one update, and the agreement of the ranks behind it. ``is_auto`` runs batches again."""
 
     def __init__(
         self, loss: CoupledLoss, sync: GradientSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool
@@ -279,8 +256,7 @@ class TwoPasses:
     def differentiate(self) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
         self._agree("")
-        # what follows the agreement of the ranks must not fail on one of them
-        with retrying_allocations(self._devices if self._is_auto else ()), self._precision.autocast(self._devices):
+        with self._precision.autocast(self._devices):
             self.loss.differentiate(self._precision.scaler_on(self._devices[0]))
 
     @contextlib.contextmanager
