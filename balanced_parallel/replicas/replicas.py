@@ -18,7 +18,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -205,12 +205,13 @@ class Replicas:
 
 
 @contextmanager
-def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
+def window(*modules: Any, deferred: bool = False) -> Iterator[None]:
     """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
 
-    In this block the copies of ``replicas`` are refreshed by the first forward, and after writes that the counters record. With
-    ``deferred``, gradients stay with the replicas.
+    In this block the replicas of ``modules``, where they have some, are refreshed by the first forward, and after writes that the
+    counters record. With ``deferred``, gradients stay with the replicas.
     """
+    replicas = [each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)]
     for each in replicas:
         each._windows += 1
         each.gradients.deferring += deferred
@@ -221,11 +222,6 @@ def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
             each._windows -= 1
             each.gradients.deferring -= deferred
             each.copies.are_fresh = each.copies.are_fresh and each._windows > 0
-
-
-def parameter_window(*modules: Any) -> AbstractContextManager[None]:
-    """Opens a :func:`window` of those modules that have replicas."""
-    return window(*[each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)])
 
 
 _UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter

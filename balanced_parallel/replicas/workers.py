@@ -1,6 +1,6 @@
 """Workers that run the replicas of one forward, each in its own thread.
 
-The first failure is raised, and names the replica. All other threads have finished before, and none waits forever.
+The first failure is raised, with a note that names the replica. All other threads have finished before, and none waits forever.
 torch's ``parallel_apply`` runs each forward in new threads, in which cuDNN searches for plans again and leaks them, and passes
 only the autocast flag of CUDA, no dtype (pytorch#105682, #125186). Here a replica's forward, its criterion and the next forward
 run in the same thread, with the state of the calling thread.
@@ -204,7 +204,7 @@ def run_replicas(
     A single replica runs in the calling thread. Several run in one thread each, with the caller's :class:`ThreadState`, context
     variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns, and under
     modes of torch all do. On the CPU they run one after the other in the calling thread unless they exchange values
-    (``together``). The first failure (in time) is raised, and names the replica. ``pool`` returns the threads.
+    (``together``). The first failure (in time) is raised, with a note that names the replica. ``pool`` returns the threads.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
         return run_in_turn(work, devices, None)
@@ -225,7 +225,7 @@ def run_replicas(
             with on_streams(others), on_device(device, streams.get(device)), state.enter():
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit must reach the caller too
-            locate_failure(error, index, device)
+            error.add_note(f"in replica {index} on device {device}")
             failures.append(error)
         finally:
             _thread.replica = None
@@ -274,24 +274,11 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]
                 with on_device(device, None):  # on the thread's own stream
                     results.append(call())
             except BaseException as error:
-                locate_failure(error, index, device)
+                error.add_note(f"in replica {index} on device {device}")
                 raise
     finally:
         _thread.replica = before
     return results
-
-
-def locate_failure(error: BaseException, index: int, device: torch.device) -> None:
-    """Adds "in replica ... on device ..." to the message of ``error`` if that is its only argument. Otherwise adds a note."""
-    place, arguments = f"in replica {index} on device {device}", error.args
-    if len(arguments) < 2:
-        with contextlib.suppress(Exception):  # its __str__ may raise anything
-            before = str(error)
-            error.args = (f"{arguments[0] if arguments else type(error).__name__} ({place})",)
-            if place in (text := str(error)) and before.strip("'") in text:
-                return
-        error.args = arguments
-    error.add_note(place)
 
 
 @dataclass(frozen=True)
@@ -332,9 +319,7 @@ class ThreadState:
         """Sets this state in the calling thread for the duration of the block."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 if enabled != torch.is_autocast_enabled(kind) or (enabled and dtype != torch.get_autocast_dtype(kind)):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))

@@ -27,7 +27,7 @@ class _ReplicaSync(GradientSync):
         return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        return window(self._model.replicas, self._criterion.replicas, deferred=True)
+        return window(self._model, self._criterion, deferred=True)
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         if not is_reduced:

@@ -26,7 +26,7 @@ from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments
 from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.replicas import parameter_window
+from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
@@ -328,7 +328,7 @@ class TrainStep:
             self._settings().compare()  # before the first update
         self._has_compared = True
         had_rows = self._sums is not None or bool(self._runs)
-        with parameter_window(self.model, self.criterion), collectives.naming_ranks():
+        with window(self.model, self.criterion), collectives.naming_ranks():
             try:
                 yield
             except BaseException as error:
