@@ -337,7 +337,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "strategies.launch": "the environment of torchrun",
     "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
-    "training.checkpoint_files": "imported at the first use: its imports take seconds",
     "training.reproducible": "a public argument",
     "training.settings": "the settings of ranks",
 }

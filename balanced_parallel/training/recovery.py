@@ -22,6 +22,7 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from ..runtime import torch_private
 from ..runtime.collectives import rank, world_size
 from ..runtime.devices import accelerators
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import buffers_of, versions
+from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
 from ..runtime.values import Precision
 from ..savings.saving import advice
 from .accumulation import GradientSync
@@ -76,10 +77,7 @@ class Recovery:
         """Copies what an update changes, before its first forward, and records a batch of it."""
         if not self._has_begun:
             self._sync.begin()
-            try:
-                self._before.take()
-            except torch.OutOfMemoryError:
-                release_memory()
+            with RetriedAllocations():
                 self._before.take()
             self._has_begun = True
         if batch is not None:
@@ -190,6 +188,27 @@ def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
     return ""
 
 
+class RetriedAllocations(TorchDispatchMode):
+    """Runs an operator once more if it raises ``torch.OutOfMemoryError``, after the cached memory was given back.
+
+    An optimizer's step cannot be undone in the middle. An operator can run again: it allocates before it writes.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator."""
+        try:
+            return function(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            pass  # the traceback is released before memory is
+        release_memory()
+        return function(*args, **(kwargs or {}))
+
+
+def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
+    """Returns a :class:`RetriedAllocations` for accelerators, which have a cache."""
+    return RetriedAllocations() if any(device.type != "cpu" for device in devices) else contextlib.nullcontext()
+
+
 def release_memory() -> None:
     """Collects garbage and gives cached memory back to the devices.
 
@@ -256,7 +275,8 @@ class TwoPasses:
     def differentiate(self) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
         self._agree("")
-        with self._precision.autocast(self._devices):
+        # what follows the agreement of the ranks must not fail on one of them
+        with retrying_allocations(self._devices if self._is_auto else ()), self._precision.autocast(self._devices):
             self.loss.differentiate(self._precision.scaler_on(self._devices[0]))
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
 from .accumulation import Accumulation, gradient_sync
-from .recovery import Recovery, Snapshot, TwoPasses
+from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
 from .reproducible import RandomByRow
 from .settings import Settings
 from .state import TrainedState
@@ -258,7 +258,8 @@ class TrainStep:
             warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
         try:
-            update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
+            with retrying_allocations(self.model.devices if self._is_auto else ()):
+                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
             if isinstance(error, torch.OutOfMemoryError):
@@ -287,7 +288,8 @@ class TrainStep:
             if recovery is None:
                 return self._finish()
             if not recovery.has_failed or self._sync.abandon():
-                result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
+                with retrying_allocations(self.model.devices):  # after the agreement of the ranks, none of them must fail
+                    result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
             if not recovery.has_failed:
                 recovery.end(self._unit, self._limit)
                 return result
