@@ -49,7 +49,12 @@ class OwnerOptimizers:
 
     def __init__(self, recipe: Recipe, inner: torch.optim.Optimizer, owned: Sequence[Mapping[Tensor, Tensor]]) -> None:
         self.inner, self.owned = inner, owned
-        self._parts = [recipe.make([_restricted(group, values) for group in inner.param_groups]) for values in owned]
+        self._parts = [
+            recipe.make(
+                [{**group, "params": [values[p] for p in group["params"] if p in values]} for group in inner.param_groups]
+            )
+            for values in owned
+        ]
         inner.state.clear()  # some optimizers make it for all parameters
         self._keep_state()
 
@@ -70,10 +75,6 @@ class OwnerOptimizers:
             for group, whole in zip(part.param_groups, self.inner.param_groups, strict=True):
                 if group["params"]:  # settings may count steps
                     whole.update({**group, "params": whole["params"]})
-
-
-def _restricted(group: dict[str, Any], values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    return {**group, "params": [values[parameter] for parameter in group["params"] if parameter in values]}
 
 
 _UPDATES = 12  # of small tensors; D-Adaptation's first ones hardly differ

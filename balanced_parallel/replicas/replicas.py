@@ -68,8 +68,14 @@ class Replicas:
                     yield modules
                     return
                 tree = self._follow(module, [home, *others])
-                replaced = self._add_replicas(tree, modules, others, home)
-                with nullcontext() if replaced is None else tree.parameters_replaced(replaced):
+                if tree.rescaled and torch.is_grad_enabled() and set(others) != {home}:
+                    refuse_rescaled(tree.rescaled)
+                tensors = self._connected_parameters(tree, list(dict.fromkeys(devices)))
+                # buffers every time: batch norm writes to its statistics without torch's version counter
+                buffers = copy_buffers(tree.buffers(), others)
+                for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
+                    modules.append(tree.fill(skeletons, tensors.get(device), copied))
+                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                     yield modules
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
@@ -169,19 +175,6 @@ class Replicas:
                 "the module has other parameters than when its BalancedOptimizer was made (added, removed, replaced, resized, "
                 "converted or unfrozen): make a new one, after the old one was deleted"
             )
-
-    def _add_replicas(
-        self, tree: ModuleTree, modules: list[nn.Module], others: Sequence[torch.device], home: torch.device
-    ) -> list[Tensor] | None:
-        """Appends the replicas on ``others`` to ``modules``. Returns replacements of the module's own parameters, if any."""
-        if tree.rescaled and torch.is_grad_enabled() and set(others) != {home}:
-            refuse_rescaled(tree.rescaled)
-        tensors = self._connected_parameters(tree, list(dict.fromkeys([*([home] if modules else []), *others])))
-        # buffers every time: batch norm writes to its statistics without torch's version counter
-        buffers = copy_buffers(tree.buffers(), others)
-        for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
-            modules.append(tree.fill(skeletons, tensors.get(device), copied))
-        return tensors.get(home)
 
     def _connected_parameters(self, tree: ModuleTree, places: list[torch.device]) -> dict[torch.device, list[Tensor]]:
         """Returns the tensors of each device, in the order of the tree's parameters, connected to them by the buckets.

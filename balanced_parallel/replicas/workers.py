@@ -19,12 +19,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import overrides
 
 from ..runtime import torch_private
 from ..runtime.devices import accelerators, on_device
 from ..runtime.streams import current_streams, on_streams
-from ..runtime.torch_private import DeviceContext, TorchDispatchMode
+from ..runtime.torch_private import DeviceContext
 
 _JOIN_SECONDS = 5.0  # at exit, for a thread whose call does not end
 Call = Callable[[], object]
@@ -211,7 +210,7 @@ def run_replicas(
     # A copy between devices runs on the current stream of its source, so each worker needs the caller's stream of every device.
     streams = current_streams(accelerators())
     others = {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
-    state = ThreadState.capture(devices)
+    state = ThreadState(devices)
     meeting = Meeting([None] * len(work) if state.needs_turns else devices)
     results: dict[int, T] = {}
     failures: list[BaseException] = []  # in order of time; list.append is atomic
@@ -281,33 +280,18 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]
     return results
 
 
-@dataclass(frozen=True)
 class ThreadState:
-    """State of a thread, as ``with`` blocks of torch set it."""
+    """State of the calling thread, as ``with`` blocks of torch set it, with autocast for the types of ``devices`` and the CPU."""
 
-    grad: bool
-    inference: bool
-    autocast: list[tuple[str, bool, torch.dtype]]  # flag and dtype per device type
-    autocast_cache: bool  # autocast keeps the parameters that it has cast
-    threads: int  # of an operator on the CPU: OpenMP has a number per thread
-    saved_tensor_hooks: torch_private.Hooks | None
-    function_modes: tuple[overrides.TorchFunctionMode, ...]  # the last one called first; the default device is one
-    dispatch_modes: tuple[TorchDispatchMode, ...]  # the last one called first
-
-    @classmethod
-    def capture(cls, devices: Sequence[torch.device]) -> "ThreadState":
-        """Returns the state of the calling thread, with autocast for the types of ``devices`` and for the CPU."""
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         kinds = sorted({"cpu", *[device.type for device in devices]})
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=[(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            threads=torch.get_num_threads(),
-            saved_tensor_hooks=torch_private.saved_tensor_hooks(),
-            function_modes=torch_private.function_modes(),
-            dispatch_modes=torch_private.dispatch_modes(),
-        )
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.autocast_cache = torch.is_autocast_cache_enabled()  # autocast keeps the parameters that it has cast
+        self.threads = torch.get_num_threads()  # of an operator on the CPU: OpenMP has a number per thread
+        self.saved_tensor_hooks = torch_private.saved_tensor_hooks()
+        self.function_modes = torch_private.function_modes()  # the last one called first; the default device is one
+        self.dispatch_modes = torch_private.dispatch_modes()
 
     @property
     def needs_turns(self) -> bool:
