@@ -236,10 +236,7 @@ class _ElementRanks:
 
 
 class _ParameterRanks(_ElementRanks):
-    """Whole parameters, each updated by the rank that owns it, which sends it to the others.
-
-    Parameters of FSDP2 and their gradients are gathered for an update, one after the other. The owner keeps them until its end.
-    """
+    """Whole parameters, each updated by the rank that owns it and sent to the others. Those of FSDP2 are gathered before."""
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)

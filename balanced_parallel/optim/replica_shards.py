@@ -225,10 +225,7 @@ class ReplicaShards:
         return whole
 
     def run(self, method: str) -> None:
-        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers.
-
-        Each shard is updated on its owner, from the values of the model's own parameters, and copied to the other devices.
-        """
+        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the model's own parameters."""
         self._prepare()
         self.collect()
         with self._model.replicas.in_turn():

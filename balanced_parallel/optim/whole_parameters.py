@@ -30,10 +30,7 @@ class Recipe(NamedTuple):
 
 
 def assign_owners(parameters: Iterable[Tensor], count: int) -> dict[Tensor, int]:
-    """Returns the owner of each parameter. The largest comes first, each goes to the owner with the fewest bytes so far.
-
-    Bytes stand for the work as well. Frozen parameters have none.
-    """
+    """Returns the owner of each parameter. Bytes stand for the work as well, and frozen parameters have none."""
     loads, owners = [0] * count, {}
     for parameter in sorted(parameters, key=lambda tensor: tensor.nbytes * tensor.requires_grad, reverse=True):
         owners[parameter] = owner = loads.index(min(loads))
@@ -83,8 +80,7 @@ _UPDATES = 12  # of small tensors; D-Adaptation's first ones hardly differ
 def check_exact(recipe: Recipe, shard: str) -> None:
     """Raises ``TypeError`` unless small tensors get the same values from sharded optimizers as from one.
 
-    Others divide by a norm of all gradients, for example, or draw random numbers. The updates run in a thread of their own,
-    without the modes of this one.
+    Others divide by a norm of all gradients, for example, or draw random numbers. A thread of its own has no modes of torch.
     """
     name = recipe.optimizer_class.__name__
     with ThreadPoolExecutor(1) as thread:

@@ -200,8 +200,7 @@ class Bucket:
     def _prepare(self, *, takes_local: bool) -> Callable[[], None]:
         """Returns a function that reduces the gradients that the replicas hold now, into memory of the current streams.
 
-        With ``takes_local``, ``grad`` counts as a gradient of the first replica, which is faster if there is no other one of it.
-        Not in a backward, where other buckets may have the same parameter.
+        With ``takes_local``, ``grad`` counts as one of the first replica: not in a backward, where buckets may share a parameter.
         """
         with self._lock:
             self._drop_discarded()

@@ -201,8 +201,8 @@ class Replicas:
 def window(*modules: Any, deferred: bool = False) -> Iterator[None]:
     """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
 
-    In this block the replicas of ``modules``, where they have some, are refreshed by the first forward, and after writes that the
-    counters record. With ``deferred``, gradients stay with the replicas.
+    In this block replicas of ``modules`` are refreshed by the first forward, and after writes that the counters record. With
+    ``deferred``, gradients stay with the replicas.
     """
     replicas = [each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)]
     for each in replicas:
@@ -233,10 +233,7 @@ class ParameterCopies:
         self.are_fresh = False  # in the window that is open
 
     def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int], list[int]]:
-        """Returns the places of the parameters that changed since the last call, as far as torch records it.
-
-        First those that were written to or moved, then those that were moved or resized, then those that were frozen or unfrozen.
-        """
+        """Returns the places of the parameters that torch saw written or moved, moved or resized, and frozen or unfrozen."""
         before, self._states = self._states, parameter_states(parameters)
         if before == self._states:
             return [], [], []

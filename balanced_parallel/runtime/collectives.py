@@ -132,10 +132,7 @@ def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows. Backward sums the gradients over the ranks and keeps the rows of this rank.
-
-    DDP averages gradients afterwards. So a loss that each rank computes from all rows has the exact gradient.
-    """
+    """All-gather of rows. Backward sums the gradients over the ranks, which DDP averages, and keeps the rows of this rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
@@ -245,11 +242,10 @@ def keep_backends() -> None:
 
     Their destructor would wait for threads, whose collective never comes to its end if another rank has failed.
     """
-    for group in torch_private.process_groups():
-        for backend in torch_private.backends_of(group):
-            if backend.name() == "gloo":
-                # a reference that the interpreter does not know, and so cannot give up
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+    for backend in torch_private.all_backends():
+        if backend.name() == "gloo":
+            # a reference that the interpreter does not know, and so cannot give up
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 def wait_until_idle(seconds: float = 5.0) -> None:

@@ -50,9 +50,6 @@ from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradien
 class DistributedModel(RankModel, DistributedDataParallel):
     """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does.
 
-    A backward through any output reaches each parameter exactly once. The ``grad`` of a parameter that no rank has used stays
-    ``None``.
-
     Args:
         module: on this rank's device already.
         device: that device.
@@ -220,8 +217,7 @@ class _Wrapped(nn.Module):
 class GradientRecord:
     """The numbers of the parameters that have got a gradient (``used``), and the parameters that the first reduction has reached.
 
-    The reducer makes its buckets anew after the first reduction, in the order in which it was told of the parameters. So a
-    failure must not make it hear of one twice.
+    The reducer makes its buckets anew in the order of the first reduction. A failure must not make it hear of a parameter twice.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:

@@ -284,10 +284,7 @@ class _FSDPSync(RankSync):
         self._model.forget_gradients()
 
     def _begin_round(self, count: int, local: LossSum | None = None) -> None:
-        """Begins another round, of as many micro-batches as the largest ``count`` of any rank.
-
-        A rank in :meth:`finish` has no more rows. It gives its loss and weight, and runs them here.
-        """
+        """Begins another round, of the largest ``count`` of any rank. With ``local``, a rank without rows runs it here."""
         if local is None:
             self._exchange(1, [0.0] * 7)
         self._round = self._ran + collectives.max_over_ranks(count, self._group)
@@ -466,10 +463,7 @@ def _count_uses(module: nn.Module) -> Counter[int]:
 
 
 def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
-    """Returns a function that moves a part of a module to a device, with the parameters and buffers of the group's rank 0.
-
-    No device has all parts at once. Tensors on ``meta`` stay, and a tensor is sent once.
-    """
+    """Returns a function that moves a part of a module to a device, with the values of the group's rank 0, each tensor once."""
     sent: set[int] = set()
 
     def send(module: nn.Module) -> None:
@@ -485,9 +479,8 @@ def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
 class BlockOrder:
     """The blocks that this rank has run since its last backward or evaluation.
 
-    The ranks compare their orders when that of a rank is another than in its last comparison. If only one rank changes its order,
-    it waits in the comparison and the others wait for its shards, until the timeout of the process group. ``group`` is for the
-    comparison alone, so that collectives never meet others.
+    A rank compares its order with the others if it is new. If only one rank changes its order, it waits in the comparison and the
+    others wait for its shards, until the timeout of the process group. ``group`` has no other collectives meanwhile.
     """
 
     def __init__(self, group: collectives.Group = None) -> None:

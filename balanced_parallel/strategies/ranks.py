@@ -84,10 +84,7 @@ class RankSync(GradientSync):
         self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the weight of the update before. It is the same on all ranks.
-
-        In the first update it is 1. With float16 it is near the weight that all ranks expect: they exchange it once.
-        """
+        """Returns a power of two near the weight of the update before. In the first one it is 1; in float16, ranks exchange theirs."""
         if before or not in_float16:
             return power_of_two(before) / self._averaged
         whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._group)

@@ -127,10 +127,7 @@ class Recovery:
 
 
 class Snapshot:
-    """Copies of what the forwards of an update change: buffers of modules, and random numbers of the CPU and of the devices.
-
-    The copies are made again in the same memory for each update.
-    """
+    """Copies of what the forwards of an update change, in the same memory each time: buffers of modules, and random numbers."""
 
     def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
         self._modules, self._devices = list(modules), list(devices)
