@@ -17,7 +17,6 @@ Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()``
 ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,36 +65,32 @@ def _have_same_strides(left: Tensor, right: Tensor) -> bool:
     )
 
 
-class GradientSum:
-    """The sum of a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
+def prepare_sums(
+    leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, is_copy: bool = False
+) -> Callable[[], Gradients]:
+    """Returns a function that sums a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
 
-    Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. :meth:`compute` may run
-    on side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
+    Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. The function may run on
+    side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
     ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
     """
+    together = len(replicas) > 1 and not torch.is_grad_enabled()
+    places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
+    columns = [None if i in places else [gradients[i] for gradients in replicas] for i in range(len(leaves))]
+    sums = [None if column is None else _add_in_turn(column, device, is_copy) for column in columns]
+    if not places:
+        return lambda: sums
+    layouts = [transport.layout_of(leaves[i]) for i in places]
+    flat = [transport.pack(layouts, [gradients[i] for i in places]) for gradients in replicas]  # type: ignore[misc]
+    total = torch.empty_like(flat[0], device=device)
 
-    def __init__(
-        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, is_copy: bool = False
-    ) -> None:
-        together = len(replicas) > 1 and not torch.is_grad_enabled()
-        self._places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
-        self._layouts = [transport.layout_of(leaves[i]) for i in self._places]
-        others = set(range(len(leaves))).difference(self._places)
-        self._sums = [
-            _add_in_turn([gradients[i] for gradients in replicas], device, is_copy) if i in others else None
-            for i in range(len(leaves))
-        ]
-        if self._places:
-            self._flat = [transport.pack(self._layouts, [gradients[i] for i in self._places]) for gradients in replicas]  # type: ignore[misc]
-            self._total = torch.empty_like(self._flat[0], device=device)
+    def compute() -> Gradients:
+        transport.reduce(flat, total)
+        for i, part in zip(places, transport.unpack(layouts, total), strict=True):
+            sums[i] = part
+        return sums
 
-    def compute(self) -> Gradients:
-        """Returns the sums; None if no replica has a gradient."""
-        if self._places:
-            transport.reduce(self._flat, self._total)
-            for i, total in zip(self._places, transport.unpack(self._layouts, self._total), strict=True):
-                self._sums[i] = total
-        return self._sums
+    return compute
 
 
 def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> Tensor | None:
@@ -177,7 +172,7 @@ class Bucket:
         returned: Gradients = [None] * len(wanted)
         if None in wanted:
             passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
-            returned = GradientSum(self.parameters, passed_on, self._home).compute()
+            returned = prepare_sums(self.parameters, passed_on, self._home)()
         accumulated = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
         self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
@@ -217,17 +212,18 @@ class Bucket:
             for place in local:
                 self.parameters[place].grad = None
             return self.owners.take(list(held.values()))
-        sums = GradientSum(self.parameters, list(held.values()), self._home, is_copy=True)
-        return functools.partial(self._accumulate, sums, local)
+        compute = prepare_sums(self.parameters, list(held.values()), self._home, is_copy=True)
 
-    @torch.no_grad()
-    def _accumulate(self, sums: GradientSum, included: Mapping[int, Tensor | None]) -> None:
-        totals = sums.compute()
-        for place, before in included.items():
-            total, totals[place] = totals[place], None
-            if before is not None and total is not None:
-                before.copy_(total)
-        accumulate(self.parameters, totals)
+        @torch.no_grad()
+        def add_sums() -> None:
+            totals = compute()
+            for place, before in local.items():
+                total, totals[place] = totals[place], None
+                if before is not None and total is not None:
+                    before.copy_(total)
+            accumulate(self.parameters, totals)
+
+        return add_sums
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas and the owners hold."""
@@ -286,8 +282,7 @@ class _Broadcast(torch.autograd.Function):
                 schedule.side.begin()
             on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
             if not (schedule.deferred or bucket.owners or bucket.held or on_side_stream):  # autograd accumulates the sums
-                sums = GradientSum(bucket.parameters, replicas, bucket.parameters[0].device)
-                return (None, None, None, *sums.compute())
+                return (None, None, None, *prepare_sums(bucket.parameters, replicas, bucket.parameters[0].device)())
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [  # a parameter without requires_grad has no node
                 None if has_gradient_hooks(parameter) else node is not None and will_run(node)

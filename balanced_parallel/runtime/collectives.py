@@ -154,9 +154,6 @@ class _GatherRows(torch.autograd.Function):
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
 
 
-_SHOWN = 8  # ranks in a message
-
-
 def compare_ranks(
     facts: Mapping[str, Hashable],
     expected: str,
@@ -180,15 +177,11 @@ def compare_ranks(
 
 def by_value(values: Sequence[str | None]) -> str:
     """Describes the value of each rank: ``"2.13.0 on ranks 0, 1 and 2.11.0 on rank 2"``."""
-    groups: dict[str | None, list[int]] = {}
+    groups: dict[str | None, list[str]] = {}
     for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {_names(ranks)}" for value, ranks in groups.items() if value is not None)
-
-
-def _names(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+        groups.setdefault(value, []).append(str(rank))
+    names = {value: f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for value, ranks in groups.items()}
+    return " and ".join(f"{value} on {name}" for value, name in names.items() if value is not None)
 
 
 _KEY = "balanced_parallel/updates of rank {}"

@@ -68,7 +68,7 @@ class SideStreams:
 
     @contextlib.contextmanager
     def entered(self, computing: Streams, uses: list[Any]) -> Iterator[None]:
-        """Runs the block on the side streams, behind ``computing``. The tensors ``uses`` live until these wait for the side streams."""
+        """Runs the block on the side streams, behind ``computing``, which wait for them later. ``uses`` live until then."""
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
         token = _beside.set(True)
         try:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, leaves, map_leaves
+from ..batch.containers import leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.criterion import DataParallelCriterion
@@ -41,7 +41,6 @@ from ..loss.sums import Criterion, LossSum, Weight
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
-from ..runtime.values import Precision
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
 from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone, watch_output
@@ -53,20 +52,11 @@ class DistributedModel(RankModel, DistributedDataParallel):
     Args:
         module: on this rank's device already.
         device: that device.
-        dim, precision, in_dims, out_dims: as in :class:`DataParallelModel`.
         criterion: a module whose parameters are reduced with the model's.
+        rows: dim, precision, in_dims and out_dims, as in :class:`DataParallelModel`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        dim: int = 0,
-        precision: str | Precision | None = None,
-        criterion: Criterion | None = None,
-        in_dims: Dims = None,
-        out_dims: Dims = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, criterion: Criterion | None, **rows: Any) -> None:
         wrapped = _Wrapped(module, criterion)
         if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
@@ -78,7 +68,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self.agrees_on_unused = True  # at the end of a backward; TrainStep does it behind several
         self.module = module
         self.record = GradientRecord(self.reduced_parameters)
-        self._set_rows(device, dim, precision, in_dims, out_dims)
+        self._set_rows(device, **rows)
 
     def begin_update(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""

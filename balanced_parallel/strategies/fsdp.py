@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ..batch.containers import Dims, leaves
+from ..batch.containers import leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
@@ -71,24 +71,14 @@ class ShardedModel(RankModel):
     Args:
         module: on any device. It is sharded in place, over the ranks of ``mesh``.
         device: of this rank.
-        dim, in_dims, out_dims: as in :class:`DataParallelModel`.
-        precision: autocast around the forward, and the dtype in which parameters are all-gathered.
+        rows: dim, in_dims, out_dims and precision, which is also that of parameters that are all-gathered.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: Any,
-        device: torch.device,
-        dim: int = 0,
-        precision: str | Precision | None = None,
-        in_dims: Dims = None,
-        out_dims: Dims = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, mesh: Any, device: torch.device, **rows: Any) -> None:
         super().__init__()
         self.module = module
         self.group = collectives.second_group("hosts")
-        self._set_rows(device, dim, precision, in_dims, out_dims)
+        self._set_rows(device, **rows)
         self.gradients = ShardedGradients(self.group)
         without_compilation(module).register_forward_hook(torch.compiler.disable(avoid_views))
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))  # FSDPModules

@@ -175,7 +175,7 @@ def _rank_model(
         mesh = make_mesh(module, device, environment) if mesh is None else mesh
         return ShardedModel(module, mesh, device, **settings)
     plain = None if criterion is None else criterion.to(device).module
-    model = DistributedModel(module.to(device), device, criterion=plain, **settings)
+    model = DistributedModel(module.to(device), device, plain, **settings)
     if compress is not None:
         model.compress_gradients(compress)
     return model
