@@ -2,19 +2,21 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..replicas.buckets import BucketOwners, Piece, check_dense
 from ..replicas.model import DataParallelModel
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
 from ..runtime.values import check_type
-from .replica_shards import ReplicaShards
 from .whole_parameters import Groups, OwnerOptimizers, Recipe, assign_owners, check_exact
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
@@ -147,7 +149,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
             finish(self)
 
 
-def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "ReplicaShards | _ElementRanks":
+def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShards | _ElementRanks":
     is_elementwise = issubclass(recipe.optimizer_class, tuple(getattr(torch.optim, name) for name in _ELEMENTWISE))
     kind = shard or ("elements" if is_elementwise else "parameters")
     if isinstance(model, DataParallelModel):
@@ -161,7 +163,7 @@ def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "ReplicaShard
     if count > 1 and not is_elementwise:
         check_exact(recipe, kind)
     if isinstance(model, DataParallelModel):
-        return ReplicaShards(model, recipe, kind)
+        return _ReplicaShards(model, recipe, kind)
     if kind == "elements" and any(is_sharded(parameter) for group in recipe.groups for parameter in group["params"]):
         return _ElementRanks(recipe)
     if shard == "elements":
@@ -205,8 +207,159 @@ def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -
         )
 
 
+_all_shards: weakref.WeakSet["_ReplicaShards"] = weakref.WeakSet()
+
+
+class _ReplicaShards:
+    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other parameters are updated in place."""
+
+    def __init__(self, model: DataParallelModel, recipe: Recipe, shard: str) -> None:
+        self._model, self._groups = model, recipe.groups
+        self._owners: list[BucketOwners] = []
+        self._pieces: dict[Tensor, list[Piece]] = {}
+        if len(set(model.devices)) > 1:
+            self._shard(shard)
+        updated = [{**group, "params": self._updated(group["params"])} for group in recipe.groups]
+        self.inner: torch.optim.Optimizer = recipe.make(updated)
+        self._optimizers: OwnerOptimizers | None = None
+        if self._pieces and shard == "parameters":
+            by_device: dict[torch.device, dict[Tensor, Tensor]] = {}
+            for tensor in (tensor for group in updated for tensor in group["params"]):
+                by_device.setdefault(tensor.device, {})[tensor] = tensor
+            self._optimizers = OwnerOptimizers(recipe, self.inner, list(by_device.values()))
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Moves gradients that a user set on the model's own parameters to the owners."""
+        if any(piece.values.dtype != piece.parameter.dtype for owners in self._owners for piece in owners.pieces):
+            self._prepare()  # raises an error that says what to do
+        if not self._pieces:
+            return
+        self._model.reduce_gradients()
+        for parameter, pieces in self._pieces.items():
+            if (gradient := parameter.grad) is not None:
+                for piece in pieces:
+                    piece.add_gradient(piece.cut(check_dense(gradient)).to(piece.owner, copy=True))
+                parameter.grad = None
+
+    @torch.no_grad()
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns a copy of a parameter's gradient on its own device; None if it has no gradient."""
+        if parameter not in self._pieces:
+            return parameter.grad
+        self.collect()
+        whole = None
+        for piece in self._pieces[parameter]:
+            if piece.values.grad is not None:
+                whole = torch.zeros_like(parameter) if whole is None else whole
+                piece.cut(whole).copy_(piece.values.grad)
+        return whole
+
+    def run(self, method: str) -> None:
+        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the model's own parameters."""
+        self._prepare()
+        self.collect()
+        with self._model.replicas.in_turn():
+            for owners in () if self._model.replicas.copies.are_fresh else self._owners:
+                owners.fetch()
+            if self._optimizers is None:
+                getattr(self.inner, method)()
+            else:
+                self._optimizers.run(method)
+            for owners in self._owners:
+                owners.publish()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the gradients of all shards and of the parameters."""
+        if not set_to_none:
+            self.collect()  # so that gradients of the parameters become zeros too, not None
+        self.inner.zero_grad(set_to_none)
+        for parameter in self._pieces:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
+        tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
+        number = {id(tensor): i for i, tensor in enumerate(tensors)}
+        inner = self.inner.state_dict()
+        state, groups, places = {}, [], itertools.count()
+        for group, saved in zip(self._groups, inner["param_groups"], strict=True):
+            numbered = {index: parameter for parameter, index in zip(group["params"], places, strict=False)}
+            for index, parameter in numbered.items():
+                states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
+                if any(entries is not None for entries in states):
+                    state[index] = _join(parameter, states)
+            groups.append({**saved, "params": list(numbered)})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state of a plain optimizer over whole parameters."""
+        sizes, expected = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self._groups))
+        if sizes != expected:
+            raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
+        state, groups, at = {}, [], 0
+        for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
+            first = at
+            for parameter, index in zip(group["params"], saved["params"], strict=True):
+                pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
+                for piece in pieces:
+                    if index in state_dict["state"]:
+                        state[at] = _cut(parameter, piece, state_dict["state"][index])
+                    at += 1
+            groups.append({**saved, "params": list(range(first, at))})
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+
+    def _prepare(self) -> None:
+        """Follows changes of the model's own parameters, but for values that no version counter tells of."""
+        if self._pieces:
+            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
+
+    def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
+        pieces = ((parameter, self._pieces.get(parameter)) for parameter in parameters)
+        return [tensor for parameter, owned in pieces for tensor in ([p.values for p in owned] if owned else [parameter])]
+
+    def _shard(self, shard: str) -> None:
+        model = self._model
+        parameters = [parameter for group in self._groups for parameter in group["params"]]
+        if any(parameter in shards._pieces for shards in _all_shards for parameter in parameters):
+            raise ValueError(
+                "parameters of the module have a BalancedOptimizer already, expected one for each: leave them out of params=, or "
+                "delete the other optimizer first"
+            )
+        buckets = model.replicas.shard(model.module, model.devices, parameters)
+        sharded = [parameter for bucket, _ in buckets for parameter in bucket.parameters]
+        whole = assign_owners(sharded, len(set(model.devices))) if shard == "parameters" else None
+        for bucket, copies in buckets:
+            bucket.owners = owners = BucketOwners(bucket.parameters, copies, whole)
+            self._owners.append(owners)
+            for piece in owners.pieces:
+                self._pieces.setdefault(piece.parameter, []).append(piece)
+        _all_shards.add(self)
+        weakref.finalize(self, model.replicas.gradients.unshard, [bucket for bucket, _ in buckets])
+
+
+def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
+    first: dict[str, Any] = next((state for state in states if state), {})
+    joined = {}
+    for name, value in first.items():
+        if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
+            joined[name] = torch.cat([state[name].cpu() for state in states if state]).view(parameter.shape)
+        else:
+            joined[name] = torch_private.map_tensors(lambda tensor: tensor.detach().cpu(), value)
+    return joined
+
+
+def _cut(parameter: Tensor, piece: Piece | None, state: dict[str, Any]) -> dict[str, Any]:
+    def cut(value: Tensor) -> Tensor:
+        return (value if piece is None or value.shape != parameter.shape else piece.cut(value)).clone()
+
+    return {name: torch_private.map_tensors(cut, value) for name, value in state.items()}
+
+
 class _ElementRanks:
-    """The plain optimizer over groups of ``DTensor``s, sharded as the parameters are, with the methods of ``ReplicaShards``."""
+    """The plain optimizer over groups of ``DTensor``s, sharded as the parameters are, with the methods of ``_ReplicaShards``."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.inner = recipe.make(recipe.groups)
