@@ -8,7 +8,7 @@ Train in micro-batches: :class:`TrainStep`. Run under torchrun: :func:`paralleli
 :class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`, :func:`memory.plan`. Lower it: :mod:`savings`. Try it
 without GPUs: :func:`simulate`.
 
-The planner, the simulator and ``verify`` are loaded when they are first used, so that training does not wait for them.
+The planner, the simulator, ``verify`` and :class:`Checkpoints` are loaded when they are first used: their imports take seconds.
 """
 
 import importlib
@@ -29,12 +29,12 @@ from .replicas.batchnorm import convert_sync_batchnorm
 from .replicas.model import DataParallelModel
 from .runtime.values import Precision
 from .strategies.parallelize import parallelize
-from .training.checkpoint import Checkpoints
 from .training.step import TrainStep
 
 if TYPE_CHECKING:
     from .diagnostics.verify import verify
     from .simulation import simulate
+    from .training.checkpoint import Checkpoints
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ __all__ = [
     "weighted_mean",
 ]
 
-_PLACES = {"simulate": ".simulation", "verify": ".diagnostics.verify"}
+_PLACES = {"Checkpoints": ".training.checkpoint", "simulate": ".simulation", "verify": ".diagnostics.verify"}
 
 
 def __getattr__(name: str) -> Any:

@@ -327,8 +327,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
     "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
-    "optim.rank_shards": "the ranks of balanced",
-    "optim.replica_shards": "the devices of balanced",
     "savings.evaluation": "public names",
     "savings.lm_heads": "a public function",
     "savings.offloading": "a public function",
@@ -337,7 +335,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "strategies.launch": "the environment of torchrun",
     "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
-    "training.checkpoint_files": "imported at the first use: its imports take seconds",
     "training.reproducible": "a public argument",
     "training.settings": "the settings of ranks",
 }

@@ -1,20 +1,23 @@
 """``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks."""
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..replicas.buckets import BucketOwners, Piece, check_dense
 from ..replicas.model import DataParallelModel
-from ..runtime.collectives import world_size
-from ..runtime.torch_private import is_sharded
+from ..runtime import torch_private, transport
+from ..runtime.collectives import batch_group, rank, world_size
+from ..runtime.torch_private import is_sharded, map_tensors
 from ..runtime.values import check_type
-from .rank_shards import ElementRanks, ParameterRanks
-from .replica_shards import ReplicaShards
-from .whole_parameters import Groups, Recipe, check_exact
+from .whole_parameters import Groups, OwnerOptimizers, Recipe, assign_owners, check_exact
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
@@ -146,7 +149,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
             finish(self)
 
 
-def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> ReplicaShards | ElementRanks:
+def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShards | _ElementRanks":
     is_elementwise = issubclass(recipe.optimizer_class, tuple(getattr(torch.optim, name) for name in _ELEMENTWISE))
     kind = shard or ("elements" if is_elementwise else "parameters")
     if isinstance(model, DataParallelModel):
@@ -160,12 +163,12 @@ def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> ReplicaShards
     if count > 1 and not is_elementwise:
         check_exact(recipe, kind)
     if isinstance(model, DataParallelModel):
-        return ReplicaShards(model, recipe, kind)
+        return _ReplicaShards(model, recipe, kind)
     if kind == "elements" and any(is_sharded(parameter) for group in recipe.groups for parameter in group["params"]):
-        return ElementRanks(recipe)
+        return _ElementRanks(recipe)
     if shard == "elements":
         raise ValueError("shard='elements' with ranks of DDP, expected 'parameters' or None: each rank owns whole parameters")
-    return ParameterRanks(recipe)
+    return _ParameterRanks(recipe)
 
 
 def _rebuild(model: nn.Module, recipe: Recipe, shard: str | None, state: Any) -> BalancedOptimizer:
@@ -202,3 +205,264 @@ def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -
             f"{optimizer_class.__name__} evaluates the loss several times per step, and {caller} once: expected an optimizer "
             "whose step() needs no closure; otherwise call optimizer.step(closure) in a loop of your own"
         )
+
+
+_all_shards: weakref.WeakSet["_ReplicaShards"] = weakref.WeakSet()
+
+
+class _ReplicaShards:
+    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other parameters are updated in place."""
+
+    def __init__(self, model: DataParallelModel, recipe: Recipe, shard: str) -> None:
+        self._model, self._groups = model, recipe.groups
+        self._owners: list[BucketOwners] = []
+        self._pieces: dict[Tensor, list[Piece]] = {}
+        if len(set(model.devices)) > 1:
+            self._shard(shard)
+        updated = [{**group, "params": self._updated(group["params"])} for group in recipe.groups]
+        self.inner: torch.optim.Optimizer = recipe.make(updated)
+        self._optimizers: OwnerOptimizers | None = None
+        if self._pieces and shard == "parameters":
+            by_device: dict[torch.device, dict[Tensor, Tensor]] = {}
+            for tensor in (tensor for group in updated for tensor in group["params"]):
+                by_device.setdefault(tensor.device, {})[tensor] = tensor
+            self._optimizers = OwnerOptimizers(recipe, self.inner, list(by_device.values()))
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Moves gradients that a user set on the model's own parameters to the owners."""
+        if any(piece.values.dtype != piece.parameter.dtype for owners in self._owners for piece in owners.pieces):
+            self._prepare()  # raises an error that says what to do
+        if not self._pieces:
+            return
+        self._model.reduce_gradients()
+        for parameter, pieces in self._pieces.items():
+            if (gradient := parameter.grad) is not None:
+                for piece in pieces:
+                    piece.add_gradient(piece.cut(check_dense(gradient)).to(piece.owner, copy=True))
+                parameter.grad = None
+
+    @torch.no_grad()
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns a copy of a parameter's gradient on its own device; None if it has no gradient."""
+        if parameter not in self._pieces:
+            return parameter.grad
+        self.collect()
+        whole = None
+        for piece in self._pieces[parameter]:
+            if piece.values.grad is not None:
+                whole = torch.zeros_like(parameter) if whole is None else whole
+                piece.cut(whole).copy_(piece.values.grad)
+        return whole
+
+    def run(self, method: str) -> None:
+        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the model's own parameters."""
+        self._prepare()
+        self.collect()
+        with self._model.replicas.in_turn():
+            for owners in () if self._model.replicas.copies.are_fresh else self._owners:
+                owners.fetch()
+            if self._optimizers is None:
+                getattr(self.inner, method)()
+            else:
+                self._optimizers.run(method)
+            for owners in self._owners:
+                owners.publish()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the gradients of all shards and of the parameters."""
+        if not set_to_none:
+            self.collect()  # so that gradients of the parameters become zeros too, not None
+        self.inner.zero_grad(set_to_none)
+        for parameter in self._pieces:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
+        tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
+        number = {id(tensor): i for i, tensor in enumerate(tensors)}
+        inner = self.inner.state_dict()
+        state, groups, places = {}, [], itertools.count()
+        for group, saved in zip(self._groups, inner["param_groups"], strict=True):
+            numbered = {index: parameter for parameter, index in zip(group["params"], places, strict=False)}
+            for index, parameter in numbered.items():
+                states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
+                if any(entries is not None for entries in states):
+                    state[index] = _join(parameter, states)
+            groups.append({**saved, "params": list(numbered)})
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state of a plain optimizer over whole parameters."""
+        sizes, expected = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self._groups))
+        if sizes != expected:
+            raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
+        state, groups, at = {}, [], 0
+        for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
+            first = at
+            for parameter, index in zip(group["params"], saved["params"], strict=True):
+                pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
+                for piece in pieces:
+                    if index in state_dict["state"]:
+                        state[at] = _cut(parameter, piece, state_dict["state"][index])
+                    at += 1
+            groups.append({**saved, "params": list(range(first, at))})
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+
+    def _prepare(self) -> None:
+        """Follows changes of the model's own parameters, but for values that no version counter tells of."""
+        if self._pieces:
+            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
+
+    def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
+        pieces = ((parameter, self._pieces.get(parameter)) for parameter in parameters)
+        return [tensor for parameter, owned in pieces for tensor in ([p.values for p in owned] if owned else [parameter])]
+
+    def _shard(self, shard: str) -> None:
+        model = self._model
+        parameters = [parameter for group in self._groups for parameter in group["params"]]
+        if any(parameter in shards._pieces for shards in _all_shards for parameter in parameters):
+            raise ValueError(
+                "parameters of the module have a BalancedOptimizer already, expected one for each: leave them out of params=, or "
+                "delete the other optimizer first"
+            )
+        buckets = model.replicas.shard(model.module, model.devices, parameters)
+        sharded = [parameter for bucket, _ in buckets for parameter in bucket.parameters]
+        whole = assign_owners(sharded, len(set(model.devices))) if shard == "parameters" else None
+        for bucket, copies in buckets:
+            bucket.owners = owners = BucketOwners(bucket.parameters, copies, whole)
+            self._owners.append(owners)
+            for piece in owners.pieces:
+                self._pieces.setdefault(piece.parameter, []).append(piece)
+        _all_shards.add(self)
+        weakref.finalize(self, model.replicas.gradients.unshard, [bucket for bucket, _ in buckets])
+
+
+def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
+    first: dict[str, Any] = next((state for state in states if state), {})
+    joined = {}
+    for name, value in first.items():
+        if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
+            joined[name] = torch.cat([state[name].cpu() for state in states if state]).view(parameter.shape)
+        else:
+            joined[name] = torch_private.map_tensors(lambda tensor: tensor.detach().cpu(), value)
+    return joined
+
+
+def _cut(parameter: Tensor, piece: Piece | None, state: dict[str, Any]) -> dict[str, Any]:
+    def cut(value: Tensor) -> Tensor:
+        return (value if piece is None or value.shape != parameter.shape else piece.cut(value)).clone()
+
+    return {name: torch_private.map_tensors(cut, value) for name, value in state.items()}
+
+
+class _ElementRanks:
+    """The plain optimizer over groups of ``DTensor``s, sharded as the parameters are, with the methods of ``_ReplicaShards``."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.inner = recipe.make(recipe.groups)
+
+    def collect(self) -> None:
+        """Does nothing: the backward has reduced the gradients."""
+
+    def run(self, method: str) -> None:
+        getattr(self.inner, method)()
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return None if parameter.grad is None else _whole(parameter.grad)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        whole: dict[str, Any] = map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        parameters, state = [each for group in self.inner.param_groups for each in group["params"]], {}
+        for key, values in state_dict["state"].items():
+            copies = map_tensors(torch.clone, values)  # torch would go on with the caller's tensors
+            state[key] = map_tensors(functools.partial(_distributed, like=parameters[key]), copies)
+        self.inner.load_state_dict({**state_dict, "state": state})
+
+
+class _ParameterRanks(_ElementRanks):
+    """Whole parameters, each updated by the rank that owns it and sent to the others. Those of FSDP2 are gathered before."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._parameters: list[Any] = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        self._owners = assign_owners(self._parameters, world_size())
+        owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
+        self._gathered = {parameter: _empty(parameter).requires_grad_() for parameter in owned if is_sharded(parameter)}
+        values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
+        self._optimizers = OwnerOptimizers(recipe, self.inner, [values] if values else [])
+        self._release()
+
+    @torch.no_grad()
+    def run(self, method: str) -> None:
+        for parameter in self._parameters:
+            if is_sharded(parameter):
+                value, gradient = _whole(parameter), self.gradient(parameter)
+                if parameter in self._gathered:
+                    self._gathered[parameter].data, self._gathered[parameter].grad = value, gradient
+        self._optimizers.run(method)
+        for number in range(world_size()):
+            learning = [each for each in self._parameters if self._owners[each] == number and each.requires_grad]
+            for chunk in transport.chunks(learning, transport.BUFFER_BYTES):
+                self._send([learning[i] for i in chunk], number)
+        self._release()
+
+    def state_dict(self) -> dict[str, Any]:
+        local = super().state_dict()
+        shared: list[dict[str, Any]] = []
+        for number in range(world_size()):  # one by one: a gather has a buffer per rank, of the largest state
+            objects: list[Any] = [local if number == rank() else None]
+            dist.broadcast_object_list(objects, group=batch_group(), group_src=number)
+            shared.append(objects[0])
+        state = {key: values for part in shared for key, values in part["state"].items()}
+        groups = []
+        for place, group in enumerate(self.inner.param_groups):  # settings that count are those of an owner
+            owner = self._owners[group["params"][0]] if group["params"] else 0
+            groups.append(shared[owner]["param_groups"][place])
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        whole = map_tensors(_whole, state_dict["state"])
+        numbers = [number for number, parameter in enumerate(self._parameters) if self._owners[parameter] == rank()]
+        state = {number: map_tensors(torch.clone, whole[number]) for number in numbers if number in whole}
+        self.inner.load_state_dict({**state_dict, "state": state})
+
+    def _send(self, parameters: list[Any], owner: int) -> None:
+        """Copies the values of parameters from their owner to all ranks."""
+        values = [self._gathered.get(each, _empty(each)) if is_sharded(each) else each for each in parameters]
+        layouts = [transport.layout_of(value) for value in values]
+        flat = transport.pack(layouts, [value.detach() for value in values])
+        dist.broadcast(flat, group=batch_group(), group_src=owner)
+        received = map(_distributed, transport.unpack(layouts, flat), parameters)
+        torch_private.foreach_copy_(torch_private.local_tensors(parameters), torch_private.local_tensors(received))
+
+    def _release(self) -> None:
+        for value in self._gathered.values():
+            value.data, value.grad = value.new_empty(0), None
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole.detach()
+
+
+def _empty(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+def _distributed(value: Tensor, like: Any) -> Tensor:
+    """Returns a value with the shape of ``like`` sharded in the same way, and others as they are. Nothing is sent."""
+    if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements, mesh = [Replicate()] * like.device_mesh.ndim, like.device_mesh
+    return DTensor.from_local(value.to(like.device), mesh, placements, run_check=False).redistribute(placements=like.placements)

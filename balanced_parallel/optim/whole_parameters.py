@@ -30,10 +30,7 @@ class Recipe(NamedTuple):
 
 
 def assign_owners(parameters: Iterable[Tensor], count: int) -> dict[Tensor, int]:
-    """Returns the owner of each parameter. The largest comes first, each goes to the owner with the fewest bytes so far.
-
-    Bytes stand for the work as well. Frozen parameters have none.
-    """
+    """Returns the owner of each parameter. Bytes stand for the work as well, and frozen parameters have none."""
     loads, owners = [0] * count, {}
     for parameter in sorted(parameters, key=lambda tensor: tensor.nbytes * tensor.requires_grad, reverse=True):
         owners[parameter] = owner = loads.index(min(loads))
@@ -49,7 +46,12 @@ class OwnerOptimizers:
 
     def __init__(self, recipe: Recipe, inner: torch.optim.Optimizer, owned: Sequence[Mapping[Tensor, Tensor]]) -> None:
         self.inner, self.owned = inner, owned
-        self._parts = [recipe.make([_restricted(group, values) for group in inner.param_groups]) for values in owned]
+        self._parts = [
+            recipe.make(
+                [{**group, "params": [values[p] for p in group["params"] if p in values]} for group in inner.param_groups]
+            )
+            for values in owned
+        ]
         inner.state.clear()  # some optimizers make it for all parameters
         self._keep_state()
 
@@ -72,18 +74,13 @@ class OwnerOptimizers:
                     whole.update({**group, "params": whole["params"]})
 
 
-def _restricted(group: dict[str, Any], values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    return {**group, "params": [values[parameter] for parameter in group["params"] if parameter in values]}
-
-
 _UPDATES = 12  # of small tensors; D-Adaptation's first ones hardly differ
 
 
 def check_exact(recipe: Recipe, shard: str) -> None:
     """Raises ``TypeError`` unless small tensors get the same values from sharded optimizers as from one.
 
-    Others divide by a norm of all gradients, for example, or draw random numbers. The updates run in a thread of their own,
-    without the modes of this one.
+    Others divide by a norm of all gradients, for example, or draw random numbers. A thread of its own has no modes of torch.
     """
     name = recipe.optimizer_class.__name__
     with ThreadPoolExecutor(1) as thread:

@@ -15,22 +15,28 @@ with streams another function stands between the broadcast and the aliases of ea
 Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradient of the first replica goes to
 ``parameter.grad``, as in DDP, and those of the others wait here for the next backward that reduces. They are dropped if
 ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
+
+For a :class:`BalancedOptimizer`, each device owns an equal part of a bucket's elements, or whole parameters, and receives the
+sums of these. ::
+
+    parameters   | weight            | bias | weight       |        pieces share the memory of the replicas
+    owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
 """
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime import transport
+from ..runtime import torch_private, transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
 from ..runtime.torch_private import foreach_add, foreach_add_, has_gradient_hooks, run_first, will_run
 
+T = TypeVar("T", Tensor, Tensor | None)
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 
@@ -66,36 +72,32 @@ def _have_same_strides(left: Tensor, right: Tensor) -> bool:
     )
 
 
-class GradientSum:
-    """The sum of a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
+def prepare_sums(
+    leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, is_copy: bool = False
+) -> Callable[[], Gradients]:
+    """Returns a function that sums a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
 
-    Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. :meth:`compute` may run
-    on side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
+    Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. The function may run on
+    side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
     ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
     """
+    together = len(replicas) > 1 and not torch.is_grad_enabled()
+    places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
+    columns = [None if i in places else [gradients[i] for gradients in replicas] for i in range(len(leaves))]
+    sums = [None if column is None else _add_in_turn(column, device, is_copy) for column in columns]
+    if not places:
+        return lambda: sums
+    layouts = [transport.layout_of(leaves[i]) for i in places]
+    flat = [transport.pack(layouts, [gradients[i] for i in places]) for gradients in replicas]  # type: ignore[misc]
+    total = torch.empty_like(flat[0], device=device)
 
-    def __init__(
-        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, is_copy: bool = False
-    ) -> None:
-        together = len(replicas) > 1 and not torch.is_grad_enabled()
-        self._places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
-        self._layouts = [transport.layout_of(leaves[i]) for i in self._places]
-        others = set(range(len(leaves))).difference(self._places)
-        self._sums = [
-            _add_in_turn([gradients[i] for gradients in replicas], device, is_copy) if i in others else None
-            for i in range(len(leaves))
-        ]
-        if self._places:
-            self._flat = [transport.pack(self._layouts, [gradients[i] for i in self._places]) for gradients in replicas]  # type: ignore[misc]
-            self._total = torch.empty_like(self._flat[0], device=device)
+    def compute() -> Gradients:
+        transport.reduce(flat, total)
+        for i, part in zip(places, transport.unpack(layouts, total), strict=True):
+            sums[i] = part
+        return sums
 
-    def compute(self) -> Gradients:
-        """Returns the sums; None if no replica has a gradient."""
-        if self._places:
-            transport.reduce(self._flat, self._total)
-            for i, total in zip(self._places, transport.unpack(self._layouts, self._total), strict=True):
-                self._sums[i] = total
-        return self._sums
+    return compute
 
 
 def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> Tensor | None:
@@ -125,15 +127,6 @@ def _is_dense(tensor: Any) -> bool:
     return tensor is not None and bool(tensor.layout == torch.strided)
 
 
-class _Owners(Protocol):
-    """Devices that own elements of a bucket's parameters, and receive the gradients of these elements."""
-
-    # allocates sums on the current streams, and returns a function that computes them
-    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]: ...
-    def forget(self) -> None: ...  # clears the gradients
-    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None: ...
-
-
 class Schedule(NamedTuple):
     """Settings of one forward for its own backward."""
 
@@ -151,7 +144,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.owners: _Owners | None = None  # receive the gradients in place of the parameters' ``grad``
+        self.owners: BucketOwners | None = None  # receive the gradients in place of the parameters' ``grad``
         self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
@@ -177,7 +170,7 @@ class Bucket:
         returned: Gradients = [None] * len(wanted)
         if None in wanted:
             passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
-            returned = GradientSum(self.parameters, passed_on, self._home).compute()
+            returned = prepare_sums(self.parameters, passed_on, self._home)()
         accumulated = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
         self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
@@ -200,8 +193,7 @@ class Bucket:
     def _prepare(self, *, takes_local: bool) -> Callable[[], None]:
         """Returns a function that reduces the gradients that the replicas hold now, into memory of the current streams.
 
-        With ``takes_local``, ``grad`` counts as a gradient of the first replica, which is faster if there is no other one of it.
-        Not in a backward, where other buckets may have the same parameter.
+        With ``takes_local``, ``grad`` counts as one of the first replica: not in a backward, where buckets may share a parameter.
         """
         with self._lock:
             self._drop_discarded()
@@ -218,17 +210,18 @@ class Bucket:
             for place in local:
                 self.parameters[place].grad = None
             return self.owners.take(list(held.values()))
-        sums = GradientSum(self.parameters, list(held.values()), self._home, is_copy=True)
-        return functools.partial(self._accumulate, sums, local)
+        compute = prepare_sums(self.parameters, list(held.values()), self._home, is_copy=True)
 
-    @torch.no_grad()
-    def _accumulate(self, sums: GradientSum, included: Mapping[int, Tensor | None]) -> None:
-        totals = sums.compute()
-        for place, before in included.items():
-            total, totals[place] = totals[place], None
-            if before is not None and total is not None:
-                before.copy_(total)
-        accumulate(self.parameters, totals)
+        @torch.no_grad()
+        def add_sums() -> None:
+            totals = compute()
+            for place, before in local.items():
+                total, totals[place] = totals[place], None
+                if before is not None and total is not None:
+                    before.copy_(total)
+            accumulate(self.parameters, totals)
+
+        return add_sums
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas and the owners hold."""
@@ -287,8 +280,7 @@ class _Broadcast(torch.autograd.Function):
                 schedule.side.begin()
             on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
             if not (schedule.deferred or bucket.owners or bucket.held or on_side_stream):  # autograd accumulates the sums
-                sums = GradientSum(bucket.parameters, replicas, bucket.parameters[0].device)
-                return (None, None, None, *sums.compute())
+                return (None, None, None, *prepare_sums(bucket.parameters, replicas, bucket.parameters[0].device)())
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [  # a parameter without requires_grad has no node
                 None if has_gradient_hooks(parameter) else node is not None and will_run(node)
@@ -372,3 +364,158 @@ def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
     """Returns buckets of at most 25 MiB (or one parameter) and one dtype. The last parameters come first, as in the backward."""
     last_first = parameters[::-1]
     return [Bucket([last_first[i] for i in chunk]) for chunk in sorted(transport.chunks(last_first, BUCKET_BYTES))]
+
+
+class Piece:
+    """A run of one parameter's elements, the ``index``-th of a bucket, in the memory of the device that owns it.
+
+    ``values`` is a leaf for the optimizer to update, flat if it is not the whole parameter. ``places`` are the same elements on
+    all devices.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, index: int, run: slice, owner: torch.device, copies: Mapping[torch.device, Tensor]
+    ) -> None:
+        self.parameter, self.index, self.owner, self._run = parameter, index, owner, run
+        self.is_whole = run.stop - run.start == parameter.numel()
+        self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
+        self.values = self.places[owner].detach().requires_grad_()
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Returns this piece of a tensor that is shaped like the parameter."""
+        return tensor if self.is_whole else tensor.reshape(-1)[self._run]
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Adds to the gradient of the values."""
+        accumulate([self.values], [gradient.reshape(self.values.shape)])
+
+    def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
+        """Takes the memory of other copies of the parameter, which has moved."""
+        self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
+        self.values.data = self.places[self.owner]
+
+
+class BucketOwners:
+    """The pieces of one bucket, in the order of their owners, which are the devices in ``copies``, the copies of each parameter.
+
+    ``owners`` are the devices of whole parameters, by number. Without them, each device owns as many bytes.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        copies: Sequence[dict[torch.device, Tensor]],
+        owners: Mapping[Tensor, int] | None = None,
+    ) -> None:
+        self._parameters = parameters
+        self._devices = devices = list(copies[0])
+        self.pieces: list[Piece] = []
+        self._order = sorted(range(len(parameters)), key=lambda index: owners[parameters[index]] if owners else 0)
+        share = -(-sum(parameter.numel() for parameter in parameters) // len(devices))  # collectives need equal sizes
+        position = 0
+        for index in self._order:
+            parameter, copied = parameters[index], copies[index]
+            splits = owners is None and all(copy.is_contiguous() for copy in copied.values())
+            start, size = 0, parameter.numel()
+            while start < size or start == 0:
+                owner = min(position // max(share, 1), len(devices) - 1) if owners is None else owners[parameter]
+                stop = min(size, start + share * (owner + 1) - position) if splits else size
+                self.pieces.append(Piece(parameter, index, slice(start, stop), devices[owner], copied))
+                start, position = stop, position + stop - start
+                if size == 0:
+                    break
+        self._owned = [[piece for piece in self.pieces if piece.owner == device] for device in devices]
+        self._is_cut = {piece.index for piece in self.pieces if not piece.is_whole}  # parameters of which no piece is the whole
+
+    def forget(self) -> None:
+        """Clears the gradients of all pieces."""
+        for piece in self.pieces:
+            piece.values.grad = None
+
+    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
+        """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
+        chosen = [i for i in self._order if any(gradients[i] is not None for gradients in replicas)]
+        learned = set(chosen)
+        pieces = [[piece for piece in owned if piece.index in learned] for owned in self._owned]
+        sizes = _sizes(pieces, len(chosen))
+        layouts = [self._layout(i) for i in chosen]
+        flat = []
+        for gradients in replicas:
+            dense = [check_dense(gradients[i]) for i in chosen]
+            if (first := next((gradient for gradient in dense if gradient is not None), None)) is not None:
+                pairs = zip(layouts, dense, strict=True)
+                filled = [first.new_zeros(layout.shape) if gradient is None else gradient for layout, gradient in pairs]
+                flat.append(transport.pack(layouts, filled, sum(sizes)))
+        sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)] if flat else []
+
+        def compute() -> None:
+            if not flat:
+                return
+            transport.reduce_scatter(flat, sums)
+            for owned, total in zip(pieces, sums, strict=True):
+                for piece, gradient in zip(owned, transport.unpack(self._layouts(owned), total), strict=True):
+                    piece.add_gradient(gradient)
+
+        return compute
+
+    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
+        """Takes the pieces' memory from ``copies`` of some parameters, which have moved."""
+        for piece in self.pieces:
+            if piece.parameter in copies:
+                piece.repoint(copies[piece.parameter])
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Copies the values of the module's own parameters to the owners, each the pieces that it owns."""
+        for owned, device in zip(self._owned[1:], self._devices[1:], strict=True):
+            transport.copy_coalesced([[piece.places[device] for piece in owned]], [p.places[self._devices[0]] for p in owned])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copies each owner's values to all other devices."""
+        sizes = _sizes(self._owned, len(self._parameters))
+        places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
+        if len(self._parameters) == 1 and all(place.is_contiguous() for row in places for place in row):
+            whole = [row[0].as_strided((sum(sizes),), (1,)) for row in places]
+            transport.all_gather(_own_slices(whole, sizes), whole)  # in place
+            torch.autograd.graph.increment_version([place for row in places for place in row])
+            return
+        gathered = [row[0].new_empty(sum(sizes)) for row in places]
+        unpacked = [transport.unpack(self._layouts(self.pieces), flat) for flat in gathered]
+        for device, row, packed in zip(self._devices, places, unpacked, strict=True):
+            owned = [i for i, piece in enumerate(self.pieces) if piece.owner == device]
+            torch_private.foreach_copy_([packed[i] for i in owned], [row[i] for i in owned])
+        transport.all_gather(_own_slices(gathered, sizes), gathered)
+        for device, row, packed in zip(self._devices, places, unpacked, strict=True):
+            others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
+            torch_private.foreach_copy_([row[i] for i in others], [packed[i] for i in others])
+
+    def _layout(self, index: int) -> transport.MemoryLayout:
+        parameter = self._parameters[index]
+        return transport.MemoryLayout(parameter.shape) if index in self._is_cut else transport.layout_of(parameter)
+
+    def _layouts(self, pieces: Sequence[Piece]) -> list[transport.MemoryLayout]:
+        return [self._layout(p.index) if p.is_whole else transport.MemoryLayout(p.values.shape) for p in pieces]
+
+
+def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
+    """Returns the number of elements on each owner: equal numbers if padding suffices. A single parameter is not padded."""
+    owned = [sum(piece.values.numel() for piece in run) for run in pieces]
+    total, count = sum(owned), len(owned)
+    share = -(-total // count)
+    even = [max(0, min(share, total - share * number)) for number in range(count)]
+    return [share] * count if owned == even and (parameters > 1 or total == share * count) else owned
+
+
+def _own_slices(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    return [tensor.split(list(sizes))[number] for number, tensor in enumerate(flat)]
+
+
+def check_dense(gradient: T) -> T:
+    """Returns the gradient. Raises ``TypeError`` if it is sparse."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise TypeError(
+            "a gradient is sparse, expected dense ones: BalancedOptimizer sends gradients to their owners; set sparse=False in "
+            "the embedding, or use a plain optimizer"
+        )
+    return gradient

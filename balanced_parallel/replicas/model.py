@@ -54,7 +54,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     Raises:
         TypeError: the module is a class, or not a module, or is wrapped already.
         ValueError: this machine does not have one of the devices; at the call, inputs have different numbers of rows.
-        BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
+        BaseException: the first failure of a replica. A note on it names the replica and its device.
 
     Example:
         >>> model = DataParallelModel(torch.nn.Linear(4, 2), ["cpu"] * 3)
@@ -95,17 +95,13 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def _set_up(self, devices: list[torch.device], replicas: Replicas, dim: int, precision: Any, split: Any) -> None:
         """Sets what a forward needs, but for ``module``. A subclass passes its own devices and replicas."""
-        self.devices = devices
+        self.devices, self.replicas = devices, replicas
         # the weight of each device; None for equal parts
         self.split = share_by_memory(devices) if split == "memory" else check_split(split, len(devices))
         self.precision = Precision("fp32" if precision is None else precision)
-        self.dim = dim
-        self.in_dims = None
-        self.out_dims = dim
-        self.gather_outputs = False
-        self.replicas = replicas
+        self.dim = self.out_dims = dim
+        self.in_dims, self.gather_outputs, self._warned = None, False, False
         self.device_ids = [0 if device.index is None else device.index for device in devices]
-        self._warned = False
         self.src_device_obj = devices[0]
 
     def extra_repr(self) -> str:
@@ -128,7 +124,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             >>> model.module.bias.grad
             tensor([3.])
         """
-        return window(self.replicas, deferred=True)
+        return window(self, deferred=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, those that have accumulated on the replicas, and those that are sharded."""

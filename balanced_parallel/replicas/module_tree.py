@@ -138,13 +138,10 @@ class ModuleTree:
         changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, name, new value, old value
         for part in self._parts:
             attributes = part.module.__dict__
-            for name, at in part.places.items():
-                if at is not None:
-                    changes.append((attributes[PARAMETERS], name, tensors[at], self.parameters[at]))
-            for name in part.lists:
-                before = attributes.get(name)
-                if (swapped := self._swapped(before, tensors)) is not before:
-                    changes.append((attributes, name, swapped, before))
+            places = [(name, at) for name, at in part.places.items() if at is not None]
+            changes += [(attributes[PARAMETERS], name, tensors[at], self.parameters[at]) for name, at in places]
+            lists = [(name, attributes[name]) for name in part.lists if name in attributes]
+            changes += [(attributes, name, self._swapped(before, tensors), before) for name, before in lists]
         try:
             for attributes, name, value, _ in changes:
                 attributes[name] = value

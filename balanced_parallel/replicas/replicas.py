@@ -18,7 +18,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,8 +68,14 @@ class Replicas:
                     yield modules
                     return
                 tree = self._follow(module, [home, *others])
-                replaced = self._add_replicas(tree, modules, others, home)
-                with nullcontext() if replaced is None else tree.parameters_replaced(replaced):
+                if tree.rescaled and torch.is_grad_enabled() and set(others) != {home}:
+                    refuse_rescaled(tree.rescaled)
+                tensors = self._connected_parameters(tree, list(dict.fromkeys(devices)))
+                # buffers every time: batch norm writes to its statistics without torch's version counter
+                buffers = copy_buffers(tree.buffers(), others)
+                for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
+                    modules.append(tree.fill(skeletons, tensors.get(device), copied))
+                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                     yield modules
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
@@ -170,19 +176,6 @@ class Replicas:
                 "converted or unfrozen): make a new one, after the old one was deleted"
             )
 
-    def _add_replicas(
-        self, tree: ModuleTree, modules: list[nn.Module], others: Sequence[torch.device], home: torch.device
-    ) -> list[Tensor] | None:
-        """Appends the replicas on ``others`` to ``modules``. Returns replacements of the module's own parameters, if any."""
-        if tree.rescaled and torch.is_grad_enabled() and set(others) != {home}:
-            refuse_rescaled(tree.rescaled)
-        tensors = self._connected_parameters(tree, list(dict.fromkeys([*([home] if modules else []), *others])))
-        # buffers every time: batch norm writes to its statistics without torch's version counter
-        buffers = copy_buffers(tree.buffers(), others)
-        for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
-            modules.append(tree.fill(skeletons, tensors.get(device), copied))
-        return tensors.get(home)
-
     def _connected_parameters(self, tree: ModuleTree, places: list[torch.device]) -> dict[torch.device, list[Tensor]]:
         """Returns the tensors of each device, in the order of the tree's parameters, connected to them by the buckets.
 
@@ -205,12 +198,13 @@ class Replicas:
 
 
 @contextmanager
-def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
+def window(*modules: Any, deferred: bool = False) -> Iterator[None]:
     """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
 
-    In this block the copies of ``replicas`` are refreshed by the first forward, and after writes that the counters record. With
+    In this block replicas of ``modules`` are refreshed by the first forward, and after writes that the counters record. With
     ``deferred``, gradients stay with the replicas.
     """
+    replicas = [each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)]
     for each in replicas:
         each._windows += 1
         each.gradients.deferring += deferred
@@ -221,11 +215,6 @@ def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
             each._windows -= 1
             each.gradients.deferring -= deferred
             each.copies.are_fresh = each.copies.are_fresh and each._windows > 0
-
-
-def parameter_window(*modules: Any) -> AbstractContextManager[None]:
-    """Opens a :func:`window` of those modules that have replicas."""
-    return window(*[each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)])
 
 
 _UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter
@@ -244,10 +233,7 @@ class ParameterCopies:
         self.are_fresh = False  # in the window that is open
 
     def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int], list[int]]:
-        """Returns the places of the parameters that changed since the last call, as far as torch records it.
-
-        First those that were written to or moved, then those that were moved or resized, then those that were frozen or unfrozen.
-        """
+        """Returns the places of the parameters that torch saw written or moved, moved or resized, and frozen or unfrozen."""
         before, self._states = self._states, parameter_states(parameters)
         if before == self._states:
             return [], [], []

@@ -1,6 +1,6 @@
 """Workers that run the replicas of one forward, each in its own thread.
 
-The first failure is raised, and names the replica. All other threads have finished before, and none waits forever.
+The first failure is raised, with a note that names the replica. All other threads have finished before, and none waits forever.
 torch's ``parallel_apply`` runs each forward in new threads, in which cuDNN searches for plans again and leaks them, and passes
 only the autocast flag of CUDA, no dtype (pytorch#105682, #125186). Here a replica's forward, its criterion and the next forward
 run in the same thread, with the state of the calling thread.
@@ -19,12 +19,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import overrides
 
 from ..runtime import torch_private
 from ..runtime.devices import accelerators, on_device
 from ..runtime.streams import current_streams, on_streams
-from ..runtime.torch_private import DeviceContext, TorchDispatchMode
+from ..runtime.torch_private import DeviceContext
 
 _JOIN_SECONDS = 5.0  # at exit, for a thread whose call does not end
 Call = Callable[[], object]
@@ -204,14 +203,14 @@ def run_replicas(
     A single replica runs in the calling thread. Several run in one thread each, with the caller's :class:`ThreadState`, context
     variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns, and under
     modes of torch all do. On the CPU they run one after the other in the calling thread unless they exchange values
-    (``together``). The first failure (in time) is raised, and names the replica. ``pool`` returns the threads.
+    (``together``). The first failure (in time) is raised, with a note that names the replica. ``pool`` returns the threads.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
         return run_in_turn(work, devices, None)
     # A copy between devices runs on the current stream of its source, so each worker needs the caller's stream of every device.
     streams = current_streams(accelerators())
     others = {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
-    state = ThreadState.capture(devices)
+    state = ThreadState(devices)
     meeting = Meeting([None] * len(work) if state.needs_turns else devices)
     results: dict[int, T] = {}
     failures: list[BaseException] = []  # in order of time; list.append is atomic
@@ -225,7 +224,7 @@ def run_replicas(
             with on_streams(others), on_device(device, streams.get(device)), state.enter():
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit must reach the caller too
-            locate_failure(error, index, device)
+            error.add_note(f"in replica {index} on device {device}")
             failures.append(error)
         finally:
             _thread.replica = None
@@ -274,53 +273,25 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]
                 with on_device(device, None):  # on the thread's own stream
                     results.append(call())
             except BaseException as error:
-                locate_failure(error, index, device)
+                error.add_note(f"in replica {index} on device {device}")
                 raise
     finally:
         _thread.replica = before
     return results
 
 
-def locate_failure(error: BaseException, index: int, device: torch.device) -> None:
-    """Adds "in replica ... on device ..." to the message of ``error`` if that is its only argument. Otherwise adds a note."""
-    place, arguments = f"in replica {index} on device {device}", error.args
-    if len(arguments) < 2:
-        with contextlib.suppress(Exception):  # its __str__ may raise anything
-            before = str(error)
-            error.args = (f"{arguments[0] if arguments else type(error).__name__} ({place})",)
-            if place in (text := str(error)) and before.strip("'") in text:
-                return
-        error.args = arguments
-    error.add_note(place)
-
-
-@dataclass(frozen=True)
 class ThreadState:
-    """State of a thread, as ``with`` blocks of torch set it."""
+    """State of the calling thread, as ``with`` blocks of torch set it, with autocast for the types of ``devices`` and the CPU."""
 
-    grad: bool
-    inference: bool
-    autocast: list[tuple[str, bool, torch.dtype]]  # flag and dtype per device type
-    autocast_cache: bool  # autocast keeps the parameters that it has cast
-    threads: int  # of an operator on the CPU: OpenMP has a number per thread
-    saved_tensor_hooks: torch_private.Hooks | None
-    function_modes: tuple[overrides.TorchFunctionMode, ...]  # the last one called first; the default device is one
-    dispatch_modes: tuple[TorchDispatchMode, ...]  # the last one called first
-
-    @classmethod
-    def capture(cls, devices: Sequence[torch.device]) -> "ThreadState":
-        """Returns the state of the calling thread, with autocast for the types of ``devices`` and for the CPU."""
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         kinds = sorted({"cpu", *[device.type for device in devices]})
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=[(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            threads=torch.get_num_threads(),
-            saved_tensor_hooks=torch_private.saved_tensor_hooks(),
-            function_modes=torch_private.function_modes(),
-            dispatch_modes=torch_private.dispatch_modes(),
-        )
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.autocast_cache = torch.is_autocast_cache_enabled()  # autocast keeps the parameters that it has cast
+        self.threads = torch.get_num_threads()  # of an operator on the CPU: OpenMP has a number per thread
+        self.saved_tensor_hooks = torch_private.saved_tensor_hooks()
+        self.function_modes = torch_private.function_modes()  # the last one called first; the default device is one
+        self.dispatch_modes = torch_private.dispatch_modes()
 
     @property
     def needs_turns(self) -> bool:
@@ -332,9 +303,7 @@ class ThreadState:
         """Sets this state in the calling thread for the duration of the block."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 if enabled != torch.is_autocast_enabled(kind) or (enabled and dtype != torch.get_autocast_dtype(kind)):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))

@@ -132,10 +132,7 @@ def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows. Backward sums the gradients over the ranks and keeps the rows of this rank.
-
-    DDP averages gradients afterwards. So a loss that each rank computes from all rows has the exact gradient.
-    """
+    """All-gather of rows. Backward sums the gradients over the ranks, which DDP averages, and keeps the rows of this rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
@@ -155,9 +152,6 @@ class _GatherRows(torch.autograd.Function):
         total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
         place = rank(ctx.group)
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
-
-
-_SHOWN = 8  # ranks in a message
 
 
 def compare_ranks(
@@ -183,15 +177,11 @@ def compare_ranks(
 
 def by_value(values: Sequence[str | None]) -> str:
     """Describes the value of each rank: ``"2.13.0 on ranks 0, 1 and 2.11.0 on rank 2"``."""
-    groups: dict[str | None, list[int]] = {}
+    groups: dict[str | None, list[str]] = {}
     for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {_names(ranks)}" for value, ranks in groups.items() if value is not None)
-
-
-def _names(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+        groups.setdefault(value, []).append(str(rank))
+    names = {value: f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for value, ranks in groups.items()}
+    return " and ".join(f"{value} on {name}" for value, name in names.items() if value is not None)
 
 
 _KEY = "balanced_parallel/updates of rank {}"
@@ -245,11 +235,10 @@ def keep_backends() -> None:
 
     Their destructor would wait for threads, whose collective never comes to its end if another rank has failed.
     """
-    for group in torch_private.process_groups():
-        for backend in torch_private.backends_of(group):
-            if backend.name() == "gloo":
-                # a reference that the interpreter does not know, and so cannot give up
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+    for backend in torch_private.all_backends():
+        if backend.name() == "gloo":
+            # a reference that the interpreter does not know, and so cannot give up
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 def wait_until_idle(seconds: float = 5.0) -> None:

@@ -78,10 +78,8 @@ def resolve_device(device: DeviceLike) -> torch.device:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns ``tensor`` on ``device``, without a copy if it is there already.
-
-    Only copies to an accelerator are asynchronous. The host could read the result of an asynchronous copy to the CPU too early.
-    """
+    """Returns ``tensor`` on ``device``, without a copy if it is there already."""
+    # only to an accelerator: the host could read the result of an asynchronous copy to the CPU too early
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type not in HOSTS)
 
 
@@ -110,12 +108,9 @@ def keep_random_state() -> contextlib.AbstractContextManager[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the number of bytes that can still be allocated: free memory, and unused memory of torch's caching allocator.
-
-    On the CPU of a system that does not tell the free memory, such as macOS, it is half of the memory.
-    """
+    """Returns the number of bytes that can still be allocated: free memory, and unused memory of torch's caching allocator."""
     if not is_accelerator(device):
-        tells_free = "SC_AVPHYS_PAGES" in os.sysconf_names
+        tells_free = "SC_AVPHYS_PAGES" in os.sysconf_names  # macOS does not
         pages = os.sysconf("SC_AVPHYS_PAGES") if tells_free else os.sysconf("SC_PHYS_PAGES") // 2
         return pages * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.accelerator.get_memory_info(device)

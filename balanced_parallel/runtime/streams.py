@@ -68,10 +68,7 @@ class SideStreams:
 
     @contextlib.contextmanager
     def entered(self, computing: Streams, uses: list[Any]) -> Iterator[None]:
-        """Runs the kernels of the block on the side streams, after the work that ``computing`` have been given so far.
-
-        The compute streams' tensors in ``uses`` are kept alive until these have waited for the side streams.
-        """
+        """Runs the block on the side streams, behind ``computing``, which wait for them later. ``uses`` live until then."""
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
         token = _beside.set(True)
         try:

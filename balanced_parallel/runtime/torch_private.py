@@ -6,6 +6,7 @@ Each name is behind a function or an alias, because torch has no public one. Num
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -58,9 +59,7 @@ def will_run(node: Node) -> bool | None:
         return None
 
 
-def current_node() -> Node | None:
-    """Returns the node that the calling thread runs in a backward, or None outside of a backward."""
-    return torch._C._current_autograd_node()
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node  # that this thread runs; None outside of a backward
 
 
 def number_of(node: Node) -> int:
@@ -154,25 +153,15 @@ StorageReference = StorageWeakRef  # a key that does not keep the memory; while 
 CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS = "_modules", "_parameters", "_buffers", "_forward_hooks"
 _COMPILED = "_orig_mod"  # the child of the module that torch.compile returns
 
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the direct submodules. Changes to the dictionary change the module."""
-    return module._modules
+# A module's own entries, without those of its submodules. Changes to the dictionary change the module.
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 
 
 def is_traced(tensor: Tensor) -> bool:
     """Returns True for a tensor of an estimate, which has a shape and no memory. The compiler's fake tensors are others."""
     return isinstance(tensor, FakeTensor) and not torch.compiler.is_compiling()
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns the module's own parameters, without those of its submodules. Changes to the dictionary change the module."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the module's own buffers, without those of its submodules. Changes to the dictionary change the module."""
-    return module._buffers
 
 
 def shared_id(module: nn.Module) -> int:
@@ -251,12 +240,6 @@ def foreach_copy_(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def foreach_zero_(tensors: Tensors) -> None:
-    """Fills all tensors with zeros in place."""
-    if tensors:
-        torch._foreach_zero_(tensors)
-
-
 # Modes that see every operator.
 
 
@@ -327,24 +310,18 @@ def forget_whole_gradients(units: Iterable[Any]) -> None:
                     parameter._unsharded_param.grad = None
 
 
-def default_store() -> Any:
-    """Returns the store that all ranks of the default group have."""
-    return dist.distributed_c10d._get_default_store()
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store  # that all ranks of the default group have
 
 
-def process_groups() -> list[dist.ProcessGroup]:
-    """Returns all running process groups."""
-    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-
-
-def backends_of(group: dist.ProcessGroup) -> list[Any]:
-    """Returns the backend of each device type of a group."""
-    return [group._get_backend(device) for device in group._device_types]
+def all_backends() -> list[Any]:
+    """Returns the backends of all running process groups."""
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return [group._get_backend(device) for group in groups for device in group._device_types]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout that a group was made with. ``new_group`` would take torch's default."""
-    return getattr(getattr(backends_of(group)[0], "options", None), "_timeout", None)
+    return getattr(getattr(group._get_backend(group._device_types[0]), "options", None), "_timeout", None)
 
 
 def has_nccl() -> bool:

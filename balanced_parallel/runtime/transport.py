@@ -78,9 +78,8 @@ def _reduce_scatter_in_rounds(slices: Sequence[Sequence[Tensor]], outputs: Seque
 
 def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Concatenates ``tensors`` in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
-    if (
-        _have_nccl(tensors) and len(set(map(torch.numel, tensors))) == 1
-    ):  # nccl.broadcast ignores its root, so it does not do for other sizes
+    # nccl.broadcast ignores its root, so it does not do for unequal sizes
+    if _have_nccl(tensors) and len(set(map(torch.numel, tensors))) == 1:
         _run(nccl.all_gather, [*map(_bits, tensors)], [*map(_bits, outputs)])
         return
     slices = [output.split([tensor.numel() for tensor in tensors]) for output in outputs]
@@ -155,10 +154,7 @@ def unpack(layouts: Sequence[MemoryLayout], flat: Tensor) -> list[Tensor]:
 
 
 def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], buffer_bytes: int | None = None) -> None:
-    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors.
-
-    With ``buffer_bytes=0`` no buffer is needed where strides are equal. The default is 25 MiB.
-    """
+    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense. ``buffer_bytes=0`` is without buffers."""
     for chunk in chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
         layouts = [layout_of(sources[i]) for i in chunk]
         flat = pack(layouts, [sources[i] for i in chunk])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..replicas.replicas import parameter_window
+from ..replicas.replicas import window
 from ..runtime.collectives import rank, sum_over_ranks
 from ..runtime.devices import widest_float
 
@@ -35,7 +35,7 @@ def inference(*modules: nn.Module) -> Iterator[None]:
     try:
         for module in modules:
             module.eval()
-        with parameter_window(*(submodule for submodule, _ in before)), torch.inference_mode():
+        with window(*(submodule for submodule, _ in before)), torch.inference_mode():
             yield
     finally:
         for submodule, training in before:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, leaves, map_leaves
+from ..batch.containers import leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.criterion import DataParallelCriterion
@@ -41,7 +41,6 @@ from ..loss.sums import Criterion, LossSum, Weight
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
-from ..runtime.values import Precision
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
 from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone, watch_output
@@ -50,42 +49,26 @@ from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradien
 class DistributedModel(RankModel, DistributedDataParallel):
     """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does.
 
-    A backward through any output reaches each parameter exactly once. The ``grad`` of a parameter that no rank has used stays
-    ``None``.
-
     Args:
         module: on this rank's device already.
         device: that device.
-        dim, precision, in_dims, out_dims: as in :class:`DataParallelModel`.
         criterion: a module whose parameters are reduced with the model's.
+        rows: dim, precision, in_dims and out_dims, as in :class:`DataParallelModel`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        dim: int = 0,
-        precision: str | Precision | None = None,
-        criterion: Criterion | None = None,
-        in_dims: Dims = None,
-        out_dims: Dims = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, criterion: Criterion | None, **rows: Any) -> None:
         wrapped = _Wrapped(module, criterion)
         if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
         super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
+        self.reduced_parameters = wrapped.trained  # those of the module and of the criterion
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_shared_buffers = False  # in the first forward of this update
         self.agrees_on_unused = True  # at the end of a backward; TrainStep does it behind several
         self.module = module
         self.record = GradientRecord(self.reduced_parameters)
-        self._set_rows(device, dim, precision, in_dims, out_dims)
-
-    @property
-    def reduced_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are reduced: those of the module and of the criterion."""
-        return self._wrapped[0].trained
+        self._set_rows(device, **rows)
 
     def begin_update(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
@@ -224,8 +207,7 @@ class _Wrapped(nn.Module):
 class GradientRecord:
     """The numbers of the parameters that have got a gradient (``used``), and the parameters that the first reduction has reached.
 
-    The reducer makes its buckets anew after the first reduction, in the order in which it was told of the parameters. So a
-    failure must not make it hear of one twice.
+    The reducer makes its buckets anew in the order of the first reduction. A failure must not make it hear of a parameter twice.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -270,7 +252,7 @@ class GradientRecord:
         self.reached.add(parameter)
 
 
-class DDPSync(RankSync):
+class _DDPSync(RankSync):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets."""
 
     def __init__(self, model: DistributedModel) -> None:
@@ -287,10 +269,9 @@ class DDPSync(RankSync):
         self._is_agreed = self._is_abandoned = False
 
     def __reduce__(self) -> Any:  # a copy has no gradients
-        return DDPSync, (self._model,)
+        return _DDPSync, (self._model,)
 
     def begin(self) -> None:
-        """Begins an update."""
         self._is_agreed = self._is_abandoned = False
         self._model.begin_update()
 
@@ -304,10 +285,9 @@ class DDPSync(RankSync):
         if not self._has_begun:
             self._has_begun = True
             self._model.record.used.clear()
-            pairs = [*zip(self._parameters, self._gradients, strict=bool(self._gradients))]
-            missing = [(parameter, view) for parameter, view in pairs if view is not None and parameter.grad is None]
-            torch_private.foreach_zero_([view for _, view in missing])  # one kernel, where zero_() would launch one for each
-            for parameter, view in missing:
+            for bucket in self._buckets:
+                bucket.zero_()
+            for parameter, view in zip(self._parameters, self._gradients, strict=bool(self._gradients)):
                 parameter.grad = view
         with self._model.no_sync():
             yield
@@ -318,7 +298,6 @@ class DDPSync(RankSync):
             yield [self._model.forward_without_rows()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
-        """Runs one backward. The last one completes the reduction, whatever this rank has used."""
         if local is None:
             run_backward(losses, divisor)
             return
@@ -335,7 +314,6 @@ class DDPSync(RankSync):
             self._model.record.stop()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight of all ranks. The host waits for them, but not for the backward. All raise a failure of one."""
         assert self._local is not None
         total, weight, *digests = self._agree(self._local(), settings().digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
@@ -351,8 +329,8 @@ class DDPSync(RankSync):
         return LossSum(torch.full_like(local.total, total), weight)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the reduced gradients, and by the number of ranks: the reducer averages."""
-        gradients, factor = shared_gradients(tensors, self._reduced, "the module or of the criterion"), factor * self._ranks
+        gradients = shared_gradients(tensors, self._reduced, "the module or of the criterion")
+        factor = factor * self._ranks  # the reducer averages
         if isinstance(factor, Tensor) or factor != 1:
             sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
             torch_private.foreach_multiply_([*self._buckets, *sparse], factor)  # a bucket contains nothing but gradients
@@ -368,7 +346,10 @@ class DDPSync(RankSync):
         """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the backward of a layer."""
         if self._is_reducing and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
-            self._complete()
+            for parameter in self._parameters:  # a failed backward has not run the hooks that other ranks wait for
+                if parameter not in self._model.record.reached:
+                    with contextlib.suppress(RuntimeError):  # it has been reached
+                        _zero_of([parameter]).backward()
             self._agree(torch.zeros(2, dtype=torch.float64), [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
         self._local, self._has_begun, self._is_reducing = None, False, False
         for parameter in self._parameters:
@@ -387,24 +368,16 @@ class DDPSync(RankSync):
         return total, weight, digests, squares
 
     def _refuse_failures(self, *, but_memory: bool = False) -> None:
-        out_of_memory, others = self._failures
-        last = "expected none: nothing was updated, and the step can be repeated"
+        (out_of_memory, others), last = self._failures, "expected none: nothing was updated, and the step can be repeated"
         if others:
             raise RuntimeError(f"{others} of {self._ranks} ranks failed in the backward, {last}")
         if out_of_memory and not but_memory:
             raise torch.OutOfMemoryError(f"{out_of_memory} of {self._ranks} ranks ran out of memory, {last}")
 
-    def _complete(self) -> None:
-        """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""
-        for parameter in self._parameters:
-            if parameter not in self._model.record.reached:
-                with contextlib.suppress(RuntimeError):  # it has been reached
-                    _zero_of([parameter]).backward()
-
 
 @gradient_sync.register
 def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
-    return DDPSync(model)
+    return _DDPSync(model)
 
 
 def _zero_of(parameters: Sequence[Tensor], begin: Callable[[torch_private.Node], None] | None = None) -> Tensor:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ..batch.containers import Dims, leaves
+from ..batch.containers import leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
@@ -65,44 +65,28 @@ from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared
 class ShardedModel(RankModel):
     """FSDP2's ``fully_shard`` on each block of a module, with a list of this rank's output as :class:`DataParallelModel` returns.
 
-    Parameters, gradients and optimizer state are ``DTensor``s, sharded over the ranks. Every rank runs the same blocks in the
-    same order, equally often. A rank without rows runs one row of an earlier one: its output has no rows, its gradients are
-    zeros, and random numbers and buffers stay as they were.
+    Parameters, gradients and optimizer state are ``DTensor``s, sharded over the ranks. A rank without rows runs one row of an
+    earlier one: its output has no rows, its gradients are zeros, and random numbers and buffers stay as they were.
 
     Args:
         module: on any device. It is sharded in place, over the ranks of ``mesh``.
         device: of this rank.
-        dim, in_dims, out_dims: as in :class:`DataParallelModel`.
-        precision: autocast around the forward, and the dtype in which parameters are all-gathered.
+        rows: dim, in_dims, out_dims and precision, which is also that of parameters that are all-gathered.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: Any,
-        device: torch.device,
-        dim: int = 0,
-        precision: str | Precision | None = None,
-        in_dims: Dims = None,
-        out_dims: Dims = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, mesh: Any, device: torch.device, **rows: Any) -> None:
         super().__init__()
         self.module = module
         self.group = collectives.second_group("hosts")
-        self._set_rows(device, dim, precision, in_dims, out_dims)
+        self._set_rows(device, **rows)
         self.gradients = ShardedGradients(self.group)
         without_compilation(module).register_forward_hook(torch.compiler.disable(avoid_views))
-        self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, sends_of_rank0(device))]
+        self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))  # FSDPModules
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
             self.gradients.add(unit, names.get(id(unit)) or "root")
         self._required = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
         self._methods: set[str] = set()  # those that gather parameters
-
-    @property
-    def root(self) -> Any:
-        """The module that was sharded last, an ``FSDPModule``."""
-        return self.units[-1]
 
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
@@ -129,8 +113,8 @@ class ShardedModel(RankModel):
         """Forgets all gradients, after a failure."""
         for parameter in self.gradients.parameters:
             parameter.grad = None
-        if hasattr(self.root, "reset_iter_state"):  # newer than torch 2.11
-            self.root.reset_iter_state()
+        if hasattr(self.units[-1], "reset_iter_state"):  # newer than torch 2.11
+            self.units[-1].reset_iter_state()
             forget_whole_gradients(self.units)
 
     def _run(self, method: str | None, arguments: Arguments | None, rows: int | None) -> PerReplica:
@@ -161,7 +145,7 @@ class ShardedModel(RankModel):
         with self._as_sharded(), self._computing():
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            self.root.reshard()  # after an evaluation, the module has its shards again
+            self.units[-1].reshard()  # after an evaluation, the module has its shards again
             self.gradients.order.compare()
         return watch_output(output, functools.partial(self.gradients.begin, is_dummy=self.gradients.is_dummy))
 
@@ -197,7 +181,7 @@ class ShardedModel(RankModel):
         self._examples[method] = row
 
 
-class FSDPSync(RankSync):
+class _FSDPSync(RankSync):
     """Sums gradients over ranks. Every rank takes part in the forwards of all others.
 
     All ranks run as many micro-batches as in the update before (a round), some of them without rows, and then exchange loss,
@@ -223,7 +207,6 @@ class FSDPSync(RankSync):
         self._local = None
 
     def count_micro_batches(self, count: int) -> int:
-        """Returns ``count``, or the largest of any rank if the ranks ask for it."""
         if self._asks:
             return collectives.max_over_ranks(count, self._group)
         self._left = count
@@ -232,7 +215,6 @@ class FSDPSync(RankSync):
         return count
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""
         count = collectives.max_over_ranks(0, self._group) if self._asks else max(0, self._round - self._ran)
         while count:
             for _ in range(count):
@@ -241,7 +223,6 @@ class FSDPSync(RankSync):
             count = collectives.max_over_ranks(0, self._group) if self._asks else 0
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
-        """Runs one backward, which reduces the gradients, or keeps them whole until the end of the round."""
         if self._ran == 0:
             self._model.gradients.begin_update()
         self._ran, self._left = self._ran + 1, self._left - 1
@@ -255,7 +236,6 @@ class FSDPSync(RankSync):
             self._begin_round(self._left)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight of all ranks. The host waits for them, but not for the last backward."""
         if self._local is None:  # no micro-batch was known to be the last
             self.start(local)
         assert self._local is not None
@@ -277,30 +257,24 @@ class FSDPSync(RankSync):
         return LossSum(torch.full_like(local.total, total), whole)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the shards of the reduced gradients."""
         gradients = shared_gradients(tensors, self._shards, "the module")
         if isinstance(factor, Tensor) or factor != 1:
             torch_private.foreach_multiply_(local_tensors(gradients), factor)
 
     def abandon(self) -> bool:
-        """Raises ``RuntimeError``: the other ranks wait for the shards of this one, in the middle of a forward or backward."""
         raise RuntimeError(
             "this rank ran out of memory where other ranks wait for its shards, so the batch cannot run again in smaller pieces: "
             "give micro_batch_size a smaller number, as memory.fit finds it"
         )
 
     def discard(self, *, out_of_memory: bool = False) -> None:
-        """Forgets the gradients."""
         if self._ran:  # the failure is of all ranks, since the others would wait
             self._round = 0
         self._begin_update()
         self._model.forget_gradients()
 
     def _begin_round(self, count: int, local: LossSum | None = None) -> None:
-        """Begins another round, of as many micro-batches as the largest ``count`` of any rank.
-
-        A rank in :meth:`finish` has no more rows. It gives its loss and weight, and runs them here.
-        """
+        """Begins another round, of the largest ``count`` of any rank. With ``local``, a rank without rows runs it here."""
         if local is None:
             self._exchange(1, [0.0] * 7)
         self._round = self._ran + collectives.max_over_ranks(count, self._group)
@@ -315,7 +289,7 @@ class FSDPSync(RankSync):
 
     def _fits(self) -> bool:
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
-        if self._updates != 1 or not hasattr(self._model.root, "reset_iter_state"):  # newer than torch 2.11
+        if self._updates != 1 or not hasattr(self._model.units[-1], "reset_iter_state"):  # newer than torch 2.11
             return False
         needed = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters)
         return not is_accelerator(self._device) or needed <= free_bytes(self._device) // 2
@@ -329,7 +303,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
             "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
-    return FSDPSync(model, is_coupled=criterion.is_coupled)
+    return _FSDPSync(model, is_coupled=criterion.is_coupled)
 
 
 class ShardedGradients:
@@ -413,8 +387,7 @@ class ShardedGradients:
         forget_unused(self.parameters, self.used, self._group)
 
     def _end(self) -> None:
-        """Completes the units that FSDP2 reduces at the end of the backward."""
-        for slots in self._units:
+        for slots in self._units:  # those that FSDP2 reduces at the end of the backward
             self.complete(slots, is_dummy=self._is_dummy)
         if self.agrees:
             run_after_backward(self.forget_unused)  # behind FSDP2's
@@ -439,7 +412,7 @@ def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if block is not inner and _count_uses(block).items() <= uses]
 
 
-def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]) -> list[nn.Module]:
+def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]) -> list[Any]:
     """Shards a module in place over the ranks of a mesh. Returns the sharded blocks, and the root at the end.
 
     Parameters are all-gathered and used in the dtype of ``precision``, except in blocks with batch norm. Gradients are reduced in
@@ -480,10 +453,7 @@ def _count_uses(module: nn.Module) -> Counter[int]:
 
 
 def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
-    """Returns a function that moves a part of a module to a device, with the parameters and buffers of the group's rank 0.
-
-    No device has all parts at once. Tensors on ``meta`` stay, and a tensor is sent once.
-    """
+    """Returns a function that moves a part of a module to a device, with the values of the group's rank 0, each tensor once."""
     sent: set[int] = set()
 
     def send(module: nn.Module) -> None:
@@ -499,9 +469,8 @@ def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
 class BlockOrder:
     """The blocks that this rank has run since its last backward or evaluation.
 
-    The ranks compare their orders when that of a rank is another than in its last comparison. If only one rank changes its order,
-    it waits in the comparison and the others wait for its shards, until the timeout of the process group. ``group`` is for the
-    comparison alone, so that collectives never meet others.
+    A rank compares its order with the others if it is new. If only one rank changes its order, it waits in the comparison and the
+    others wait for its shards, until the timeout of the process group. ``group`` has no other collectives meanwhile.
     """
 
     def __init__(self, group: collectives.Group = None) -> None:

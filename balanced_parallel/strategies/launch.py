@@ -92,10 +92,7 @@ def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLik
 
 
 def join_process_group(environment: TorchrunEnvironment, device: torch.device, timeout: timedelta | None = None) -> None:
-    """Makes ``device`` current and starts the process group (NCCL for CUDA, gloo for CPUs), which ends at exit.
-
-    A group that is already running is used, and is not ended here.
-    """
+    """Makes ``device`` current and starts the process group, which ends at exit. A group that is running already is used."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
     if dist.is_initialized():
@@ -131,10 +128,7 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
 
 
 def end_process_group() -> None:
-    """Ends the running process group, if there is one and the exit is clean.
-
-    This waits for its collectives, which may never come to their end after an exception. torchrun ends the other ranks then.
-    """
+    """Ends the running process group. After an exception its collectives might never end: torchrun ends the other ranks then."""
     collectives.keep_backends()
     if dist.is_initialized() and not hasattr(sys, "last_value"):  # set by an exception that nothing has caught
         dist.destroy_process_group()

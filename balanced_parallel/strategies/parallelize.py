@@ -123,7 +123,11 @@ def parallelize(
     check_dim(dim)
     environment = TorchrunEnvironment.detect()
     check_strategy(strategy, compress, environment)
-    wrapped = None if criterion is None else _wrap(criterion, dim, weight, precision)
+    wrapped = criterion if isinstance(criterion, DataParallelCriterion) else None
+    if wrapped is not None and weight is not None:
+        raise ValueError("weight= was given beside a DataParallelCriterion, expected it among that criterion's own settings")
+    if wrapped is None and criterion is not None:
+        wrapped = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
     settings: dict[str, Any] = {"dim": dim, "precision": precision, "in_dims": in_dims, "out_dims": out_dims}
     if environment is None and world_size() > 1:
         raise ValueError(
@@ -142,16 +146,6 @@ def parallelize(
         collectives.share_batches(group_of(mesh, strategy))
         model = _rank_model(module, wrapped, device, environment, settings, strategy, compress, mesh)
     return model if wrapped is None else (model, wrapped)
-
-
-def _wrap(
-    criterion: Criterion, dim: int, weight: Callable[..., Any] | str | None, precision: str | Precision | None
-) -> DataParallelCriterion:
-    if not isinstance(criterion, DataParallelCriterion):
-        return DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
-    if weight is not None:
-        raise ValueError("weight= was given beside a DataParallelCriterion, expected it among that criterion's own settings")
-    return criterion
 
 
 def _rank_model(
@@ -181,7 +175,7 @@ def _rank_model(
         mesh = make_mesh(module, device, environment) if mesh is None else mesh
         return ShardedModel(module, mesh, device, **settings)
     plain = None if criterion is None else criterion.to(device).module
-    model = DistributedModel(module.to(device), device, criterion=plain, **settings)
+    model = DistributedModel(module.to(device), device, plain, **settings)
     if compress is not None:
         model.compress_gradients(compress)
     return model

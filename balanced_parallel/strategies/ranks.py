@@ -29,11 +29,8 @@ class RankModel(nn.Module):
     module: nn.Module
 
     def _set_rows(self, device: torch.device, dim: int, precision: str | Precision | None, in_dims: Dims, out_dims: Dims) -> None:
-        self.devices = [device]
-        self.split = None
-        self.dim = dim
-        self.in_dims = in_dims
-        self.out_dims = dim if out_dims is None else out_dims
+        self.devices, self.split = [device], None
+        self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
@@ -89,10 +86,7 @@ class RankSync(GradientSync):
         self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the weight of the update before. It is the same on all ranks.
-
-        In the first update it is 1. With float16 it is near the weight that all ranks expect: they exchange it once.
-        """
+        """Returns a power of two near the weight of the update before, at first 1; in float16, that of what all ranks expect."""
         if before or not in_float16:
             return power_of_two(before) / self._averaged
         whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._group)

@@ -14,12 +14,11 @@ from ..runtime.collectives import world_size
 from ..training.accumulation import GradientSync, gradient_sync, power_of_two, run_backward
 
 
-class ReplicaSync(GradientSync):
+class _ReplicaSync(GradientSync):
     """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch."""
 
     def __init__(self, model: DataParallelModel, criterion: DataParallelCriterion) -> None:
-        self._model = model
-        self._criterion = criterion
+        self._model, self._criterion = model, criterion
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
@@ -28,16 +27,13 @@ class ReplicaSync(GradientSync):
         return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps gradients on the replicas."""
-        return window(self._model.replicas, self._criterion.replicas, deferred=True)
+        return window(self._model, self._criterion, deferred=True)
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        """Yields no zeros, for a backward that only sums the gradients of the replicas."""
         if not is_reduced:
-            yield []
+            yield []  # for a backward that only sums the gradients of the replicas
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
-        """Runs one backward. The last one sums the gradients of the replicas."""
         if losses:
             run_backward(losses, divisor)
         # The model comes last: a BalancedOptimizer takes the gradients of parameters that both share from there.
@@ -46,7 +42,6 @@ class ReplicaSync(GradientSync):
                 replicas.gradients.reduce()
 
     def discard(self, *, out_of_memory: bool = False) -> None:
-        """Forgets the gradients on the replicas."""
         for replicas in (self._criterion.replicas, self._model.replicas):
             replicas.gradients.drop()
 
@@ -59,4 +54,4 @@ def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSyn
         raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
     if world_size() > 1:
         raise TypeError(f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)")
-    return ReplicaSync(model, criterion)
+    return _ReplicaSync(model, criterion)

@@ -87,9 +87,6 @@ class GradientSync(abc.ABC):
         """Gives the update up, after this process ran out of memory.
 
         Returns True if other processes wait in their reduction. :meth:`finish` then takes part, tells them, and raises.
-
-        Raises:
-            RuntimeError: another process failed for another reason.
         """
         return False
 

@@ -13,7 +13,7 @@ A loss whose rows depend on each other takes two passes over the micro-batches o
     forward 0 | forward 1 | loss of all | forward 0 | backward 0 | forward 1 | backward 1 | update
      without a graph                      same random numbers and buffers
 
-Batches are kept until the update, since their rows are needed twice. An update of one micro-batch takes one pass.
+Batches are kept until the update. An update of one micro-batch takes one pass.
 """
 
 import contextlib
@@ -55,8 +55,7 @@ class ElsewhereOutOfMemory(torch.OutOfMemoryError):
 class Recovery:
     """Failures of an update for lack of memory, and the state from before, for running it again in smaller micro-batches.
 
-    Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start. ``has_failed``
-    tells that memory was too small since the last :meth:`restart`.
+    ``has_failed`` tells that memory was too small since the last :meth:`restart`.
     """
 
     def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync) -> None:
@@ -128,10 +127,7 @@ class Recovery:
 
 
 class Snapshot:
-    """Copies of what the forwards of an update change: buffers of modules, and random numbers of the CPU and of the devices.
-
-    The copies are made again in the same memory for each update.
-    """
+    """Copies of what the forwards of an update change, in the same memory each time: buffers of modules, and random numbers."""
 
     def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
         self._modules, self._devices = list(modules), list(devices)
@@ -232,10 +228,7 @@ def release_memory() -> None:
 
 
 class TwoPasses:
-    """The first pass of one update, and the agreement of the ranks behind it.
-
-    With ``is_auto``, batches run again after an out of memory.
-    """
+    """The first pass of one update, and the agreement of the ranks behind it. ``is_auto`` runs batches again."""
 
     def __init__(
         self, loss: CoupledLoss, sync: GradientSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool

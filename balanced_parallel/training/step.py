@@ -26,7 +26,7 @@ from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments
 from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.replicas import parameter_window
+from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
@@ -258,7 +258,7 @@ class TrainStep:
             warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
         try:
-            with retrying_allocations(self.model.devices) if self._is_auto else nullcontext():
+            with retrying_allocations(self.model.devices if self._is_auto else ()):
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
@@ -330,7 +330,7 @@ class TrainStep:
             self._settings().compare()  # before the first update
         self._has_compared = True
         had_rows = self._sums is not None or bool(self._runs)
-        with parameter_window(self.model, self.criterion), collectives.naming_ranks():
+        with window(self.model, self.criterion), collectives.naming_ranks():
             try:
                 yield
             except BaseException as error:

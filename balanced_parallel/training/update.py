@@ -25,10 +25,9 @@ Schedulers = LRScheduler | Sequence[LRScheduler]
 
 
 class Update:
-    """One step of several optimizers, together or not at all.
+    """One step of several optimizers, together or not at all, over the parameters that their groups have now.
 
-    They are asked for their parameters anew in each update, because groups may be added at any time. ``trained`` are the
-    parameters of model and criterion by name, each once.
+    ``trained`` are the parameters of model and criterion by name, each once.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:

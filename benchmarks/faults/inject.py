@@ -66,12 +66,12 @@ class Fault:
 
     def install(self) -> None:
         """Puts the places into the code that runs."""
-        from balanced_parallel.training import checkpoint_files
+        from balanced_parallel.training import checkpoint
 
         call, load = balanced_parallel.TrainStep.__call__, balanced_parallel.RankBatchSampler.__iter__
         reduce, forward = collectives.sum_over_ranks, nn.Linear.forward
-        write, finish = checkpoint_files.Writer.write_data, checkpoint_files.Writer.finish
-        save, rename, damage = balanced_parallel.Checkpoints.save, os.rename, checkpoint_files.damage
+        write, finish = checkpoint.Writer.write_data, checkpoint.Writer.finish
+        save, rename, damage = balanced_parallel.Checkpoints.save, os.rename, checkpoint.damage
 
         def step(*arguments: Any, **kwargs: Any) -> Any:
             self.steps += 1
@@ -128,13 +128,13 @@ class Fault:
         if self.place == "checkpoint-again":
             balanced_parallel.Checkpoints.save = save_twice  # type: ignore[method-assign]
             os.rename = count_rename
-        checkpoint_files.damage = read
+        checkpoint.damage = read
         balanced_parallel.TrainStep.__call__ = step  # type: ignore[method-assign]
         balanced_parallel.RankBatchSampler.__iter__ = batches  # type: ignore[method-assign]
         nn.Linear.forward = linear  # type: ignore[method-assign]
         collectives.sum_over_ranks = sum_over_ranks
-        checkpoint_files.Writer.write_data = write_data  # type: ignore[method-assign]
-        checkpoint_files.Writer.finish = complete  # type: ignore[method-assign]
+        checkpoint.Writer.write_data = write_data  # type: ignore[method-assign]
+        checkpoint.Writer.finish = complete  # type: ignore[method-assign]
 
 
 def set_timeout(seconds: float) -> None:

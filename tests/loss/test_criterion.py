@@ -251,9 +251,9 @@ def test_invalid_criteria_and_outputs_raise_an_error():
         DataParallelCriterion("cross entropy")
     with pytest.raises(TypeError, match=r"given a tensor of shape \(7, 5\), expected the list.*criterion\(\[output\]"):
         DataParallelCriterion(F.mse_loss)(net(x), x)
-    with pytest.raises(ValueError, match=r"the loss has shape \(3, 5\), expected a scalar.*replica 0"):
+    with pytest.raises(ValueError, match=r"(?s)the loss has shape \(3, 5\), expected a scalar.*in replica 0"):
         DataParallelCriterion(lambda out, y: out, weight=lambda *_: 1)(model(x), x)
-    with pytest.raises(TypeError, match=r"returned an object of type str, expected a tensor with one element .in replica"):
+    with pytest.raises(TypeError, match=r"returned an object of type str, expected a tensor with one element\nin replica"):
         DataParallelCriterion(lambda out, y: {"loss": "high"}, weight=lambda *_: 1)(model(x), x)
     with pytest.raises(IndexError, match=r"in replica \d on device cpu"):
         DataParallelCriterion(F.cross_entropy)(model(x), torch.full((7,), 99))

@@ -280,6 +280,6 @@ def test_other_type_errors_stay(outputs):
     def fails(*arguments):
         raise TypeError("of its own")
 
-    with pytest.raises(TypeError, match=r"of its own \(in replica 0") as raised:
+    with pytest.raises(TypeError, match=r"of its own\nin replica 0") as raised:
         DataParallelCriterion(fails, weight="rows")(outputs, TARGETS)
     assert "tuple" not in str(raised.value)

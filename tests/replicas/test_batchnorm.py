@@ -156,7 +156,7 @@ class Uneven(nn.Module):
 @pytest.mark.parametrize(
     ("fails", "error", "message"),
     [
-        (True, LookupError, "no such row .in replica 1"),
+        (True, LookupError, r"no such row\nin replica 1"),
         (False, RuntimeError, "replica 1 ended without the exchange that replica . waits in"),
     ],
 )

@@ -17,7 +17,8 @@ from torch import nn
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.replicas import buckets
 from balanced_parallel.replicas import buckets as gradient_buckets
-from balanced_parallel.replicas.buckets import GradientSum, make_buckets
+from balanced_parallel.replicas.buckets import make_buckets
+from balanced_parallel.runtime import transport
 
 
 @pytest.mark.usefixtures("buckets")
@@ -27,17 +28,16 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
         net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
         model = DataParallelModel(net)
         events = []
-        compute = GradientSum.compute
+        reduce = transport.reduce
         last = threading.Event()
 
-        def watched(gradient_sum):
-            sums = compute(gradient_sum)
-            events.append(len(sums))
+        def watched(tensors, output):
+            reduce(tensors, output)
+            events.append(output.numel())
             if len(events) == 1:
                 last.set()
-            return sums
 
-        monkeypatch.setattr(GradientSum, "compute", watched)
+        monkeypatch.setattr(transport, "reduce", watched)
 
         def watch(module, inputs, output):
             """The first layer of the second replica waits until the last layers were reduced."""
@@ -46,7 +46,7 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
 
         net[0].register_forward_hook(watch)
         gather(model(torch.ones(4, 4))).sum().backward()
-        assert events[0] == 3
+        assert events[0] == 2600 + 2600 * 4 + 4
         assert "in vain" not in events
 
 

@@ -130,7 +130,7 @@ def test_errors_name_the_replica():
                 raise LookupError("no such row")
             return x
 
-    with pytest.raises(LookupError, match=r"no such row \(in replica 2 on device cpu\)"):
+    with pytest.raises(LookupError, match=r"no such row\nin replica 2 on device cpu"):
         DataParallelModel(Fails(), CPUS)(torch.arange(3.0))
 
 

@@ -73,7 +73,7 @@ def test_data_parallel_model_no_refcycles(count):
 
 
 def test_parallel_apply_passes_exception(devices):
-    with pytest.raises(KeyError, match=r"wonderful \(in replica \d on device sim:\d\)") as caught:
+    with pytest.raises(KeyError, match=r"wonderful'\nin replica \d on device sim:\d") as caught:
         wrap(Call(lambda self, inputs: {}["wonderful"]), devices)(torch.ones(4, 1))
     assert type(caught.value) is KeyError
 

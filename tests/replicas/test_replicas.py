@@ -415,7 +415,7 @@ def test_gradients_and_parameters_of_a_bucket_go_in_rounds(count):
         copies.take()
         torch.autograd.backward(losses)
         gradients = copies.take()
-        with window(model.replicas):
+        with window(model):
             model(torch.randn(2 * count, 4))
             copies.take()
             optimizer.step()  # with values that are fresh

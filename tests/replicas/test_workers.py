@@ -68,18 +68,15 @@ def test_workers_run_concurrently_and_return_in_order():
     ids=lambda error: type(error).__name__,
 )
 def test_errors_keep_their_type_and_name_the_replica(error):
-    text = str(error)
+    text, arguments = str(error), error.args
     with pytest.raises(type(error)) as caught:
         run_replicas([int, failing(error), int], CPUS)
-    assert "in replica 1 on device cpu" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert text.strip("'") in str(caught.value)
-    assert type(caught.value).__name__ == type(error).__name__
-    for name in ("code", "detail", "errno", "filename", "reason"):
-        assert getattr(caught.value, name, None) == getattr(error, name, None)
+    assert caught.value is error
+    assert (str(error), error.args, error.__notes__) == (text, arguments, ["in replica 1 on device cpu"])
 
 
 def test_errors_of_a_single_replica_name_the_replica():
-    with pytest.raises(ValueError, match=r"bad \(in replica 0 on device cpu\)"):
+    with pytest.raises(ValueError, match=r"bad\nin replica 0 on device cpu"):
         run_replicas([failing(ValueError("bad"))], CPUS[:1])
 
 
@@ -148,72 +145,6 @@ def test_workers_have_the_grad_mode_and_autocast_of_the_caller():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = run_replicas([lambda: (torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))] * 3, CPUS)
     assert found == [(False, torch.bfloat16)] * 3
-
-
-class ByKeyword(Exception):
-    def __new__(cls, *, code):
-        return super().__new__(cls, code, "detail")
-
-    def __init__(self, *, code):
-        self.code = code
-
-
-class ByMapping(Exception):
-    """An exception whose message is made of an argument that is not a string."""
-
-    def __str__(self):
-        return f"code {self.args[0]['code']}"
-
-
-class Slotted(Exception):
-    __slots__ = ("_code",)
-
-    def __init__(self, code, detail):
-        super().__init__(code, detail)
-        self._code = code
-
-    def __str__(self):
-        return f"code {self._code}"
-
-
-class Indexed(Exception):
-    """Cannot be printed without what its constructor has found."""
-
-    def __new__(cls, *found):
-        made = super().__new__(cls)
-        made.found = dict(enumerate(found))
-        return made
-
-    def __init__(self, *found):
-        super().__init__()
-        self.first = self.found[0]
-
-    def __str__(self):
-        return f"first {self.found[0]}"
-
-
-def _invalid():
-    pydantic = pytest.importorskip("pydantic")
-    with pytest.raises(pydantic.ValidationError) as caught:
-        pydantic.TypeAdapter(int).validate_python("x")
-    return caught.value
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize(
-    "make", [lambda: ByKeyword(code=3), lambda: ByMapping({"code": 3}), lambda: Slotted(3, 4), lambda: Indexed(3), _invalid]
-)
-def test_errors_with_custom_constructors_keep_type_and_arguments(make, replicas):
-    error = make()
-    text, arguments = str(error), error.args
-    with pytest.raises(type(error)) as caught:
-        run_replicas([failing(error), int, int][:replicas], CPUS[:replicas])
-    found = caught.value
-    assert text in str(found)
-    assert found.args == arguments
-    for name in ("code", "_code", "first"):
-        assert getattr(found, name, None) == getattr(error, name, None)
-    assert "in replica 0 on device cpu" in "".join([str(found), *getattr(found, "__notes__", [])])
 
 
 @pytest.mark.parametrize("moment", ["before a start", "in a start"])

@@ -170,7 +170,7 @@ def test_entered_state_equals_the_state_of_the_caller(block):
     plain = current_state()
     with block():
         expected = current_state()
-        found = state_in_thread(ThreadState.capture(CPU))
+        found = state_in_thread(ThreadState(CPU))
     assert found.pop("after") == plain
     assert found == expected
 
@@ -191,7 +191,7 @@ def test_the_number_of_threads_of_an_operator_follows_the_caller():
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        state = ThreadState.capture(CPU)
+        state = ThreadState(CPU)
     finally:
         torch.set_num_threads(before)
     go_on.set()
@@ -201,12 +201,12 @@ def test_the_number_of_threads_of_an_operator_follows_the_caller():
 
 def in_thread(work):
     """Returns the result of ``work`` in another thread, with the state of this one. Nothing of it stays there."""
-    state, found = ThreadState.capture(CPU), []
+    state, found = ThreadState(CPU), []
 
     def run():
         with state.enter():
             found.append(work())
-        found.append(ThreadState.capture(CPU))
+        found.append(ThreadState(CPU))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -247,13 +247,13 @@ def compute():
 @pytest.mark.parametrize(("kind", "name"), [(Functions, "exp"), (Operators, "exp.default")])
 def test_modes_are_carried_and_not_entered_again(kind, name):
     with kind() as outer, kind() as inner:
-        assert ThreadState.capture(CPU).needs_turns
+        assert ThreadState(CPU).needs_turns
         outer.names.clear()
         ident, _ = in_thread(compute)
     for mode in (outer, inner):
         assert (ident, name) in mode.names
         assert getattr(mode, "entered", 1) == 1
-    assert not ThreadState.capture(CPU).needs_turns
+    assert not ThreadState(CPU).needs_turns
 
 
 def test_the_order_of_modes_is_carried():
@@ -293,7 +293,7 @@ def test_hooks_of_saved_tensors_are_carried():
 
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert not ThreadState.capture(CPU).needs_turns
+        assert not ThreadState(CPU).needs_turns
         in_thread(x.exp)
     assert len(packed) == 1
     assert packed[0] != threading.get_ident()
@@ -303,7 +303,7 @@ def test_hooks_of_saved_tensors_are_carried():
 
 def test_the_default_device_needs_no_turns():
     with torch.device("meta"):
-        assert not ThreadState.capture(CPU).needs_turns
+        assert not ThreadState(CPU).needs_turns
 
 
 def test_new_threads_do_not_inherit_autocast():

@@ -14,7 +14,7 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 from balanced_parallel import Checkpoints, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
-from balanced_parallel.training import checkpoint_files
+from balanced_parallel.training import checkpoint
 
 PROGRAM = """
 import sys
@@ -41,14 +41,14 @@ def test_failed_last_save_without_wait_ends_with_a_message_and_exit_code_1(tmp_p
 def test_ctrl_c_while_waiting_does_not_forget_the_write(tmp_path, monkeypatch):
     """The next save removed the files that were being written."""
     writing, may_end = threading.Event(), threading.Event()
-    write = checkpoint_files.Writer.write_data
+    write = checkpoint.Writer.write_data
 
     def slow(*arguments):
         writing.set()
         assert may_end.wait(30)
         return write(*arguments)
 
-    monkeypatch.setattr(checkpoint_files.Writer, "write_data", slow)
+    monkeypatch.setattr(checkpoint.Writer, "write_data", slow)
     checkpoints = Checkpoints(tmp_path, net=nn.Linear(4, 3))
     checkpoints.save(1)
     assert writing.wait(30)
@@ -97,7 +97,7 @@ def read_error_on_rank_1(rank, folder, numbers):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(checkpoint_files.hashlib, "file_digest", fail)
+            patch.setattr(checkpoint.hashlib, "file_digest", fail)
         with pytest.raises(OSError, match=r"could not be read \(rank 1: \[Errno 5\] Input/output error\): try again"):
             checkpoints.load_latest()
     assert checkpoints.load_latest() == 3

@@ -11,7 +11,7 @@ import torch
 from helpers.processes import PROCESSES
 
 from balanced_parallel import Checkpoints
-from balanced_parallel.training import checkpoint_files
+from balanced_parallel.training import checkpoint
 
 CALLS = ("rename", "fsync", "mkdir", "unlink", "rmdir", "open")
 
@@ -147,9 +147,9 @@ def test_file_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, code, pl
         raise OSError(code, os.strerror(code))
 
     owner, name = {
-        "lstat": (checkpoint_files.Path, "lstat"),
-        "file_digest": (checkpoint_files.hashlib, "file_digest"),
-        "listing": (checkpoint_files.Path, "iterdir"),
+        "lstat": (checkpoint.Path, "lstat"),
+        "file_digest": (checkpoint.hashlib, "file_digest"),
+        "listing": (checkpoint.Path, "iterdir"),
     }[place]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
@@ -257,4 +257,4 @@ def test_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatc
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.warns(UserWarning, match=r"step-00000001.removed could not be removed: .*Permission denied"):
-        checkpoint_files.remove(tmp_path / "step-00000001")
+        checkpoint.remove(tmp_path / "step-00000001")

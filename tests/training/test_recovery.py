@@ -191,7 +191,7 @@ def test_nothing_of_the_failed_attempt_stays_in_memory():
         assert undisturbed is not None
 
 
-DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* replica 1.* memory.fit\(step, inputs, targets\) names the "
+DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* GPU 1 .* memory.fit\(step, inputs, targets\) names the "
 
 
 def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):

@@ -29,7 +29,7 @@ from ...loss.criterion import DataParallelCriterion, couple
 from ...loss.sums import ShardLoss, add_up
 from ...optim.whole_parameters import assign_owners
 from ...replicas.model import DataParallelModel
-from ...replicas.replicas import Replicas, parameter_window, window
+from ...replicas.replicas import Replicas, window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
@@ -244,10 +244,7 @@ class SingleDevice:
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
-        block = contextlib.ExitStack()
-        for replicas in self.replicas:
-            block.enter_context(window(replicas, deferred=True))
-        return block
+        return contextlib.nullcontext()
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Surrounds an update, in which parameters are written to by the optimizer alone."""
@@ -316,9 +313,13 @@ class ReplicaLayout(SingleDevice):
         total: Tensor = self.parallel_criterion(self.outputs(arguments), *targets)
         return total
 
+    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+        """Leaves gradients with the replicas."""
+        return window(self.model, self.parallel_criterion, deferred=True)
+
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Refreshes the copies of the parameters once."""
-        return parameter_window(self.model, self.parallel_criterion)
+        return window(self.model, self.parallel_criterion)
 
 
 class DDP(SingleDevice):

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...optim.replica_shards import BucketOwners
-from ...replicas.buckets import make_buckets
+from ...replicas.buckets import BucketOwners, make_buckets
 from ...runtime.torch_private import children_of, parameters_of
 from .allocations import Block
 from .fakes import fake_devices
