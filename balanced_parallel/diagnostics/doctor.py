@@ -17,7 +17,7 @@ from ..loss.means import UnknownMeanError
 from ..loss.rules import is_known, refuse_coupled
 from ..replicas.batchnorm import advice
 from ..replicas.model import DataParallelModel
-from ..replicas.module_tree import refuse_compiled
+from ..replicas.module_tree import refuse_script
 from ..runtime.torch_private import is_differentiable
 from ..training.step import TrainStep
 from .reasons import batch_norms, described, unregistered_tensors
@@ -44,7 +44,7 @@ def _weights_without_copies(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
         if refused is None or not name.startswith(refused):  # submodules of a script are scripts
             try:
-                refuse_compiled(layer)
+                refuse_script(layer)
             except TypeError as error:
                 refused = f"{name}." if name else ""
                 yield f"weights: {name or 'the model'}: {error}"
