@@ -127,9 +127,10 @@ class ModuleTree:
 
     @contextmanager
     def state_of(self, skeletons: Skeletons) -> Iterator[None]:
-        """Gives the modules the parameters and buffers of ``skeletons`` in this block. Writes end up there.
+        """Gives the modules the parameters and buffers of ``skeletons`` in this block. Buffers that it writes end up there.
 
-        The code of a compiled module is bound to it, so it runs in place of its skeletons, one after the other.
+        The code of a compiled module is bound to it, so it runs in place of its skeletons, one after the other. Other attributes
+        that the block writes are put back, as those of skeletons are lost.
         """
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries as they are, and as they were
         for part, skeleton, _ in skeletons:

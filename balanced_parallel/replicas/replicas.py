@@ -175,10 +175,10 @@ class Replicas:
         tree, several = self.tree, len(set(devices))
         if together and len(work) > 1:
             raise TypeError(
-                "the module is compiled, and its batch norm over all rows needs all replicas at the same time: compile parts of "
-                "the module without it, under torchrun; or pass the module without torch.compile"
+                "the module is compiled, and its batch norm over all rows needs all replicas at the same time, expected one of "
+                "the two: pass the module without torch.compile, or without convert_sync_batchnorm"
             )
-        if several > 1:  # compiled backwards fail in the engine's threads, of which each device has one (pytorch#185372)
+        if several > 1:  # compiled backwards fail in the threads of the engine, one for each device (pytorch#185372)
             torch.autograd.set_multithreading_enabled(False)
 
         def call(run: Callable[[], Any], skeletons: Skeletons | None) -> Any:
