@@ -172,13 +172,13 @@ class Replicas:
         self, work: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, together: bool = True
     ) -> list[Any]:
         """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
-        tree, several = self.tree, len(set(devices))
+        tree = self.tree
         if together and len(work) > 1:
             raise TypeError(
                 "the module is compiled, and its batch norm over all rows needs all replicas at the same time, expected one of "
                 "the two: pass the module without torch.compile, or without convert_sync_batchnorm"
             )
-        if several > 1:  # compiled backwards fail in the threads of the engine, one for each device (pytorch#185372)
+        if len(set(devices)) > 1:  # compiled backwards fail in the threads of the engine, one for each device (pytorch#185372)
             torch.autograd.set_multithreading_enabled(False)
 
         def call(run: Callable[[], Any], skeletons: Skeletons | None) -> Any:
@@ -186,7 +186,7 @@ class Replicas:
                 return run()
 
         turns = self._turns or [None] * len(work)
-        with graphs_for(several):
+        with graphs_for(1 + len(self.copies.by_device)):
             return run_in_turn([functools.partial(call, *turn) for turn in zip(work, turns, strict=True)], devices, None)
 
     def _refuse_sharded(self) -> None:

@@ -6,9 +6,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
 from helpers.slow import slow
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from balanced_parallel import (
     BalancedOptimizer,
@@ -20,7 +22,11 @@ from balanced_parallel import (
 )
 
 CPUS = ["cpu"] * 3
-pytestmark = [pytest.mark.usefixtures("double", "fresh_compiler"), pytest.mark.filterwarnings("ignore:.*global hooks on modules")]
+pytestmark = [
+    pytest.mark.usefixtures("double", "fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*global hooks on modules"),  # of the simulation
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # by the compiler, which reads it
+]
 
 
 @pytest.fixture
@@ -85,11 +91,10 @@ def test_without_dynamic_shapes_there_is_one_graph_more():
 def test_loops_by_hand_on_several_devices(way):
     """Compiled backwards on several devices failed: "cannot enter context: ... is already entered" (pytorch#185372)."""
     graphs = Graphs()
-    from torch._dynamo.backends.common import aot_autograd
-
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graphs(graph, inputs)))
     with simulate(3) as cluster:
         net = build()
-        model = wrap(net, cluster.devices, way, backend=aot_autograd(fw_compiler=graphs), dynamic=True)
+        model = wrap(net, cluster.devices, way, backend=backend, dynamic=True)
         criterion, optimizer, losses = DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1), []
         for inputs, targets in batches():
             optimizer.zero_grad()
@@ -98,7 +103,8 @@ def test_loops_by_hand_on_several_devices(way):
             optimizer.step()
             losses.append(loss.detach())
         assert_same_run(losses, net)
-    assert graphs.count <= 4 * 3, "two of the forward and two of the backward, on each device"
+    # two of each direction for each device, and one for a batch of one row, whose parameters the first device does not share
+    assert graphs.count <= 2 * (2 * 3 + 1)
 
 
 def test_devices_have_a_limit_of_graphs_each():

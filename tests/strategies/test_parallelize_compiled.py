@@ -7,7 +7,7 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
 
-from balanced_parallel import ByCost, Rows, TrainStep, parallelize
+from balanced_parallel import TrainStep, parallelize
 
 ROWS = [12, 9, 1, 7, 2, 15, 5, 8]
 
@@ -22,9 +22,7 @@ def check_ragged(rank, strategy, way, micro_batch_size):
         model, criterion = parallelize(module, nn.CrossEntropyLoss(), strategy=strategy)
         if way == "model.compile()":
             model.compile(backend=graphs, dynamic=True)
-        step = TrainStep(
-            model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size
-        )
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
         losses = []
         for inputs, targets in batches(ROWS):
             cut = 2 * len(inputs) // 3
