@@ -63,7 +63,7 @@ def train(model, net, rows=ROWS, **settings):
     ("way", "micro_batch_size"),
     [
         ("torch.compile(module)", 2),
-        ("module.compile()", None),
+        slow("module.compile()", None),
         slow("torch.compile(module)", None),
         slow("module.compile()", 2),
         slow("model.compile()", 2),
@@ -81,6 +81,7 @@ def test_ragged_batches_take_two_graphs(way, micro_batch_size):
     assert 1 <= graphs.count <= 2
 
 
+@pytest.mark.slow
 def test_without_dynamic_shapes_there_is_one_graph_more():
     net, graphs = build(), Graphs()
     assert_same_run(train(wrap(net, CPUS, "module.compile()", backend=graphs), net), net)
@@ -171,6 +172,7 @@ def test_inductor():
         assert_same_run(train(wrap(net, CPUS, "torch.compile(module)", dynamic=True), net, micro_batch_size=2), net)
 
 
+@pytest.mark.slow
 def test_states_have_the_names_of_the_module_that_was_compiled():
     net, again = build(), build()
     step = TrainStep(
@@ -202,8 +204,13 @@ def compiled_in_place(module):
 
 @pytest.mark.parametrize("name", COMPILED_LOSSES)
 def test_compiled_criteria_need_a_divisor(name):
-    with pytest.raises(TypeError, match=r"the criterion is compiled .*, expected|pass it without torch.compile .*weight="):
+    with pytest.raises(TypeError, match=r"the criterion is compiled .*: pass it without torch.compile .*weight="):
         DataParallelCriterion(COMPILED_LOSSES[name]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED_LOSSES)
+def test_compiled_criteria_with_a_divisor(name):
     criterion = DataParallelCriterion(COMPILED_LOSSES[name](), weight=lambda output, targets: (targets != -100).sum())
     net = build()
     for (inputs, targets), expected in zip(batches([7, 5]), plain_run([7, 5], lr=0.0)[0], strict=True):

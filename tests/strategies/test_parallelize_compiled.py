@@ -40,7 +40,7 @@ def check_ragged(rank, strategy, way, micro_batch_size):
     ("strategy", "way", "micro_batch_size"),
     [
         ("ddp", "torch.compile(module)", 4),
-        ("fsdp", "model.compile()", 4),
+        slow("fsdp", "model.compile()", 4),
         slow("ddp", "model.compile()", None),
         slow("fsdp", "torch.compile(module)", None),
     ],
