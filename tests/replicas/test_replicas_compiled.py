@@ -1,7 +1,9 @@
 """Compiled modules as replicas: the results of the plain program, a bounded number of graphs, and what is refused."""
 
 import functools
+import os
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build,
 from helpers.slow import slow
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.utils.rnn import pad_sequence
 
 from balanced_parallel import (
     BalancedOptimizer,
+    ByCost,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
@@ -163,11 +167,47 @@ def test_balanced_optimizer_and_rows_that_are_not_on_the_first_device():
             torch.testing.assert_close(loss.cpu(), expected.detach(), rtol=1e-8, atol=1e-10)
 
 
+class Tagger(nn.Module):
+    """Scores for each token of padded rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.scores = nn.Embedding(20, 6), nn.Linear(6, 5)
+
+    def forward(self, tokens):
+        return self.scores(torch.tanh(self.table(tokens))).transpose(1, 2)
+
+
+def pad(samples):
+    tokens, tags = zip(*samples, strict=True)
+    return pad_sequence(tokens, batch_first=True), pad_sequence(tags, batch_first=True, padding_value=-100)
+
+
+@pytest.mark.slow
+def test_rows_cut_by_cost():
+    """Shards have any number of rows and any length, of which one is a shape of its own."""
+    torch.manual_seed(0)
+    net, plain, graphs = Tagger(), Tagger(), Graphs()
+    plain.load_state_dict(net.state_dict())
+    step = TrainStep(
+        DataParallelModel(torch.compile(net, backend=graphs, dynamic=True), CPUS),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), lr=0.0),
+        cut=ByCost(lambda sample: len(sample[0]), collate=pad),
+    )
+    for number in range(8):
+        lengths = torch.randint(2, 30, (5 + number,)).tolist()
+        samples = [(torch.randint(20, (length,)), torch.randint(5, (length,))) for length in lengths]
+        inputs, targets = pad(samples)
+        torch.testing.assert_close(step(samples), F.cross_entropy(plain(inputs), targets).detach(), rtol=1e-10, atol=1e-10)
+    assert graphs.count <= 2
+
+
 @pytest.mark.slow
 def test_inductor():
     """The compiler itself, on the CPU."""
     net = build()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
         warnings.simplefilter("ignore")
         assert_same_run(train(wrap(net, CPUS, "torch.compile(module)", dynamic=True), net, micro_batch_size=2), net)
 
