@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, move, resolve_devices
 from ..runtime.row_random import BatchRandom
+from ..runtime.torch_private import base_of
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, spread
 from .outputs import PerReplica
@@ -367,6 +368,17 @@ def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
     if len(inputs) == 1 and not kwargs and type(inputs[0]) is torch.Tensor:  # shortcut for the most frequent arguments
         return Arguments((move(inputs[0], device),), kwargs)
     return Arguments(move_leaves(inputs, device), move_leaves(kwargs, device))
+
+
+def copy_views(arguments: Arguments, device: torch.device) -> Arguments:
+    """Returns arguments with copies of those tensors that are views, if they would not be moved to ``device`` anyway."""
+
+    def copied(leaf: Any) -> Any:
+        is_view = isinstance(leaf, torch.Tensor) and leaf.device == device and base_of(leaf) is not leaf
+        return leaf.clone() if is_view else leaf
+
+    result: Arguments = containers.map_leaves(copied, arguments)
+    return result
 
 
 class RowShards(PerReplica):

@@ -22,7 +22,7 @@ from ..loss.rules import is_known, refuse_coupled
 from ..loss.sums import Criterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..replicas.model import DataParallelModel
-from ..replicas.module_tree import refuse_compiled
+from ..replicas.module_tree import refuse_script
 from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
 from .recording import Difference, Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
 
@@ -315,7 +315,7 @@ def _weights_without_copies(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
         if refused is None or not name.startswith(refused):  # submodules of a script are scripts
             try:
-                refuse_compiled(layer)
+                refuse_script(layer)
             except TypeError as error:
                 refused = f"{name}." if name else ""
                 yield f"weights: {name or 'the model'}: {error}"

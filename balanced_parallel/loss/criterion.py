@@ -96,7 +96,7 @@ class DataParallelCriterion(nn.Module):
     ) -> None:
         if isinstance(criterion, (DataParallelCriterion, nn.DataParallel)):
             raise TypeError(f"the criterion is a {type(criterion).__name__} already, expected a plain one: pass its .module")
-        check_settings(criterion, weight, reduction, minimum)
+        check_settings(criterion, weight, reduction, minimum, whole=whole)
         check_coupled(criterion, whole, weight, reduction, minimum)
         super().__init__()
         check_dim(dim)

@@ -13,6 +13,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import move_leaves, parameters_of
 from ..replicas.replicas import Replicas
 from ..runtime.devices import pin
+from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
 from .rules import find_torch_loss, reduction_of
 from .sums import MINIMUM, Criterion, ShardLoss, call_spread, map_weights
@@ -53,11 +54,18 @@ Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 
 
-def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float) -> None:
+def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float, *, whole: bool) -> None:
     """Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the reduction of a loss of torch."""
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
+    is_described = weight is not None or reduction in ("sum", "none") or whole
+    if not is_described and (is_compiled if isinstance(criterion, nn.Module) else is_compiled_function)(criterion):
+        raise TypeError(
+            f"the criterion is compiled ({containers.describe(criterion)}), and the terms and the divisor of a compiled loss "
+            "are unknown: pass it without torch.compile (the model may be compiled), or give weight=, a function (output, "
+            "*targets) -> scalar that returns the divisor of its mean, or reduction='sum'"
+        )
     functions: Any = weight.values() if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
     if weight is not None and weight != "rows" and not (functions and all(map(callable, functions))):
         raise ValueError(

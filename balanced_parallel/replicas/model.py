@@ -109,6 +109,14 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         shares = ", ".join(f"{weight / sum(self.split):.1%}" for weight in self.split) if self.split else "equal"
         return f"devices={[str(device) for device in self.devices]}, shares: {shares}"
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of ``torch.compile``.
+
+        Compiled replicas run one after the other in the calling thread, and from the first forward on several devices on, the
+        backwards of this thread run in one thread (``torch.autograd.set_multithreading_enabled(False)``).
+        """
+        self.module.compile(*args, **kwargs)
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Defers the reduction of gradients, so that those of several micro-batches are reduced once.
 

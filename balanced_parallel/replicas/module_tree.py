@@ -49,6 +49,7 @@ class ModuleTree:
                 raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
+        self.is_compiled = any(map(is_compiled, self.modules))
         parameters = [parameter for module in self.modules for parameter in parameters_of(module).values()]
         self.parameters = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
         self.note_kinds()
@@ -58,7 +59,7 @@ class ModuleTree:
         self.rnns = [(rnn, [self.place[key] for key in keys]) for rnn, keys in flat if self.place.keys() >= {*keys}]
 
     def _part(self, module: nn.Module) -> TreePart:
-        refuse_compiled(module)
+        refuse_script(module)
         parameters = parameters_of(module)
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
         lists = [name for name, value in module.__dict__.items() if type(value) is list]
@@ -123,6 +124,30 @@ class ModuleTree:
             if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         return skeletons[0][1]
+
+    @contextmanager
+    def state_of(self, skeletons: Skeletons) -> Iterator[None]:
+        """Gives the modules the parameters and buffers of ``skeletons`` in this block. Buffers that it writes end up there.
+
+        The code of a compiled module is bound to it, so it runs in place of its skeletons, one after the other. Other attributes
+        that the block writes are put back, as those of skeletons are lost.
+        """
+        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries as they are, and as they were
+        for part, skeleton, _ in skeletons:
+            state, of_replica = part.module.__dict__, skeleton.__dict__
+            changed += [(mapping, mapping.copy()) for mapping in (state[PARAMETERS], state[BUFFERS], state)]
+            state[PARAMETERS].update(of_replica[PARAMETERS])
+            state[BUFFERS].update(of_replica[BUFFERS])
+            state.update((name, of_replica[name]) for name in part.lists)
+        try:
+            yield
+        finally:
+            for part, skeleton, _ in skeletons:
+                buffers_of(skeleton).update(buffers_of(part.module))
+            for mapping, before in changed:  # entry by entry: guards of compiled code watch the dictionaries
+                for name in mapping.keys() - before.keys():
+                    del mapping[name]
+                mapping.update((name, value) for name, value in before.items() if mapping.get(name, self) is not value)
 
     @torch.no_grad()
     def take_buffers(self, skeletons: Skeletons) -> None:
@@ -201,15 +226,10 @@ def check_device(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def refuse_compiled(module: nn.Module) -> None:
-    """Raises ``TypeError`` if a module is a ``ScriptModule``, or compiled: its code belongs to one module on one device."""
+def refuse_script(module: nn.Module) -> None:
+    """Raises ``TypeError`` if a module is a ``ScriptModule``, whose code belongs to one module on one device."""
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
-    if is_compiled(module):
-        raise TypeError(
-            f"{type(module).__name__} is compiled, which binds it to one replica: pass the module without torch.compile, or "
-            "use one process per device (torchrun)"
-        )
 
 
 def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:

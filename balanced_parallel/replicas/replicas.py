@@ -17,7 +17,7 @@ import contextvars
 import functools
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from ..runtime import transport
 from ..runtime.streams import SideStreams, current_streams
-from ..runtime.torch_private import ParameterState, mark_as_parameters, parameter_states
+from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states
 from .buckets import Bucket, GradientBuckets
 from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, refuse_rescaled
-from .workers import Workers, run_replicas, shared_pool
+from .workers import Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
 _running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("running", default=())
@@ -46,11 +46,13 @@ class Replicas:
     """
 
     def __init__(self, *, side: SideStreams | None = None, workers: Workers | None = None) -> None:
-        self.workers = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))  # kept from its first use on
+        # the pool is kept from its first use on
+        self.workers = self._threads = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side)
         self._skeletons: list[Skeletons] = []
+        self._turns: list[Skeletons | None] = []  # the state of each compiled replica in this forward; None is the module's own
         self._lock = threading.Lock()
         self._windows = 0  # that are open
 
@@ -75,11 +77,16 @@ class Replicas:
                 buffers = copy_buffers(tree.buffers(), others)
                 for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
                     modules.append(tree.fill(skeletons, tensors.get(device), copied))
+                if tree.is_compiled:
+                    self._turns = [*[None] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
+                    modules[:] = [tree.modules[0]] * len(modules)
                 with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                     yield modules
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
                 raise
+            finally:
+                self._turns = []
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
 
@@ -130,6 +137,7 @@ class Replicas:
                 self.gradients.rebuild()
                 self.copies = ParameterCopies()
             self.tree, self._skeletons = tree, []
+            self.workers = self._run_in_turn if tree.is_compiled else self._threads
         if tree.parameters and len(set(devices)) > 1:
             self._follow_parameters(tree, devices, all_values)
         while len(self._skeletons) < len(devices) - 1:
@@ -168,6 +176,27 @@ class Replicas:
         elif kinds != tree.kinds or is_frozen or not self.gradients.buckets:
             self.gradients.rebuild(tree.parameters)
             self._skeletons = []  # with graphs of the parameters before
+
+    def _run_in_turn(
+        self, work: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, together: bool = True
+    ) -> list[Any]:
+        """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
+        tree = self.tree
+        if together and len(work) > 1:
+            raise TypeError(
+                "the module is compiled, and its batch norm over all rows needs all replicas at the same time, expected one of "
+                "the two: pass the module without torch.compile, or without convert_sync_batchnorm"
+            )
+        if len(set(devices)) > 1:  # compiled backwards fail in the threads of the engine, one for each device (pytorch#185372)
+            torch.autograd.set_multithreading_enabled(False)
+
+        def call(run: Callable[[], Any], skeletons: Skeletons | None) -> Any:
+            with nullcontext() if tree is None or skeletons is None else tree.state_of(skeletons):
+                return run()
+
+        turns = self._turns or [None] * len(work)
+        with graphs_for(1 + len(self.copies.by_device)):
+            return run_in_turn([functools.partial(call, *turn) for turn in zip(work, turns, strict=True)], devices, None)
 
     def _refuse_sharded(self) -> None:
         if self.gradients.is_sharded:

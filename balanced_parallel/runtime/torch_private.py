@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -170,8 +171,27 @@ def shared_id(module: nn.Module) -> int:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns True for the module that ``torch.compile(module)`` returns, and for a module after ``module.compile()``."""
-    return _COMPILED in module._modules or module._compiled_call_impl is not None
+    """Returns True for the result of ``torch.compile(module)``, after ``module.compile()``, and for compiled methods."""
+    if _COMPILED in module._modules or module._compiled_call_impl is not None:
+        return True
+    return any(map(is_compiled_function, (module.forward, *vars(type(module)).values(), *vars(module).values())))
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Returns True for the result of ``torch.compile(function)``, and not for that of ``torch.compiler.disable(function)``."""
+    names = function.__dict__ if isinstance(function, (FunctionType, MethodType)) else {}
+    return "_torchdynamo_orig_callable" in names and "_torchdynamo_disable" not in names
+
+
+def graphs_for(devices: int) -> contextlib.AbstractContextManager[Any]:
+    """Allows the compiler as many graphs on each of several devices as it makes on one, before it gives a function up.
+
+    A graph is for one device, and the limit for all graphs of a function.
+    """
+    from torch._dynamo import config  # imported already by the compiled code
+
+    limits: contextlib.AbstractContextManager[Any] = config.patch(recompile_limit=config.recompile_limit * devices)
+    return limits
 
 
 def draws_in_compiled_code(module: nn.Module) -> bool:

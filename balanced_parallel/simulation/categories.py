@@ -67,6 +67,8 @@ class MemoryLabels:
                 self.native.simulation_tag(local.untyped_storage()._cdata, category)
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():  # the compiler would make the hook a part of its graphs
+            return
         self.native.simulation_in_optimizer(False)  # _after_step does not run if a step fails
         self.steps, self._has_updated = self.steps + self._has_updated, False
         is_new = self.modules.get(id(module)) is not module

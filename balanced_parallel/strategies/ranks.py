@@ -35,6 +35,10 @@ class RankModel(nn.Module):
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of ``torch.compile``."""
+        self.module.compile(*args, **kwargs)
+
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Runs the module on this rank's rows. Returns a list with its output."""
         if inputs and type(inputs[0]) is MicroBatch:

@@ -28,7 +28,7 @@ from ..loss.criterion import BatchLosses, DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.collectives import begin_reduction
 from ..runtime.devices import move, start_copy
-from ..runtime.torch_private import foreach_multiply_
+from ..runtime.torch_private import foreach_multiply_, without_compilation
 from ..runtime.values import Precision, scaled
 from .settings import Settings
 
@@ -98,9 +98,12 @@ class GradientSync(abc.ABC):
 @functools.singledispatch
 def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
     """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model."""
-    inside = getattr(model, "module", None)
+    compiled = without_compilation(model)
+    inside = getattr(model, "module", None) if compiled is model else compiled
     is_wrapped = gradient_sync.dispatch(type(inside)) is not gradient_sync.dispatch(object)
     advice = f": pass the {type(inside).__name__} that is in its .module" if is_wrapped else ""
+    if is_wrapped and compiled is not model:
+        advice = f", without torch.compile: compile the module, by model.compile(...) of the {type(inside).__name__}"
     raise TypeError(
         f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns{advice}"
     )

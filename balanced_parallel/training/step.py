@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from ..batch.by_cost import check_limit
 from ..batch.containers import spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments
+from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments, copy_views
 from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
+from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision
 from .accumulation import Accumulation, gradient_sync
 from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
@@ -122,6 +123,7 @@ class TrainStep:
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
         self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
         self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
+        self._is_compiled = any(map(is_compiled, model.modules()))
         self._by_row = RandomByRow(model, self._sync, self._before) if reproducible else None
         self._sums: Accumulation | None = None  # of the micro-batches since the last update
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
@@ -225,6 +227,8 @@ class TrainStep:
 
     def _forward(self, shards: list[Shard], compute: Callable[..., Any], collected: list[PerReplica] | None) -> list[LossSum]:
         """Runs the model and the criterion. Returns a loss for each shard."""
+        if self._is_compiled:  # it has graphs of its own for views, and for each kind of offset
+            shards = [shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards]
         with self.precision.autocast(self.model.devices):
             outputs = self.model(MicroBatch(shards))
             if collected is not None:

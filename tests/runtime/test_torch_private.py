@@ -163,6 +163,20 @@ def test_compiled_modules_are_found_in_both_forms():
     assert torch_private.is_compiled(module)
 
 
+def test_compiled_methods_are_found_and_disabled_ones_are_not():
+    class Decorated(nn.Linear):
+        @torch.compile(backend="eager")
+        def forward(self, inputs):
+            return super().forward(inputs)
+
+    assert torch_private.is_compiled(Decorated(2, 2))
+    module = nn.Linear(2, 2)
+    module.forward = torch.compiler.disable(module.forward)
+    assert not torch_private.is_compiled(module)
+    module.forward = torch.compile(nn.Linear(2, 2).forward, backend="eager")
+    assert torch_private.is_compiled(module)
+
+
 @pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm1d()])
 def test_batch_norms_have_one_base_class(layer):
     assert isinstance(layer, torch_private.BatchNorm)

@@ -1,0 +1,279 @@
+"""Compiled modules as replicas: the results of the plain program, a bounded number of graphs, and what is refused."""
+
+import functools
+import os
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
+from helpers.slow import slow
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.utils.rnn import pad_sequence
+
+from balanced_parallel import (
+    BalancedOptimizer,
+    ByCost,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    simulate,
+)
+
+CPUS = ["cpu"] * 3
+pytestmark = [
+    pytest.mark.usefixtures("double", "fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*global hooks on modules"),  # of the simulation
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # by the compiler, which reads it
+]
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    with torch.autograd.set_multithreading_enabled(True), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch._dynamo.reset()
+
+
+def wrap(net, devices, way, **settings):
+    if way == "torch.compile(module)":
+        return DataParallelModel(torch.compile(net, **settings), devices)
+    if way == "module.compile()":
+        net.compile(**settings)
+    elif way == "forward":
+        net.forward = torch.compile(net.forward, **settings)
+    elif way == "a submodule":
+        net.first.forward = torch.compile(net.first.forward, **settings)
+    model = DataParallelModel(net, devices)
+    if way == "model.compile()":
+        model(torch.zeros(4, 13))
+        net.total.zero_()
+        model.compile(**settings)
+    return model
+
+
+def train(model, net, rows=ROWS, **settings):
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1), **settings)
+    return [step(*batch) for batch in batches(rows)]
+
+
+@pytest.mark.parametrize(
+    ("way", "micro_batch_size"),
+    [
+        ("torch.compile(module)", 2),
+        slow("module.compile()", None),
+        slow("torch.compile(module)", None),
+        slow("module.compile()", 2),
+        slow("model.compile()", 2),
+        slow("forward", 2),
+        slow("a submodule", 2),
+    ],
+)
+def test_ragged_batches_take_two_graphs(way, micro_batch_size):
+    """One for a single row, one for any other number of rows, and none for each replica."""
+    net, graphs = build(), Graphs()
+    model = wrap(net, CPUS, way, backend=graphs, dynamic=True)
+    graphs.count = 0
+    losses = train(model, net, micro_batch_size=micro_batch_size)
+    assert_same_run(losses, net)
+    assert 1 <= graphs.count <= 2
+
+
+@pytest.mark.slow
+def test_without_dynamic_shapes_there_is_one_graph_more():
+    net, graphs = build(), Graphs()
+    assert_same_run(train(wrap(net, CPUS, "module.compile()", backend=graphs), net), net)
+    assert graphs.count <= 3
+
+
+@pytest.mark.parametrize("way", ["module.compile()", slow("torch.compile(module)")])
+def test_loops_by_hand_on_several_devices(way):
+    """Compiled backwards on several devices failed: "cannot enter context: ... is already entered" (pytorch#185372)."""
+    graphs = Graphs()
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graphs(graph, inputs)))
+    with simulate(3) as cluster:
+        net = build()
+        model = wrap(net, cluster.devices, way, backend=backend, dynamic=True)
+        criterion, optimizer, losses = DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1), []
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            loss = criterion(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert_same_run(losses, net)
+    # two of each direction for each device, and one for a batch of one row, whose parameters the first device does not share
+    assert graphs.count <= 2 * (2 * 3 + 1)
+
+
+def test_devices_have_a_limit_of_graphs_each():
+    """Eight graphs are torch's limit for a function, which several devices would reach: then it runs without the compiler."""
+    graphs = Graphs()
+    with simulate(3) as cluster, torch._dynamo.config.patch(recompile_limit=3):
+        net = build()
+        assert_same_run(train(wrap(net, cluster.devices, "module.compile()", backend=graphs), net), net)
+    assert 3 < graphs.count <= 9
+
+
+def test_buffers_and_attributes_are_those_of_the_first_replica():
+    results = []
+    for backend in (None, "eager"):
+        net = build()
+        if backend:
+            net.compile(backend=backend)
+        model = DataParallelModel(net, CPUS)
+        for inputs, _ in batches([7, 5]):
+            model(inputs)
+        results.append((net.total, net.last_rows, sorted(net.__dict__.keys() - {"_compiled_call_impl"})))
+    assert results[0] == results[1]
+
+
+def test_a_failing_forward_leaves_the_module_as_it_was():
+    class Failing(Net):
+        def forward(self, inputs):
+            if inputs.size(0) == 2:
+                raise KeyError("two rows")
+            return super().forward(inputs)
+
+    with simulate(2) as cluster:
+        net = Failing()
+        model = wrap(net, cluster.devices, "module.compile()", backend="eager")
+        before = {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+        with pytest.raises(Exception, match="two rows"):
+            model(torch.zeros(5, 13))
+        assert before == {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+
+
+@pytest.mark.slow
+def test_balanced_optimizer_and_rows_that_are_not_on_the_first_device():
+    with simulate(3) as cluster:
+        net, plain = build(), build()
+        model = DataParallelModel(torch.compile(net, backend="aot_eager", dynamic=True), cluster.devices, split=[1, 2, 3])
+        optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.1)
+        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer)
+        adam = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        for inputs, targets in batches():
+            loss = step(inputs, targets)
+            adam.zero_grad()
+            expected = F.cross_entropy(plain(inputs), targets)
+            expected.backward()
+            adam.step()
+            torch.testing.assert_close(loss.cpu(), expected.detach(), rtol=1e-8, atol=1e-10)
+
+
+class Tagger(nn.Module):
+    """Scores for each token of padded rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.scores = nn.Embedding(20, 6), nn.Linear(6, 5)
+
+    def forward(self, tokens):
+        return self.scores(torch.tanh(self.table(tokens))).transpose(1, 2)
+
+
+def pad(samples):
+    tokens, tags = zip(*samples, strict=True)
+    return pad_sequence(tokens, batch_first=True), pad_sequence(tags, batch_first=True, padding_value=-100)
+
+
+@pytest.mark.slow
+def test_rows_cut_by_cost():
+    """Shards have any number of rows and any length, of which one is a shape of its own."""
+    torch.manual_seed(0)
+    net, plain, graphs = Tagger(), Tagger(), Graphs()
+    plain.load_state_dict(net.state_dict())
+    step = TrainStep(
+        DataParallelModel(torch.compile(net, backend=graphs, dynamic=True), CPUS),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), lr=0.0),
+        cut=ByCost(lambda sample: len(sample[0]), collate=pad),
+    )
+    for number in range(8):
+        lengths = torch.randint(2, 30, (5 + number,)).tolist()
+        samples = [(torch.randint(20, (length,)), torch.randint(5, (length,))) for length in lengths]
+        inputs, targets = pad(samples)
+        torch.testing.assert_close(step(samples), F.cross_entropy(plain(inputs), targets).detach(), rtol=1e-10, atol=1e-10)
+    assert graphs.count <= 2
+
+
+@pytest.mark.slow
+def test_inductor():
+    """The compiler itself, on the CPU."""
+    net = build()
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
+        warnings.simplefilter("ignore")
+        assert_same_run(train(wrap(net, CPUS, "torch.compile(module)", dynamic=True), net, micro_batch_size=2), net)
+
+
+@pytest.mark.slow
+def test_states_have_the_names_of_the_module_that_was_compiled():
+    net, again = build(), build()
+    step = TrainStep(
+        DataParallelModel(torch.compile(net, backend="eager"), CPUS),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    )
+    step(*next(batches()))
+    plain = TrainStep(
+        DataParallelModel(again, CPUS[:1]),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9),
+    )
+    plain.load_state_dict(step.state_dict())
+    assert torch.equal(again.first.weight, net.first.weight)
+
+
+COMPILED_LOSSES = {
+    "a function": lambda: torch.compile(F.cross_entropy, backend="eager"),
+    "a module": lambda: torch.compile(nn.CrossEntropyLoss(), backend="eager"),
+    "in place": lambda: compiled_in_place(nn.CrossEntropyLoss()),
+}
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("name", COMPILED_LOSSES)
+def test_compiled_criteria_need_a_divisor(name):
+    with pytest.raises(TypeError, match=r"the criterion is compiled .*: pass it without torch.compile .*weight="):
+        DataParallelCriterion(COMPILED_LOSSES[name]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED_LOSSES)
+def test_compiled_criteria_with_a_divisor(name):
+    criterion = DataParallelCriterion(COMPILED_LOSSES[name](), weight=lambda output, targets: (targets != -100).sum())
+    net = build()
+    for (inputs, targets), expected in zip(batches([7, 5]), plain_run([7, 5], lr=0.0)[0], strict=True):
+        torch.testing.assert_close(criterion(DataParallelModel(net, CPUS)(inputs), targets), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_batch_norm_over_all_rows_is_refused():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(13)
+
+        def forward(self, inputs):
+            return self.norm(inputs)
+
+    net = convert_sync_batchnorm(Normed())
+    net.compile(backend="eager")
+    with pytest.raises(TypeError, match=r"compiled, and its batch norm over all rows .* without torch.compile, or without"):
+        DataParallelModel(net, CPUS)(torch.randn(6, 13))
+
+
+def test_a_compiled_wrapper_is_refused_by_a_step():
+    model = DataParallelModel(build(), CPUS)
+    step = functools.partial(TrainStep, criterion=DataParallelCriterion(nn.CrossEntropyLoss()))
+    with pytest.raises(TypeError, match=r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of"):
+        step(torch.compile(model, backend="eager"), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
