@@ -15,11 +15,9 @@ from ..batch.plan import count_micro_batches
 from ..batch.rows import Arguments, as_arguments, count_rows
 from ..replicas.module_tree import check_module
 from ..runtime.values import Precision, check_number
-from ..savings.checkpointing import find_blocks
 from ..savings.saving import sorted_names
 from .devices import KIND_SOURCES, find_kind
 from .errors import UnknownMemory
-from .lengths import trace_lengths
 from .lines import Lines
 from .operators.cuda import CONVOLUTIONS
 from .operators.recurrent import SOURCE as RECURRENCE
@@ -42,7 +40,6 @@ def estimate(
     layout: str = "single",
     devices: int = 1,
     balanced_optimizer: bool = False,
-    checkpoint: str | Iterable[str] | None = None,
     savings: Iterable[str] = (),
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
@@ -50,8 +47,6 @@ def estimate(
     scalar: int | float | bool | None = None,
     whole_gradients: bool = False,
     expandable_segments: bool = False,
-    lengths: tuple[int, int] | None = None,
-    trim: int = 1,
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
@@ -72,9 +67,8 @@ def estimate(
             ``"fsdp"``, one rank of several, with ``inputs`` of its own.
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`. Under ddp it is a rank with whole parameters.
-        checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.
-        savings: names of functions of ``balanced_parallel.savings``, such as ``["offload_activations"]``, with their default
-            settings. They are applied to the copies that are traced.
+        savings: names of functions of ``balanced_parallel.savings``, such as ``["checkpoint_activations"]``, with their default
+            settings. They are applied to the copies that are traced. Those that change a module may also be applied before.
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of :func:`simulate`. ``None`` is the
             accelerator of this machine, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
@@ -83,9 +77,6 @@ def estimate(
         whole_gradients: with ``layout="fsdp"`` and several micro-batches, gradients are reduced once, in the last. ``TrainStep``
             does this where they fit into half of the free memory.
         expandable_segments: the allocator has this setting, as ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
-        lengths: the shortest and the longest row, for reports of other lengths: ``report.at(rows, length)`` and
-            ``report.largest_cost(capacity)``. Takes four more traces.
-        trim: the dimension of the lengths, as in :class:`ByCost`: that of all tensors with the batch's length there.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an operator depends on values.
@@ -110,7 +101,6 @@ def estimate(
         layout=layout,
         devices=devices,
         balanced_optimizer=balanced_optimizer,
-        checkpoint=checkpoint,
         savings=savings,
         device_kind=device_kind,
         split=split,
@@ -119,8 +109,7 @@ def estimate(
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
     )
-    report = report_of(request, request.rows_per_micro_batch)
-    return report if lengths is None else dataclasses.replace(report, _lengths=trace_lengths(request, trim, lengths))
+    return report_of(request, request.rows_per_micro_batch)
 
 
 _CALLS = {
@@ -145,7 +134,6 @@ def make_request(
     micro_batch_size: int | None = None,
     accumulate: int = 1,
     balanced_optimizer: bool = False,
-    checkpoint: str | Iterable[str] | None = None,
     split: Sequence[float] | None = None,
     savings: Iterable[str] = (),
     whole_gradients: bool = False,
@@ -189,7 +177,6 @@ def make_request(
         layout=chosen,
         devices=devices,
         balanced=balanced_optimizer,
-        blocks=_names_to_checkpoint(module, checkpoint),
         split=None if split is None else tuple(split),
         kind=kind,
         dim=dim,
@@ -204,16 +191,6 @@ def rows_of(arguments: Arguments, dim: int) -> int:
     if rows := count_rows(arguments, dim):
         return rows
     raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
-
-
-def _names_to_checkpoint(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
-    if checkpoint is None:
-        return ()
-    if checkpoint != "blocks":
-        return (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
-    if blocks := find_blocks(module):
-        return blocks
-    raise ValueError("checkpoint='blocks', but the module has no repeated blocks: expected names of submodules, or None")
 
 
 def report_of(request: Request, rows: int) -> MemoryReport:
@@ -284,7 +261,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
         flops=exact.flops(None if asked is None else rows) * request.micro_batches // exact.first.micro_batches,
         affine=lines.is_affine,
-        _batches=OtherBatches(request, exact, lines, read),
+        batches=OtherBatches(request, exact, lines),
     )
 
 

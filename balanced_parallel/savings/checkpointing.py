@@ -314,7 +314,7 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
 
 def _checkpoint(name: str, step: Any) -> Mapping[str, Any] | None:
     has_parts = bool(find_blocks(step.module) or _outermost_sequentials(step.module))
-    is_possible = has_parts and not step.blocks and name not in step.savings
+    is_possible = has_parts and name not in step.savings
     return {"savings": sorted_names([*step.savings, name])} if is_possible else None
 
 

@@ -145,7 +145,7 @@ def vit_large(in_backward: bool) -> Program:
 def vit_giant() -> Program:
     """Builds DINOv2's giant in bf16 with checkpointed blocks and 32 images."""
     net = VisionTransformer(1536, 40, 24, 4096, 14, 10, gated=True).to(bf16)
-    settings = {"optimizer": adam(torch.optim.AdamW, fused=True), "checkpoint": "blocks"}
+    settings = {"optimizer": adam(torch.optim.AdamW, fused=True), "savings": ["checkpoint_activations"]}
     return Program(
         net, nn.CrossEntropyLoss(), torch.empty(32, 3, 224, 224, dtype=bf16), torch.empty(32, dtype=torch.int64), settings
     )

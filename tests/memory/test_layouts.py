@@ -123,7 +123,7 @@ def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
     net = nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
     settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
     report = memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
-    blocks = report._batches.exact.first.blocks
+    blocks = report.batches.exact.first.blocks
     beside = [block for block in blocks if block.stream]
     assert beside
     assert {block.kind for block in beside} == {"temporaries"}
@@ -210,7 +210,7 @@ def test_replicas_with_checkpointing_and_sync_batch_norm():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
     plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
-    less = memory.estimate(build(), F.cross_entropy, *batch(24), checkpoint="blocks", **settings)
+    less = memory.estimate(build(), F.cross_entropy, *batch(24), savings=["checkpoint_activations"], **settings)
     assert less.allocated < plain.allocated
     assert less.flops > plain.flops
     build, batch = PROBLEMS["convolutions"]

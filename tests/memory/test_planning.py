@@ -154,7 +154,7 @@ def test_plan_runs_few_traces(monkeypatch):
     traced.clear()
     assert make_plan("1500KiB", 2, 60).chosen.micro_batches > 1
     assert [request.micro_batches for request, _ in traced] == [2, 2]
-    assert not any(request.blocks for request, _ in traced)
+    assert not any(request.savings for request, _ in traced)
 
 
 def test_checkpointing_is_chosen_only_if_nothing_else_fits():

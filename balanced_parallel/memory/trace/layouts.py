@@ -57,7 +57,6 @@ class Request:
     layout: "type[SingleDevice]"
     devices: int
     balanced: bool
-    blocks: tuple[str, ...]  # names of the modules to checkpoint
     split: tuple[float, ...] | None
     kind: DeviceKind
     dim: int

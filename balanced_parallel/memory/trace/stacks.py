@@ -68,11 +68,6 @@ class Stack:
                 if type(value) is int and value == self.length and _COUNT.search(name):
                     vars(owner)[name] = count
 
-    def is_removed(self, name: str, count: int) -> bool:
-        """Returns True for a module in one of the blocks that :meth:`cut` removes."""
-        label, number = self.place(name)
-        return label != name and number >= self.start + count
-
     def place(self, name: str) -> tuple[str, int]:
         """Returns the name of a module with a # for the number of its block, and that number; 0 outside of the stack."""
         number, dot, rest = name.removeprefix(self.prefix).partition(".")

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 
 from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch
-from ...savings.checkpointing import checkpoint_blocks
 from ...savings.saving import around_update, change_module
 from ..errors import HINT, UnknownMemory
 from ..operators import cuda, values
@@ -126,13 +125,9 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
     if cut:
         cut[0].correct_counts(module, cut[1])
-        request = dataclasses.replace(
-            request, blocks=tuple(name for name in request.blocks if not cut[0].is_removed(name, cut[1]))
-        )
     request = dataclasses.replace(request, optimizer=optimizer)
     with fakes.undisturbed():
         change_module(module, request.savings)
-        checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
