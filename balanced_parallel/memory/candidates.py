@@ -20,7 +20,6 @@ from ..savings.saving import Saving, savings_of
 from ..savings.settings import BALANCED, SHARDED
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
-from .remedies import with_savings
 from .trace.layouts import Request, is_coupled
 from .trace.optimizers import OptimizerChoice
 from .trace.tracer import try_traces
@@ -156,11 +155,7 @@ class Option:
         return not self.is_distributed and len(set(self.limits)) > 1
 
     def lines(self, micro_batches: int) -> Lines:
-        """Returns the lines for a number of micro-batches per update, traced at the first call.
-
-        Raises:
-            ValueError: they cannot be traced.
-        """
+        """Returns the lines for a number of micro-batches per update, traced at the first call, or raises ``ValueError``."""
         several = min(micro_batches, 2)  # with replicas, one that adds and reduces is enough
         if several not in self.traced:
             request = dataclasses.replace(self.request, micro_batches=several)
@@ -206,10 +201,7 @@ class Option:
         return [most[device] for device in self.request.traced_devices]
 
     def _may_fit_at_once(self) -> bool:
-        """Returns False if the lines for several micro-batches show that the batch does not fit in one micro-batch.
-
-        One micro-batch needs less memory than several, but saves at most the bytes of the gradients.
-        """
+        """Returns False if the batch does not fit in one micro-batch, which saves at most the gradients of several."""
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         gradients //= self.request.devices if self.request.layout.is_sharded else 1
         peaks = self.lines(2).allocated_by_device(self.share * self.request.row_step)
@@ -298,9 +290,7 @@ class Search:
     """Traces options until one of them fits in little more time than any of them could take.
 
     Savings are put together in their order, first those that leave the result as it is. Each combination is a step of a ladder,
-    and has several layouts over the devices. If one of the last two steps does not fit either, which need the least memory, the
-    others are not traced. Nor are layouts in which parameters, gradients and the optimizer's state leave less than a fifth of a
-    device: temporaries of an update take as much.
+    and has several layouts over the devices. If the last two steps do not fit, which need the least memory, no other is traced.
 
     Attributes:
         choices: the options that were traced.
@@ -318,14 +308,14 @@ class Search:
         self.skipped: dict[str, str] = {}
         self._failing: set[Saving] = set()
         self._options: dict[tuple[Saving, ...], Option] = {}
-        layouts = [saving for saving in savings_of("layout") if with_savings(request, [saving])]
+        layouts = [saving for saving in savings_of("layout") if request.with_savings([saving])]
         self._layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in layouts)]
         self._least = self._layouts[-1]
         self._traffic = min(option.least_traffic for option in self._make(self._layouts))
         self._leave_out()
 
     def _leave_out(self) -> None:
-        """Leaves out layouts that hold too much."""
+        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an update take as much."""
         module, optimizer = self.request.module, self.request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
@@ -343,7 +333,7 @@ class Search:
         if any(self._climb(ladder) for ladder in ladders):
             return True
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
-        others = [saving for saving in savings_of("optimizer") if with_savings(self.request, [saving])]
+        others = [saving for saving in savings_of("optimizer") if self.request.with_savings([saving])]
         for option in self._make([(saving, *self._least, *exact) for saving in others]):
             self._fits(option)
         return False
@@ -375,19 +365,16 @@ class Search:
         steps: list[tuple[Saving, ...]] = [()]
         for saving in savings_of("exact"):
             others = [each for each in steps[-1] if each.name not in saving.instead_of]
-            steps += [(*others, saving)] if with_savings(self.request, [saving]) else []
+            steps += [(*others, saving)] if self.request.with_savings([saving]) else []
         if len(steps[-1]) > 1:  # what runs twice may need more with offloaded activations than these alone
             steps.append(steps[-1][-1:])
         arithmetic: list[Saving] = []
         for saving in savings_of("arithmetic"):
-            arithmetic += [saving] if with_savings(self.request, [*arithmetic, saving]) else []
+            arithmetic += [saving] if self.request.with_savings([*arithmetic, saving]) else []
         return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]
 
     def _climb(self, ladder: list[tuple[Saving, ...]]) -> bool:
-        """Traces the steps of a ladder until one fits and is fast. Returns False if none fits.
-
-        After the first step comes the layout that needs the least memory, and the others only if it fits and is not fast.
-        """
+        """Traces a ladder until a step fits and is fast. After its first step, the layout of the least memory comes first."""
         if self._fit_fast(self._layouts, ladder[0]):
             return True
         *others, least = [layout for layout in self._layouts if self._is_traced((*layout, *ladder[0]))] or self._layouts
@@ -419,7 +406,7 @@ class Search:
         """Returns an option for each of the combinations that suit the request."""
         options = []
         for savings in dict.fromkeys(map(tuple, combinations)):
-            if savings not in self._options and (changed := with_savings(self.request, savings)):
+            if savings not in self._options and (changed := self.request.with_savings(savings)):
                 if changed.layout.is_sharded:
                     changed = dataclasses.replace(changed, devices=self._shards(changed.devices))
                 self._options[savings] = Option(savings, changed, self.capacity, self.batch_size)

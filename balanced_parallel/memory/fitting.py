@@ -27,11 +27,11 @@ from .candidates import BASE, SCALARS
 from .devices import DeviceKind, find_kind
 from .estimation import lines_of, make_report, make_request, report_of
 from .lines import Lines, most_that_fit, trace_exactly
-from .remedies import with_savings
+from .remedies import saved_bytes
 from .report import Holder, MemoryReport, OtherBatches
 from .trace.layouts import Request, is_coupled
 from .trace.optimizers import ExistingOptimizers, inner_optimizers
-from .trace.tracer import Trace, run_traces, try_traces
+from .trace.tracer import run_traces
 
 CONFIRMED = 5  # shards of the largest cost that are traced in the end
 
@@ -215,20 +215,13 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     """Returns what one row per device needs, the largest holders of it, and the saving that would help most."""
     rows = request.row_step
     plain = trace_exactly(request, rows)
-    savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDED]
-    options = {saving.name: changed for saving in savings if (changed := with_savings(request, [saving]))}
-    traces = dict(zip(options, try_traces([(option, rows) for option in options.values()]), strict=True))
     report = make_report(request, rows, plain, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
-    device = request.traced_devices[worst]
     holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
-    saved = {
-        name: plain.allocated(device) - Lines(request, trace).allocated(device)
-        for name, trace in traces.items()
-        if isinstance(trace, Trace)  # else the model does not take the saving
-    }
-    best = max(saved, key=lambda name: saved[name], default="")
-    advice = f"{best} would save most, {format_bytes(saved[best])}" if saved.get(best, 0) > 0 else "no known saving would help"
+    savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDED]
+    measured = saved_bytes(request, rows, max(report.allocated), savings)
+    size, best = max(((size, saving.name) for saving, size in measured.items() if isinstance(size, int)), default=(0, ""))
+    advice = f"{best} would save most, {format_bytes(size)}" if size > 0 else "no known saving would help"
     return (
         f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
         f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"

@@ -35,7 +35,6 @@ from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import make_report, make_request, parts_at_peak, report_of
-from .remedies import with_savings
 from .report import MemoryReport, unit_of, write_page
 from .trace.layouts import plain_criterion
 
@@ -377,7 +376,7 @@ def _remarks(option: Option) -> tuple[str, ...]:
     parts = parts_at_peak(lines, 0, option.request.row_step)
     texts = []
     for saving in savings_of("by hand", "optimizer"):
-        if saving.bytes_of is not None and with_savings(option.request, [saving]) is None and (size := saving.bytes_of(parts)):
+        if saving.bytes_of is not None and option.request.with_savings([saving]) is None and (size := saving.bytes_of(parts)):
             texts.append(f"{saving.name} saves {format_bytes(size)} ({saving.cost})")
         elif saving.change is None and saving.bytes_of is None:
             texts.append(f"{saving.name} ({saving.cost})")

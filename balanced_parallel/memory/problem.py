@@ -37,10 +37,7 @@ class Problem:
         return rows_of(as_arguments(self.inputs), dim)
 
     def with_rows(self, rows: int, dim: int) -> tuple[Any, Any]:
-        """Returns inputs and targets with ``rows`` rows along ``dim``, on the meta device.
-
-        Tensors with a multiple of the present rows get the same multiple of ``rows``.
-        """
+        """Returns inputs and targets on the meta device with ``rows`` rows, or the multiple that a tensor has, along ``dim``."""
         present = self.rows(dim)
 
         def resize(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ A loss whose rows depend on each other runs in two passes, or in one, as in :cla
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
 from ...runtime.values import Precision
+from ...savings.saving import Saving
 from ...strategies.fsdp import shard
 from ..devices import DeviceKind
 from ..errors import UnknownMemory
@@ -84,6 +86,16 @@ class Request:
     def round_up(self, rows: int) -> int:
         """Returns the next multiple of :attr:`row_step`."""
         return -(-rows // self.row_step) * self.row_step
+
+    def with_savings(self, savings: Iterable[Saving]) -> "Request | None":
+        """Returns the request with all of ``savings``, or None if one of them does not suit it."""
+        request = self
+        for saving in savings:
+            if (changes := saving.changes(request)) is None:
+                return None
+            layout = LAYOUTS[changes.get("layout", request.layout.name)]
+            request = dataclasses.replace(request, **{**changes, "layout": layout})
+        return request
 
     @property
     def traced_devices(self) -> list[int]:
@@ -151,10 +163,7 @@ T = TypeVar("T")
 
 
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread.
-
-    In an exchange, a replica receives its own value in the place of each other value: one of the same size.
-    """
+    """Runs replicas one after the other: a fake mode belongs to one thread. In an exchange, each receives its own values."""
     return run_in_turn(work, devices, lambda index, number, value: [value] * len(work))
 
 
@@ -321,9 +330,7 @@ class ReplicaLayout(SingleDevice):
 
 
 class DDP(SingleDevice):
-    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``, as :func:`parallelize` makes it.
-
-    With a balanced optimizer it is the rank with the most state. A single rank has no reducer.
+    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``: that with the most state, if it is spread.
 
     The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and the hook of the reducer copies
     it into the bucket. With accumulation, micro-batches add to the bucket itself, so gradients exist once (``DDPSync``).

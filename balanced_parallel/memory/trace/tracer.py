@@ -38,10 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trace:
-    """The result of one trace: the rows of each of its micro-batches, its events as in :class:`Count`, and their blocks.
-
-    The second update begins at ``marks["second"]``, and has ``flops`` operations.
-    """
+    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and has ``flops`` operations."""
 
     rows: int
     micro_batches: int
