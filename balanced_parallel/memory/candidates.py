@@ -236,7 +236,7 @@ class Option:
         reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
         context = self.request.kind.context
         performed, operations = self.flops(count or 2), plain.flops(1)
-        traffic, whole = self._traffic(count, context + max(size or 0 for size in reserved))
+        traffic, whole = self.traffic(count, context + max(size or 0 for size in reserved))
         if fits and self.request.savings:  # offloaded activations go to the host and come back
             traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
         return Choice(
@@ -259,12 +259,7 @@ class Option:
             savings=self.request.savings,
         )
 
-    @property
-    def least_traffic(self) -> int:
-        """The traffic of one micro-batch per update."""
-        return self._traffic(1, 0)[0]
-
-    def _traffic(self, count: int, reserved: int) -> tuple[int, int]:
+    def traffic(self, count: int, reserved: int) -> tuple[int, int]:
         """Returns the bytes to and from the busiest device per update, and those of whole gradients.
 
         Gradients of sharded parameters stay whole until the last micro-batch if they fit into half of what is free: the rule of
@@ -311,12 +306,9 @@ class Search:
         layouts = [saving for saving in savings_of("layout") if request.with_savings([saving])]
         self._layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in layouts)]
         self._least = self._layouts[-1]
-        self._traffic = min(option.least_traffic for option in self._make(self._layouts))
-        self._leave_out()
-
-    def _leave_out(self) -> None:
-        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an update take as much."""
-        module, optimizer = self.request.module, self.request.optimizer
+        self._traffic = min(option.traffic(1, 0)[0] for option in self._make(self._layouts))
+        # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much
+        module, optimizer = request.module, request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
         state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
@@ -377,7 +369,9 @@ class Search:
         """Traces a ladder until a step fits and is fast. After its first step, the layout of the least memory comes first."""
         if self._fit_fast(self._layouts, ladder[0]):
             return True
-        *others, least = [layout for layout in self._layouts if self._is_traced((*layout, *ladder[0]))] or self._layouts
+        firsts = {layout: self._make([(*layout, *ladder[0])]) for layout in self._layouts}
+        traced = [layout for layout, options in firsts.items() if any(option in self.choices for option in options)]
+        *others, least = traced or self._layouts
         if not self._any_fits():
             last = self._make([(*least, *step) for step in ladder[-2:]])
             results = [self._fits(option) for option in last]
@@ -385,9 +379,6 @@ class Search:
                 return False
         steps = [(layouts, step) for layouts in ([least], others[::-1]) for step in ladder[1:]]
         return any(self._fit_fast(layouts, step) for layouts, step in steps) or self._any_fits()
-
-    def _is_traced(self, savings: tuple[Saving, ...]) -> bool:
-        return any(option in self.choices for option in self._make([savings]))
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
@@ -420,10 +411,9 @@ class Search:
         return local if self.hosts > 1 and local > 1 and has_room else devices
 
     def what_would_fit(self) -> tuple[int, int | None]:
-        """Returns the capacity at which one row per device fits, and the number of devices at which it fits these devices.
+        """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
 
-        Where the state is spread or sharded, the memory of one of ``n`` devices is ``fixed + spread / n``. Traces for two numbers
-        give both terms, and a trace of the result confirms it. The number is None if no number of devices suffices.
+        Where the state is spread or sharded, one of ``n`` devices needs ``fixed + spread / n``. Two traces give both terms.
         """
         least = min((option for option in self.choices if option.optimizer is None), key=Option.needs)
         functions = [saving for saving in least.savings if saving.stage != "layout"]

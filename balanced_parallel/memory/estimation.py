@@ -24,7 +24,7 @@ from .operators.recurrent import SOURCE as RECURRENCE
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
 from .trace.optimizers import OptimizerChoice
-from .trace.tracer import Trace, run_traces
+from .trace.tracer import run_traces
 
 
 def estimate(
@@ -36,7 +36,6 @@ def estimate(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     precision: str = "fp32",
     micro_batch_size: int | None = None,
-    accumulate: int = 1,
     layout: str = "single",
     devices: int = 1,
     balanced_optimizer: bool = False,
@@ -58,11 +57,10 @@ def estimate(
     Args:
         module: on any device, ``meta`` included.
         criterion: a module or a function of output and targets; a loss of all rows is ``DataParallelCriterion(..., whole=True)``.
-        inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of one process.
+        inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of an update, in one process.
         optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
-        accumulate: number of such batches per update.
         layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
             ``"fsdp"``, one rank of several, with ``inputs`` of its own.
         devices: number of devices, or of ranks.
@@ -97,7 +95,6 @@ def estimate(
         optimizer=optimizer,
         precision=precision,
         micro_batch_size=micro_batch_size,
-        accumulate=accumulate,
         layout=layout,
         devices=devices,
         balanced_optimizer=balanced_optimizer,
@@ -109,7 +106,8 @@ def estimate(
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
     )
-    return report_of(request, request.rows_per_micro_batch)
+    rows = request.rows_per_micro_batch
+    return make_report(request, rows, *lines_of(request, rows))
 
 
 _CALLS = {
@@ -132,7 +130,6 @@ def make_request(
     dim: int = 0,
     scalar: int | float | bool | None = None,
     micro_batch_size: int | None = None,
-    accumulate: int = 1,
     balanced_optimizer: bool = False,
     split: Sequence[float] | None = None,
     savings: Iterable[str] = (),
@@ -144,23 +141,21 @@ def make_request(
     for name, function in {"criterion": criterion, "optimizer": optimizer}.items():
         if not callable(function):
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
-    kind = find_kind(device_kind)
-    if expandable_segments:
-        kind = dataclasses.replace(kind, expandable=True)
+    kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
-    for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
+    for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     chosen = LAYOUTS[layout]
-    if devices > 1 and not chosen.takes_several_devices:
-        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_several_devices)
-        raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or layout={others}")
-    if whole_gradients and not chosen.is_sharded:
-        raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
-    if balanced_optimizer and not chosen.takes_balanced_optimizer:
-        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_balanced_optimizer)
-        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
+    for text, is_given, needs in (
+        (f"{devices=}", devices > 1, "takes_several_devices"),
+        (f"{whole_gradients=}", whole_gradients, "is_sharded"),
+        (f"{balanced_optimizer=}", balanced_optimizer, "takes_balanced_optimizer"),
+    ):
+        if is_given and not getattr(chosen, needs):
+            others = " or ".join(repr(name) for name, other in LAYOUTS.items() if getattr(other, needs))
+            raise ValueError(f"{text} with layout={layout!r}, expected layout={others}")
     arguments = as_arguments(inputs)
     rows = rows_of(arguments, dim)
     count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
@@ -172,8 +167,7 @@ def make_request(
         rows=rows,
         optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
         precision=precision,
-        micro_batches=count * accumulate,
-        batches=accumulate,
+        micro_batches=count,
         layout=chosen,
         devices=devices,
         balanced=balanced_optimizer,
@@ -193,44 +187,34 @@ def rows_of(arguments: Arguments, dim: int) -> int:
     raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
 
 
-def report_of(request: Request, rows: int) -> MemoryReport:
-    """Traces micro-batches of ``rows`` rows, and of twice as many, and makes the report."""
-    return make_report(request, rows, *lines_of(request, rows))
-
-
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
-    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others."""
+    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others.
+
+    If the module refuses the larger numbers of rows, there are none.
+    """
     base = request.round_up(max(rows, 2))  # one row is a special case for torch: broadcasting, strides
-    traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
+    counts = sorted({rows, base, 2 * base})
+    reason = "twice the rows ran other operators"
+    if is_coupled(request.criterion) and request.micro_batches == 1:
+        counts, reason = counts[:1], "the loss of all rows may need memory for each pair of them"
+    try:
+        traces = run_traces([(request, count) for count in counts])
+    except UnknownMemory:
+        raise
+    except Exception as error:  # noqa: BLE001 - a module may raise anything
+        reason = f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
+        traces = run_traces([(request, counts[0])])  # raises again if the number of rows is not the cause
     exact = Lines(request, traces[0])
     lines = Lines(request, *traces[-2:]) if len(traces) > 1 else exact
     if not lines.is_affine:
         warnings.warn(
-            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=4
+            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=3
         )
     return exact, lines
 
 
-def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], str]:
-    """Returns a trace for each of ``counts``, and the reason for a warning if they do not make a line.
-
-    If the module refuses the larger numbers of rows, the only trace is that of the first."""
-    if is_coupled(request.criterion) and request.micro_batches == 1:
-        return run_traces([(request, counts[0])]), "the loss of all rows may need memory for each pair of them"
-    try:
-        return run_traces([(request, count) for count in counts]), "twice the rows ran other operators"
-    except UnknownMemory:
-        raise
-    except Exception as error:  # noqa: BLE001 - a module may raise anything
-        first = run_traces([(request, counts[0])])  # raises again if the number of rows is not the cause
-        return first, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
-
-
 def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows from the lines of this number, and those for other numbers.
-
-    ``asked`` has, for each device, the rows at which to read ``exact``. ``None`` reads at the rows that were traced.
-    """
+    """Makes the report of micro-batches of ``rows`` rows from ``exact``, read at the rows that were traced or ``asked`` for."""
     rows_to_read: Sequence[int | None] = asked or [None] * request.devices
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
     reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)

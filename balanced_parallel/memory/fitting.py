@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
-from ..runtime.torch_private import leaves_of_tree, storage_id
+from ..runtime.torch_private import storage_id
 from ..runtime.values import format_bytes, parse_each
 from ..savings.saving import savings_of
 from ..savings.settings import SHARDED
@@ -25,11 +25,11 @@ from ..training.step import TrainStep
 from ..training.update import each_optimizer
 from .candidates import BASE, SCALARS
 from .devices import DeviceKind, find_kind
-from .estimation import lines_of, make_report, make_request, report_of
+from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .remedies import saved_bytes
 from .report import Holder, MemoryReport, OtherBatches
-from .trace.layouts import Request, is_coupled
+from .trace.layouts import Request, copies_of, gradients_of, is_coupled, states_of
 from .trace.optimizers import ExistingOptimizers, inner_optimizers
 from .trace.tracer import run_traces
 
@@ -96,7 +96,7 @@ def fit(
     if count == 1 and lines.second is None:
         return make_report(request, rows, lines, lines)
     if request.split or not lines.is_affine:
-        return report_of(request, rows)
+        return make_report(request, rows, *lines_of(request, rows))
     return make_report(request, rows, lines, lines, [request.round_up(rows)] * request.devices)
 
 
@@ -281,19 +281,11 @@ def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
     return total
 
 
-def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
+def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
-    parameters: list[Tensor] = [parameter for part in parts for parameter in part.parameters()]
-    for part in parts:
-        yield from part.buffers()
-        if isinstance(part, (DataParallelModel, DataParallelCriterion)):
-            yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
-            for bucket in part.replicas.gradients.buckets:
-                yield from (gradient for gradients in bucket.held.values() for gradient in gradients if gradient is not None)
-    for optimizer in inner_optimizers(each_optimizer(step.optimizer)):
-        parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        yield from (leaf for state in optimizer.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
-    for parameter in parameters:
-        yield parameter
-        if parameter.is_leaf and (gradient := parameter.grad) is not None:
-            yield gradient
+    optimizers = each_optimizer(step.optimizer)
+    updated = [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
+    tensors = [*updated, *(tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))]
+    replicas = [part.replicas for part in parts if isinstance(part, (DataParallelModel, DataParallelCriterion))]
+    others = [*copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(optimizers)]
+    return tensors + [other for other in others if isinstance(other, Tensor)]

@@ -95,10 +95,7 @@ class Lines:
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
     def reserved(self, device: int, rows: int | None = None, capacity: int | None = None, *, upper: bool = False) -> int | None:
-        """Returns the bytes that the allocator reserves; None if these and the context are more than ``capacity``.
-
-        With ``upper`` it is an upper bound, with memory that operators may take or not.
-        """
+        """Returns the bytes that the allocator reserves, or None beyond ``capacity``; with ``upper`` at most."""
         replayed = self._replay(device, rows, capacity, upper)
         return None if replayed is None else replayed.reserved
 

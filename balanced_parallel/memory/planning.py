@@ -34,7 +34,7 @@ from ..strategies.launch import TorchrunEnvironment
 from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import make_report, make_request, parts_at_peak, report_of
+from .estimation import lines_of, make_report, make_request, parts_at_peak
 from .report import MemoryReport, unit_of, write_page
 from .trace.layouts import plain_criterion
 
@@ -90,11 +90,7 @@ class MemoryPlan:
 
     @property
     def chosen(self) -> Choice:
-        """The cheapest choice that fits.
-
-        Raises:
-            ValueError: nothing fits.
-        """
+        """The cheapest choice that fits. Raises ``ValueError`` if there is none."""
         if not self.fits:
             raise ValueError(self.verdict)
         return self.choices[0]
@@ -213,20 +209,15 @@ class MemoryPlan:
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
         """Returns the plan that :meth:`to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
+        values = _with_tuples(json.loads(text))
         del values["verdict"]
-        choices = tuple(Choice(**_with_tuples(choice)) for choice in values["choices"])
-        return cls(**_with_tuples(values) | {"choices": choices})
+        return cls(**values | {"choices": tuple(Choice(**choice) for choice in values["choices"])})
 
     def __str__(self) -> str:
         return self.describe()
 
     def describe(self, *, verbose: bool = False) -> str:
-        """Returns the plan as text of at most 100 columns: verdict, lines to write, table, notes.
-
-        Args:
-            verbose: with the options that were not tried, and with savings that no trace has.
-        """
+        """Returns the plan as text of at most 100 columns; ``verbose`` with what was not tried, and savings by hand."""
         table = tabulate(map(row_of, self.choices), HEADERS, "simple", disable_numparse=True, maxcolwidths=WIDTHS)
         notes = [textwrap.fill(note, 100, break_long_words=False) for note in self._notes(verbose)]
         program = ["\n".join(f"    {line}".rstrip() for line in self.lines)] if self.lines else []
@@ -264,12 +255,11 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _as_tuple(value) for name, value in values.items()}
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+def _with_tuples(value: Any) -> Any:
+    """Returns what was read from JSON with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(each) for name, each in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def plan(
@@ -389,28 +379,18 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     rows = -(-option.share // count) if option.is_distributed else -(-option.batch_size // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * step:
-        return report_of(request, rows)
+        return make_report(request, rows, *lines_of(request, rows))
     lines = option.lines(count)
-    return make_report(request, rows, lines, lines, [size * step for size in _sizes(rows, option)])
-
-
-def _sizes(rows: int, option: Option) -> list[int]:
-    devices = option.request.devices
-    return [rows] * devices if option.is_distributed else split_sizes(rows, devices)
+    sizes = [rows] * request.devices if option.is_distributed else split_sizes(rows, request.devices)
+    return make_report(request, rows, lines, lines, [size * step for size in sizes])
 
 
 def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> tuple[str, ...]:
-    """Returns the lines that apply the chosen way of a plan to ``module``, ``criterion``, ``inputs`` and ``targets``.
-
-    Args:
-        learns: the criterion has parameters to train.
-    """
+    """Returns the lines that apply a plan to a problem. If it ``learns``, the criterion has parameters to train."""
     chosen = plan.chosen
     functions = [find_saving(name) for name in chosen.savings]
     blocks = [line for saving in functions if saving.surround for line in saving.lines]
-    make, settings = optimizer, {}
-    if isinstance(optimizer, functools.partial):
-        make, settings = optimizer.func, optimizer.keywords
+    make, settings = (optimizer.func, optimizer.keywords) if isinstance(optimizer, functools.partial) else (optimizer, {})
     name = getattr(make, "__name__", repr(make))
     name = f"torch.optim.{name}" if getattr(torch.optim, name, None) is make else name
     learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"

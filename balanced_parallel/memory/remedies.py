@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from ..runtime.values import format_bytes
 from ..savings.saving import Saving, all_savings
-from .estimation import make_request, report_of
+from .estimation import lines_of, make_report, make_request
 from .lines import Lines
 from .report import MemoryReport
 from .trace.layouts import ReplicaLayout, Request, SingleDevice, plain_criterion
@@ -73,7 +73,7 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     """Traces a step with each saving. Several devices are replicas. ``settings`` are those of :func:`estimate`."""
     layout = (SingleDevice if devices == 1 else ReplicaLayout).name
     request = make_request(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
-    report = report_of(request, request.rows)
+    report = make_report(request, request.rows, *lines_of(request, request.rows))
     peak = max(report.allocated)
     tricks = []
     for saving, saved in saved_bytes(request, request.rows, peak, _savings_of(request)).items():

@@ -277,11 +277,11 @@ LORA = {
 def lora(name: str, rows: int) -> Program:
     """Builds LitGPT's fine-tuning in bf16, with two of its micro-batches per update."""
     settings = LORA[name]
-    tokens = torch.empty(rows, settings[-1], dtype=torch.int64)
+    tokens = torch.empty(2 * rows, settings[-1], dtype=torch.int64)
     net = LoRALanguageModel(*settings).to(bf16)
     for name in ("cos", "sin"):
         net.register_buffer(name, getattr(net, name).float())  # computed outside of the context in which bf16 is the default
-    return Program(net, ChunkedLoss(), tokens, tokens, {"optimizer": torch.optim.AdamW, "accumulate": 2})
+    return Program(net, ChunkedLoss(), tokens, tokens, {"optimizer": torch.optim.AdamW, "micro_batch_size": rows})
 
 
 # transformers ------------------------------------------------------------------------------------------------------------------

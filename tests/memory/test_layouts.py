@@ -138,8 +138,8 @@ SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
 def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
     used = run_ranks(2, used_by_shards, "language model", rows, precision, accumulate)
     build, batch = PROBLEMS["language model"]
-    settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "accumulate": accumulate}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), **settings)
+    settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "micro_batch_size": rows}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows * accumulate), **settings)
     # in bf16 the products of oneDNN take memory for themselves, which depends on the processor and is not counted
     assert report.allocated[0] == pytest.approx(max(used), rel=0.02 if precision == "fp32" else 0.08)
 

@@ -70,11 +70,11 @@ SETTINGS = {
     "SGD": {"optimizer": functools.partial(torch.optim.SGD, momentum=0.9)},
     "Adafactor": {"optimizer": torch.optim.Adafactor},
     "ddp": {"layout": "ddp", "devices": 4},
-    "ddp, accumulated": {"layout": "ddp", "devices": 2, "accumulate": 2, "micro_batch_size": 3},
+    "ddp, accumulated": {"layout": "ddp", "devices": 2, "micro_batch_size": 2},
     "replicas": {"layout": "replicas", "devices": 2},
-    "replicas, accumulated": {"layout": "replicas", "devices": 2, "accumulate": 3},
+    "replicas, accumulated": {"layout": "replicas", "devices": 2, "micro_batch_size": 1},
     "fsdp": {"layout": "fsdp", "devices": 4},
-    "fsdp, accumulated": {"layout": "fsdp", "devices": 2, "accumulate": 2, "precision": "bf16"}
+    "fsdp, accumulated": {"layout": "fsdp", "devices": 2, "micro_batch_size": 3, "precision": "bf16"}
     | {"savings": ["checkpoint_activations"]},
 }
 

@@ -34,6 +34,7 @@ from ...replicas.replicas import Replicas, parameter_window, window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
+from ...runtime.torch_private import leaves_of_tree
 from ...runtime.values import Precision
 from ...savings.saving import Saving
 from ...strategies.fsdp import shard
@@ -45,7 +46,7 @@ from .optimizers import ExistingOptimizers, OptimizerChoice, inner_optimizers
 
 @dataclass(frozen=True)
 class Request:
-    """One update to trace, of ``batches`` batches of ``rows`` rows. Each is cut into an equal part of the micro-batches."""
+    """One update to trace."""
 
     module: torch.nn.Module
     criterion: Callable[..., Any]
@@ -55,7 +56,6 @@ class Request:
     optimizer: OptimizerChoice | ExistingOptimizers
     precision: str
     micro_batches: int
-    batches: int
     layout: "type[SingleDevice]"
     devices: int
     balanced: bool
@@ -64,19 +64,19 @@ class Request:
     dim: int
     scalar: int | float | bool | None  # the result of every read of a tensor's value in the module
     savings: tuple[str, ...] = ()
-    update_rows: int | None = None  # over all devices of a process; None for those of the batches
+    update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # of FSDP, until the last micro-batch
 
     @property
     def rows_per_micro_batch(self) -> int:
         """Rows of the largest micro-batch over all devices of a process."""
-        return -(-self.rows * self.batches // self.micro_batches)
+        return -(-self.rows // self.micro_batches)
 
     @property
     def rows_of_update(self) -> int:
         """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True`` needs."""
         ranks = self.devices if self.layout.is_distributed else 1
-        return (self.update_rows or self.rows * self.batches) * ranks
+        return (self.update_rows or self.rows) * ranks
 
     @property
     def row_step(self) -> int:
@@ -268,26 +268,35 @@ class SingleDevice:
 
     def gradients(self) -> Iterator[Any]:
         """Yields every gradient that exists, those that the replicas hold too."""
-        groups = (group for optimizer in inner_optimizers(self.optimizers) for group in optimizer.param_groups)
-        updated = [parameter for group in groups for parameter in group["params"]]
-        yield from (parameter.grad for parameter in (*self.parameters, *updated) if parameter.is_leaf)
-        for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
-            for gradients in bucket.held.values():
-                yield from gradients
-
-    def parameter_copies(self) -> Iterator[Tensor]:
-        """Yields the copies of the parameters on other devices."""
-        for tensors in (tensors for replicas in self.replicas for tensors in replicas.copies.by_device.values()):
-            yield from tensors
-
-    def optimizer_states(self) -> Iterator[Any]:
-        """Yields the state of every parameter in the optimizers."""
-        for optimizer in inner_optimizers(self.optimizers):
-            for state in optimizer.state.values():
-                yield from state.values()
+        return gradients_of(self.parameters, self.replicas, self.optimizers)
 
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
+
+
+def gradients_of(
+    parameters: Iterable[Tensor], replicas: Iterable[Replicas], optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[Tensor | None]:
+    """Yields the gradients of parameters, of what optimizers update in their place, and those that replicas hold."""
+    groups = (group for optimizer in inner_optimizers(optimizers) for group in optimizer.param_groups)
+    updated = [parameter for group in groups for parameter in group["params"]]
+    yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
+    for bucket in (bucket for each in replicas for bucket in each.gradients.buckets):
+        for gradients in bucket.held.values():
+            yield from gradients
+
+
+def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
+    """Yields the copies of the parameters on other devices."""
+    for tensors in (tensors for each in replicas for tensors in each.copies.by_device.values()):
+        yield from tensors
+
+
+def states_of(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+    """Yields the state of every parameter in the optimizers."""
+    for optimizer in inner_optimizers(optimizers):
+        for state in optimizer.state.values():
+            yield from leaves_of_tree(state)
 
 
 class ReplicaLayout(SingleDevice):

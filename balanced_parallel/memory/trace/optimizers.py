@@ -47,7 +47,7 @@ class OptimizerChoice:
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
         states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
-        return sum(map(_bytes, parameters)) * sum(map(_bytes, states)) // _bytes(small)
+        return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
@@ -60,10 +60,6 @@ class OptimizerChoice:
         optimizer = BalancedOptimizer(model, make, parameters, **settings)
         use_kernels([optimizer], self.foreach)
         return [optimizer]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

@@ -27,7 +27,7 @@ from ..operators.recurrent import autograd_kernels
 from . import fakes
 from .allocations import Block, Count
 from .fakes import HOME, host_of, start_in_child
-from .layouts import Request, SingleDevice, TracedBatch
+from .layouts import Request, SingleDevice, TracedBatch, copies_of, states_of
 from .optimizers import ExistingOptimizers, refuse_merges
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
@@ -125,7 +125,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
     request = dataclasses.replace(request, optimizer=optimizer)
     with fakes.undisturbed():
         change_module(module, request.savings)
-    whole = rows * (request.micro_batches // request.batches)
+    whole = rows * request.micro_batches
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
@@ -154,7 +154,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
         count.see_all(_tensors_of(modules), "parameters")
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
     pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
-    micro_batches = (pieces * request.batches)[:TRACED]
+    micro_batches = pieces[:TRACED]
     with (
         count,
         fakes.counting_resizes(count),
@@ -189,7 +189,7 @@ def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch]
         with layout.accumulating() if losses else contextlib.nullcontext():
             loss = compute()
             count.turn("temporaries", "saved activations")
-            count.see_all(layout.parameter_copies(), "parameters")
+            count.see_all(copies_of(layout.replicas), "parameters")
             count.mark("backward")
             loss.backward()
             count.see_all(layout.gradients(), "gradients")
@@ -198,8 +198,8 @@ def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch]
     refuse_merges(layout.optimizers, layout.gradients())
     for optimizer in layout.optimizers:
         optimizer.step()
-    count.see_all(layout.optimizer_states(), "optimizer state")
-    for state in layout.optimizer_states():
+    count.see_all(states_of(layout.optimizers), "optimizer state")
+    for state in states_of(layout.optimizers):
         if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
             count.move(state, host)  # the step count of AdamW, which stays on the host
 
