@@ -154,6 +154,20 @@ def test_whole_parameters_of_fsdp_are_not_reserved():
     assert report.reserved[0] < 80 * 2**20
 
 
+@pytest.mark.usefixtures("one_trace")
+def test_reserved_bytes_of_fsdp_fall_with_the_ranks_as_the_allocated_do():
+    """Each of 8 layers has 8 MiB: with gradients and state, a rank of 8 has 32 MiB, and a rank of 64 has 4 MiB."""
+    net = nn.Sequential(*[nn.Linear(1448, 1448, bias=False) for _ in range(8)])
+    few, many = (
+        memory.estimate(net, torch.sum, torch.zeros(2, 1448), (), layout="fsdp", devices=devices, device_kind="a100")
+        for devices in (8, 64)
+    )
+    fall = few.allocated[0] - many.allocated[0]
+    assert fall == pytest.approx(28 * 2**20, rel=0.1)
+    assert few.reserved[0] - many.reserved[0] == pytest.approx(fall, abs=20 * 2**20)  # a segment
+    assert many.reserved[0] < few.reserved[0]
+
+
 class Repeated(nn.Module):
     """One layer, applied several times, as in ALBERT."""
 
