@@ -5,8 +5,7 @@ How it fits:           PROGRAM plan --problem net.py:build --batch-size 512 --me
 What would save:       PROGRAM tricks --problem net.py:build --devices 4
 What will go wrong:    PROGRAM doctor --problem net.py:build
 
-``build`` is a function that returns ``(module, criterion, inputs, targets)``. For a module alone, ``--input 4,3,224,224`` is the
-shape of its input, and the loss is the mean of its output.
+``build`` is a function that returns ``(module, criterion, inputs, targets)``. For the doctor it may return a module alone.
 
 No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if nothing fits or the doctor finds a
 problem, and 2, with one line on stderr, if the model or a flag is wrong.
@@ -32,11 +31,12 @@ import torch
 from . import memory
 from .diagnostics.reasons import examine, is_note
 from .memory.devices import find_kind
-from .memory.problem import Problem, build_problem
+from .memory.problem import build_problem
 from .memory.remedies import measure_tricks
 from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .runtime.values import parse_bytes
+from .savings import checkpoint_activations
 
 _log = logging.getLogger(__name__)
 _UNCHECKED = "; random numbers, and rows that forward mixes, are not checked: compare with balanced_parallel.verify"
@@ -90,8 +90,6 @@ def _add_problem(parser: OneLineParser) -> None:
     add = parser.add_argument
     place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets), or a module"
     add("--problem", required=True, metavar="FILE.py:NAME", help=place)
-    shape = "shape of the input with its rows, such as 4,3,224,224 or 4,128:int64, for a function that returns a module"
-    add("--input", metavar="SIZES", help=shape)
     add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows (default: 0)")
 
 
@@ -113,6 +111,8 @@ def estimate(flags: argparse.Namespace) -> int:
     layout = flags.layout or (SingleDevice.name if flags.devices == 1 else ReplicaLayout.name)
     problem, rows, settings = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
+    if flags.checkpoint:
+        checkpoint_activations(problem.module, blocks="auto" if flags.checkpoint == "blocks" else flags.checkpoint.split(","))
     report = memory.estimate(
         problem.module,
         problem.criterion,
@@ -120,10 +120,9 @@ def estimate(flags: argparse.Namespace) -> int:
         micro_batch_size=flags.micro_batch_size,
         layout=layout,
         balanced_optimizer=flags.balanced_optimizer,
-        checkpoint=flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(","),
         **settings,
     )
-    _show(flags, problem, report, report, find_kind(report.device_kind).capacity)
+    _show(flags, report, report, find_kind(report.device_kind).capacity)
     return 0
 
 
@@ -143,12 +142,12 @@ def plan(flags: argparse.Namespace) -> int:
         hosts=flags.hosts,
         **settings,
     )
-    if result.lines and not problem.assumed:
+    if result.lines:
         *before, first = result.lines[: result.lines.index("")]
         lines = *before, first, *import_of(flags.problem), *result.lines[len(before) + 1 :]
         result = dataclasses.replace(result, lines=lines)
     capacity = result.capacity[: result.report.devices] if result.report else None
-    _show(flags, problem, result, result.report, capacity, result.describe(verbose=flags.verbose))
+    _show(flags, result, result.report, capacity, result.describe(verbose=flags.verbose))
     return 0 if result.fits else 1
 
 
@@ -163,14 +162,14 @@ def tricks(flags: argparse.Namespace) -> int:
     """Prints the table of tricks. Returns the exit code."""
     problem, rows, settings = _build(flags)
     result = measure_tricks(problem.module, problem.criterion, *problem.with_rows(rows, flags.dim), **settings)
-    _show(flags, problem, result, result.report, find_kind(result.report.device_kind).capacity)
+    _show(flags, result, result.report, find_kind(result.report.device_kind).capacity)
     return 0
 
 
 def doctor(flags: argparse.Namespace) -> int:
     """Prints problems of the model with replicas. Returns 1 if there are any problems."""
-    problem = build_problem(flags.problem, flags.input)
-    findings = examine(problem.module, None if problem.assumed else problem.criterion)
+    problem = build_problem(flags.problem)
+    findings = examine(problem.module, problem.criterion)
     none = f"nothing found: {type(problem.module).__name__} runs as replicas{_UNCHECKED}"
     print("\n".join(f"- {finding}" for finding in findings) or none, file=flags.output)
     return 0 if all(map(is_note, findings)) else 1
@@ -195,17 +194,15 @@ def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
         load_plotly()
         flags.html.parent.mkdir(parents=True, exist_ok=True)
     _log.info("building %s", flags.problem)
-    problem = build_problem(flags.problem, flags.input)
+    problem = build_problem(flags.problem)
     _log.info("tracing %s", type(problem.module).__name__)
     if problem.inputs is None or problem.criterion is None:
-        raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets), or --input")
+        raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets)")
     return problem, flags.batch_size or problem.rows(flags.dim), settings
 
 
-def _show(flags: argparse.Namespace, problem: Problem, result: Any, report: Any, capacity: Any, text: str = "") -> None:
+def _show(flags: argparse.Namespace, result: Any, report: Any, capacity: Any, text: str = "") -> None:
     aside = sys.stderr if flags.json else flags.output
-    if problem.assumed:
-        print(f"assumed: {problem.assumed}", end="\n" if flags.json else "\n\n", file=aside)
     if flags.html and report is not None:
         write_page(flags.html, report, capacity, "" if result is report else result._repr_html_())
     print(result.to_json() if flags.json else text or result, file=flags.output)

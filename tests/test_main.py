@@ -51,7 +51,7 @@ def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
 
 def test_errors_of_a_process_are_one_line(nets, tmp_path):
     nets("")
-    done = run("estimate", "--problem", "nets.py:net", "--input", "8,7", cwd=tmp_path)
+    done = run("estimate", "--problem", "nets.py:wide", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if line != "a model that speaks"]
     assert "error: RuntimeError: " in line
@@ -84,12 +84,10 @@ def test_estimate_of_ddp_divides_the_batch_by_the_ranks(nets, capsys):
     assert (found["layout"], found["devices"], found["rows"]) == ("ddp", 3, 3)
 
 
-def test_estimate_prints_the_table_and_the_assumption(nets, capsys):
-    assert estimate("--problem", nets("Tokens"), "--input", "8,7:int64", "--device-kind", "cpu") == 0
+def test_estimate_prints_the_table(nets, capsys):
+    assert estimate("--problem", nets("small"), "--device-kind", "cpu") == 0
     output, errors = capsys.readouterr()
-    first, _, second, *_ = output.splitlines()
-    assert first == "assumed: the loss is the mean of the output"
-    assert second.startswith("single on 1 x cpu, fp32")
+    assert output.startswith("single on 1 x cpu, fp32")
     assert errors == "a model that speaks\n"
 
 
@@ -110,7 +108,6 @@ def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (["--input", "4,4"], "--input was given, and "),
         (["--optimizer", "adamish"], "torch.optim has no 'adamish', expected one of "),
         (["--device-kind", "h300"], "device_kind='h300', expected one of gb200, b200"),
         (["--batch-size", "0"], "'0' was given, expected a whole number of at least 1"),
@@ -133,8 +130,8 @@ def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
         ("needs", "cannot be built: TypeError: needs() missing 1 required positional argument: 'width': expected a function"),
         ("fails", "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", "it ends the program"),
-        ("number", "returned int 3: expected (module, criterion, inputs, targets), or a module together with --input"),
-        ("net", "returned no inputs: expected (module, criterion, inputs, targets), or --input"),
+        ("number", "returned int 3: expected (module, criterion, inputs, targets)"),
+        ("net", "returned no inputs: expected (module, criterion, inputs, targets)"),
         ("loses", "KeyError: 'nothing'"),
         ("packs", "packs sequences by their lengths"),
     ],

@@ -27,10 +27,7 @@ Pool = tuple[bool, int]  # small blocks or others, and their stream
 
 
 class CachingAllocator:
-    """Segments and the free blocks in them.
-
-    Free segments are released before the total of all segments exceeds ``capacity`` bytes.
-    """
+    """Segments and the free blocks in them, which are released before all segments exceed ``capacity`` bytes."""
 
     def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
         self.capacity, self.expandable = capacity, expandable
@@ -163,10 +160,7 @@ def replay(
     streams: Sequence[int] | None = None,
     expandable: bool = False,
 ) -> Replay | None:
-    """Replays a sequence of events. Returns None if ``capacity`` does not suffice.
-
-    The event ``+n`` allocates block ``n``, counted from 1, and ``-n`` releases it. By default all blocks have one stream.
-    """
+    """Replays events: ``+n`` allocates block ``n``, counted from 1, ``-n`` releases it. None if ``capacity`` does not suffice."""
     allocator = CachingAllocator(capacity, expandable=expandable)
     levels = []
     for event in events:

@@ -20,7 +20,6 @@ from ..savings.saving import Saving, savings_of
 from ..savings.settings import BALANCED, SHARDED
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
-from .remedies import with_savings
 from .trace.layouts import Request, is_coupled
 from .trace.optimizers import OptimizerChoice
 from .trace.tracer import try_traces
@@ -156,11 +155,7 @@ class Option:
         return not self.is_distributed and len(set(self.limits)) > 1
 
     def lines(self, micro_batches: int) -> Lines:
-        """Returns the lines for a number of micro-batches per update, traced at the first call.
-
-        Raises:
-            ValueError: they cannot be traced.
-        """
+        """Returns the lines for a number of micro-batches per update, traced at the first call, or raises ``ValueError``."""
         several = min(micro_batches, 2)  # with replicas, one that adds and reduces is enough
         if several not in self.traced:
             request = dataclasses.replace(self.request, micro_batches=several)
@@ -206,10 +201,7 @@ class Option:
         return [most[device] for device in self.request.traced_devices]
 
     def _may_fit_at_once(self) -> bool:
-        """Returns False if the lines for several micro-batches show that the batch does not fit in one micro-batch.
-
-        One micro-batch needs less memory than several, but saves at most the bytes of the gradients.
-        """
+        """Returns False if the batch does not fit in one micro-batch, which saves at most the gradients of several."""
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         gradients //= self.request.devices if self.request.layout.is_sharded else 1
         peaks = self.lines(2).allocated_by_device(self.share * self.request.row_step)
@@ -244,7 +236,7 @@ class Option:
         reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
         context = self.request.kind.context
         performed, operations = self.flops(count or 2), plain.flops(1)
-        traffic, whole = self._traffic(count, context + max(size or 0 for size in reserved))
+        traffic, whole = self.traffic(count, context + max(size or 0 for size in reserved))
         if fits and self.request.savings:  # offloaded activations go to the host and come back
             traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
         return Choice(
@@ -267,12 +259,7 @@ class Option:
             savings=self.request.savings,
         )
 
-    @property
-    def least_traffic(self) -> int:
-        """The traffic of one micro-batch per update."""
-        return self._traffic(1, 0)[0]
-
-    def _traffic(self, count: int, reserved: int) -> tuple[int, int]:
+    def traffic(self, count: int, reserved: int) -> tuple[int, int]:
         """Returns the bytes to and from the busiest device per update, and those of whole gradients.
 
         Gradients of sharded parameters stay whole until the last micro-batch if they fit into half of what is free: the rule of
@@ -298,9 +285,7 @@ class Search:
     """Traces options until one of them fits in little more time than any of them could take.
 
     Savings are put together in their order, first those that leave the result as it is. Each combination is a step of a ladder,
-    and has several layouts over the devices. If one of the last two steps does not fit either, which need the least memory, the
-    others are not traced. Nor are layouts in which parameters, gradients and the optimizer's state leave less than a fifth of a
-    device: temporaries of an update take as much.
+    and has several layouts over the devices. If the last two steps do not fit, which need the least memory, no other is traced.
 
     Attributes:
         choices: the options that were traced.
@@ -318,15 +303,12 @@ class Search:
         self.skipped: dict[str, str] = {}
         self._failing: set[Saving] = set()
         self._options: dict[tuple[Saving, ...], Option] = {}
-        layouts = [saving for saving in savings_of("layout") if with_savings(request, [saving])]
+        layouts = [saving for saving in savings_of("layout") if request.with_savings([saving])]
         self._layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in layouts)]
         self._least = self._layouts[-1]
-        self._traffic = min(option.least_traffic for option in self._make(self._layouts))
-        self._leave_out()
-
-    def _leave_out(self) -> None:
-        """Leaves out layouts that hold too much."""
-        module, optimizer = self.request.module, self.request.optimizer
+        self._traffic = min(option.traffic(1, 0)[0] for option in self._make(self._layouts))
+        # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much
+        module, optimizer = request.module, request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
         state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
@@ -343,7 +325,7 @@ class Search:
         if any(self._climb(ladder) for ladder in ladders):
             return True
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
-        others = [saving for saving in savings_of("optimizer") if with_savings(self.request, [saving])]
+        others = [saving for saving in savings_of("optimizer") if self.request.with_savings([saving])]
         for option in self._make([(saving, *self._least, *exact) for saving in others]):
             self._fits(option)
         return False
@@ -375,22 +357,21 @@ class Search:
         steps: list[tuple[Saving, ...]] = [()]
         for saving in savings_of("exact"):
             others = [each for each in steps[-1] if each.name not in saving.instead_of]
-            steps += [(*others, saving)] if with_savings(self.request, [saving]) else []
+            steps += [(*others, saving)] if self.request.with_savings([saving]) else []
         if len(steps[-1]) > 1:  # what runs twice may need more with offloaded activations than these alone
             steps.append(steps[-1][-1:])
         arithmetic: list[Saving] = []
         for saving in savings_of("arithmetic"):
-            arithmetic += [saving] if with_savings(self.request, [*arithmetic, saving]) else []
+            arithmetic += [saving] if self.request.with_savings([*arithmetic, saving]) else []
         return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]
 
     def _climb(self, ladder: list[tuple[Saving, ...]]) -> bool:
-        """Traces the steps of a ladder until one fits and is fast. Returns False if none fits.
-
-        After the first step comes the layout that needs the least memory, and the others only if it fits and is not fast.
-        """
+        """Traces a ladder until a step fits and is fast. After its first step, the layout of the least memory comes first."""
         if self._fit_fast(self._layouts, ladder[0]):
             return True
-        *others, least = [layout for layout in self._layouts if self._is_traced((*layout, *ladder[0]))] or self._layouts
+        firsts = {layout: self._make([(*layout, *ladder[0])]) for layout in self._layouts}
+        traced = [layout for layout, options in firsts.items() if any(option in self.choices for option in options)]
+        *others, least = traced or self._layouts
         if not self._any_fits():
             last = self._make([(*least, *step) for step in ladder[-2:]])
             results = [self._fits(option) for option in last]
@@ -398,9 +379,6 @@ class Search:
                 return False
         steps = [(layouts, step) for layouts in ([least], others[::-1]) for step in ladder[1:]]
         return any(self._fit_fast(layouts, step) for layouts, step in steps) or self._any_fits()
-
-    def _is_traced(self, savings: tuple[Saving, ...]) -> bool:
-        return any(option in self.choices for option in self._make([savings]))
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
@@ -419,7 +397,7 @@ class Search:
         """Returns an option for each of the combinations that suit the request."""
         options = []
         for savings in dict.fromkeys(map(tuple, combinations)):
-            if savings not in self._options and (changed := with_savings(self.request, savings)):
+            if savings not in self._options and (changed := self.request.with_savings(savings)):
                 if changed.layout.is_sharded:
                     changed = dataclasses.replace(changed, devices=self._shards(changed.devices))
                 self._options[savings] = Option(savings, changed, self.capacity, self.batch_size)
@@ -433,10 +411,9 @@ class Search:
         return local if self.hosts > 1 and local > 1 and has_room else devices
 
     def what_would_fit(self) -> tuple[int, int | None]:
-        """Returns the capacity at which one row per device fits, and the number of devices at which it fits these devices.
+        """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
 
-        Where the state is spread or sharded, the memory of one of ``n`` devices is ``fixed + spread / n``. Traces for two numbers
-        give both terms, and a trace of the result confirms it. The number is None if no number of devices suffices.
+        Where the state is spread or sharded, one of ``n`` devices needs ``fixed + spread / n``. Two traces give both terms.
         """
         least = min((option for option in self.choices if option.optimizer is None), key=Option.needs)
         functions = [saving for saving in least.savings if saving.stage != "layout"]

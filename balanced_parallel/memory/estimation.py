@@ -15,18 +15,16 @@ from ..batch.plan import count_micro_batches
 from ..batch.rows import Arguments, as_arguments, count_rows
 from ..replicas.module_tree import check_module
 from ..runtime.values import Precision, check_number
-from ..savings.checkpointing import find_blocks
 from ..savings.saving import sorted_names
 from .devices import KIND_SOURCES, find_kind
 from .errors import UnknownMemory
-from .lengths import trace_lengths
 from .lines import Lines
 from .operators.cuda import CONVOLUTIONS
 from .operators.recurrent import SOURCE as RECURRENCE
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
 from .trace.optimizers import OptimizerChoice
-from .trace.tracer import Trace, run_traces
+from .trace.tracer import run_traces
 
 
 def estimate(
@@ -38,11 +36,9 @@ def estimate(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     precision: str = "fp32",
     micro_batch_size: int | None = None,
-    accumulate: int = 1,
     layout: str = "single",
     devices: int = 1,
     balanced_optimizer: bool = False,
-    checkpoint: str | Iterable[str] | None = None,
     savings: Iterable[str] = (),
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
@@ -50,8 +46,6 @@ def estimate(
     scalar: int | float | bool | None = None,
     whole_gradients: bool = False,
     expandable_segments: bool = False,
-    lengths: tuple[int, int] | None = None,
-    trim: int = 1,
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
@@ -63,18 +57,16 @@ def estimate(
     Args:
         module: on any device, ``meta`` included.
         criterion: a module or a function of output and targets; a loss of all rows is ``DataParallelCriterion(..., whole=True)``.
-        inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of one process.
+        inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of an update, in one process.
         optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
-        accumulate: number of such batches per update.
         layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
             ``"fsdp"``, one rank of several, with ``inputs`` of its own.
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`. Under ddp it is a rank with whole parameters.
-        checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.
-        savings: names of functions of ``balanced_parallel.savings``, such as ``["offload_activations"]``, with their default
-            settings. They are applied to the copies that are traced.
+        savings: names of functions of ``balanced_parallel.savings``, such as ``["checkpoint_activations"]``, with their default
+            settings. They are applied to the copies that are traced. Those that change a module may also be applied before.
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of :func:`simulate`. ``None`` is the
             accelerator of this machine, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
@@ -83,9 +75,6 @@ def estimate(
         whole_gradients: with ``layout="fsdp"`` and several micro-batches, gradients are reduced once, in the last. ``TrainStep``
             does this where they fit into half of the free memory.
         expandable_segments: the allocator has this setting, as ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
-        lengths: the shortest and the longest row, for reports of other lengths: ``report.at(rows, length)`` and
-            ``report.largest_cost(capacity)``. Takes four more traces.
-        trim: the dimension of the lengths, as in :class:`ByCost`: that of all tensors with the batch's length there.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an operator depends on values.
@@ -106,11 +95,9 @@ def estimate(
         optimizer=optimizer,
         precision=precision,
         micro_batch_size=micro_batch_size,
-        accumulate=accumulate,
         layout=layout,
         devices=devices,
         balanced_optimizer=balanced_optimizer,
-        checkpoint=checkpoint,
         savings=savings,
         device_kind=device_kind,
         split=split,
@@ -119,8 +106,8 @@ def estimate(
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
     )
-    report = report_of(request, request.rows_per_micro_batch)
-    return report if lengths is None else dataclasses.replace(report, _lengths=trace_lengths(request, trim, lengths))
+    rows = request.rows_per_micro_batch
+    return make_report(request, rows, *lines_of(request, rows))
 
 
 _CALLS = {
@@ -143,9 +130,7 @@ def make_request(
     dim: int = 0,
     scalar: int | float | bool | None = None,
     micro_batch_size: int | None = None,
-    accumulate: int = 1,
     balanced_optimizer: bool = False,
-    checkpoint: str | Iterable[str] | None = None,
     split: Sequence[float] | None = None,
     savings: Iterable[str] = (),
     whole_gradients: bool = False,
@@ -156,23 +141,21 @@ def make_request(
     for name, function in {"criterion": criterion, "optimizer": optimizer}.items():
         if not callable(function):
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
-    kind = find_kind(device_kind)
-    if expandable_segments:
-        kind = dataclasses.replace(kind, expandable=True)
+    kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
     Precision(precision)
-    for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
+    for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     chosen = LAYOUTS[layout]
-    if devices > 1 and not chosen.takes_several_devices:
-        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_several_devices)
-        raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or layout={others}")
-    if whole_gradients and not chosen.is_sharded:
-        raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
-    if balanced_optimizer and not chosen.takes_balanced_optimizer:
-        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_balanced_optimizer)
-        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
+    for text, is_given, needs in (
+        (f"{devices=}", devices > 1, "takes_several_devices"),
+        (f"{whole_gradients=}", whole_gradients, "is_sharded"),
+        (f"{balanced_optimizer=}", balanced_optimizer, "takes_balanced_optimizer"),
+    ):
+        if is_given and not getattr(chosen, needs):
+            others = " or ".join(repr(name) for name, other in LAYOUTS.items() if getattr(other, needs))
+            raise ValueError(f"{text} with layout={layout!r}, expected layout={others}")
     arguments = as_arguments(inputs)
     rows = rows_of(arguments, dim)
     count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
@@ -184,12 +167,10 @@ def make_request(
         rows=rows,
         optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
         precision=precision,
-        micro_batches=count * accumulate,
-        batches=accumulate,
+        micro_batches=count,
         layout=chosen,
         devices=devices,
         balanced=balanced_optimizer,
-        blocks=_names_to_checkpoint(module, checkpoint),
         split=None if split is None else tuple(split),
         kind=kind,
         dim=dim,
@@ -206,54 +187,34 @@ def rows_of(arguments: Arguments, dim: int) -> int:
     raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
 
 
-def _names_to_checkpoint(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
-    if checkpoint is None:
-        return ()
-    if checkpoint != "blocks":
-        return (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
-    if blocks := find_blocks(module):
-        return blocks
-    raise ValueError("checkpoint='blocks', but the module has no repeated blocks: expected names of submodules, or None")
-
-
-def report_of(request: Request, rows: int) -> MemoryReport:
-    """Traces micro-batches of ``rows`` rows, and of twice as many, and makes the report."""
-    return make_report(request, rows, *lines_of(request, rows))
-
-
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
-    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others."""
+    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others.
+
+    If the module refuses the larger numbers of rows, there are none.
+    """
     base = request.round_up(max(rows, 2))  # one row is a special case for torch: broadcasting, strides
-    traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
+    counts = sorted({rows, base, 2 * base})
+    reason = "twice the rows ran other operators"
+    if is_coupled(request.criterion) and request.micro_batches == 1:
+        counts, reason = counts[:1], "the loss of all rows may need memory for each pair of them"
+    try:
+        traces = run_traces([(request, count) for count in counts])
+    except UnknownMemory:
+        raise
+    except Exception as error:  # noqa: BLE001 - a module may raise anything
+        reason = f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
+        traces = run_traces([(request, counts[0])])  # raises again if the number of rows is not the cause
     exact = Lines(request, traces[0])
     lines = Lines(request, *traces[-2:]) if len(traces) > 1 else exact
     if not lines.is_affine:
         warnings.warn(
-            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=4
+            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=3
         )
     return exact, lines
 
 
-def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], str]:
-    """Returns a trace for each of ``counts``, and the reason for a warning if they do not make a line.
-
-    If the module refuses the larger numbers of rows, the only trace is that of the first."""
-    if is_coupled(request.criterion) and request.micro_batches == 1:
-        return run_traces([(request, counts[0])]), "the loss of all rows may need memory for each pair of them"
-    try:
-        return run_traces([(request, count) for count in counts]), "twice the rows ran other operators"
-    except UnknownMemory:
-        raise
-    except Exception as error:  # noqa: BLE001 - a module may raise anything
-        first = run_traces([(request, counts[0])])  # raises again if the number of rows is not the cause
-        return first, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
-
-
 def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows from the lines of this number, and those for other numbers.
-
-    ``asked`` has, for each device, the rows at which to read ``exact``. ``None`` reads at the rows that were traced.
-    """
+    """Makes the report of micro-batches of ``rows`` rows from ``exact``, read at the rows that were traced or ``asked`` for."""
     rows_to_read: Sequence[int | None] = asked or [None] * request.devices
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
     reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
@@ -284,7 +245,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
         flops=exact.flops(None if asked is None else rows) * request.micro_batches // exact.first.micro_batches,
         affine=lines.is_affine,
-        _batches=OtherBatches(request, exact, lines, read),
+        batches=OtherBatches(request, exact, lines),
     )
 
 

@@ -2,35 +2,38 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch.containers import leaves, map_leaves
 from ..batch.plan import count_micro_batches, split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
-from ..runtime.torch_private import leaves_of_tree, storage_id
+from ..runtime.torch_private import storage_id
 from ..runtime.values import format_bytes, parse_each
 from ..savings.saving import savings_of
 from ..savings.settings import SHARDED
 from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
-from .candidates import SCALARS
+from .candidates import BASE, SCALARS
 from .devices import DeviceKind, find_kind
-from .estimation import lines_of, make_report, make_request, report_of
-from .lengths import LengthTraces, trace_lengths, with_length
+from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
-from .remedies import with_savings
+from .remedies import saved_bytes
 from .report import Holder, MemoryReport, OtherBatches
-from .trace.layouts import Request, is_coupled
+from .trace.layouts import Request, copies_of, gradients_of, is_coupled, states_of
 from .trace.optimizers import ExistingOptimizers, inner_optimizers
-from .trace.tracer import Trace, try_traces
+from .trace.tracer import run_traces
+
+CONFIRMED = 5  # shards of the largest cost that are traced in the end
 
 
 def fit(
@@ -76,7 +79,7 @@ def fit(
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
     if lengths is not None:
-        return _fit_cost(step, request, limits, trace_lengths(dataclasses.replace(request, micro_batches=2), trim, lengths))
+        return _fit_cost(step, dataclasses.replace(request, micro_batches=2), limits, trim, lengths)
     shares = request.split or request.layout.devices_per_process(request.devices)
     lines = trace_exactly(request, request.rows)
     if lines.fit(limits):
@@ -93,7 +96,7 @@ def fit(
     if count == 1 and lines.second is None:
         return make_report(request, rows, lines, lines)
     if request.split or not lines.is_affine:
-        return report_of(request, rows)
+        return make_report(request, rows, *lines_of(request, rows))
     return make_report(request, rows, lines, lines, [request.round_up(rows)] * request.devices)
 
 
@@ -101,23 +104,74 @@ def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
     """Returns the most rows of one of several micro-batches that fit, over all devices, and the lines that show it."""
     coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
     exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if coupled else 2))))
-    batches = OtherBatches(request, exact, lines, [(device, None) for device in request.traced_devices])
+    batches = OtherBatches(request, exact, lines)
     if coupled:
         return most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2), lines
     return batches.largest(limits) if min(limits) > 0 else 0, lines
 
 
-def _fit_cost(step: TrainStep, request: Request, limits: list[int], traces: LengthTraces) -> MemoryReport:
-    """Sets ``step.micro_batch_cost`` to the largest budget that fits."""
-    budget = _smallest_of_ranks(step, traces.largest_cost(limits) if min(limits) > 0 else 0)
-    longest = with_length(request, traces.dim, traces.longest)
-    if budget == 0:
-        raise ValueError(f"not one row of {traces.longest} fits: {explain(longest, limits)}")
-    step.micro_batch_cost = budget
-    rows = budget // traces.longest * request.row_step
-    lines = traces.lines[1]
-    report = make_report(dataclasses.replace(longest, micro_batches=2), rows, lines, lines, [rows] * request.devices)
-    return dataclasses.replace(report, micro_batch_cost=budget, _lengths=traces)
+def _fit_cost(step: TrainStep, request: Request, limits: list[int], dim: int, lengths: tuple[int, int]) -> MemoryReport:
+    """Sets ``step.micro_batch_cost`` to the largest budget that fits, a number of the longest rows.
+
+    The bytes of a block grow as ``rows * (a + b * length + c * length ** 2)``: embeddings with the length, attention scores with
+    its square. With ``rows = budget / length`` that is convex in the length, so few of the longest rows or many of the shortest
+    need the most. Two numbers of rows are traced at both ends. Traces of some shards in between confirm the result.
+    """
+    _check_lengths(request, dim, lengths)
+    shortest, longest = lengths
+    counts = BASE * request.row_step, 2 * BASE * request.row_step
+    traces = run_traces([(_with_length(request, dim, length), count) for length in lengths for count in counts])
+    ends = Lines(request, *traces[:2]), Lines(request, *traces[2:])
+    if not all(lines.is_affine for lines in ends):
+        raise ValueError(
+            f"the module runs other operators with {counts[0]} and {counts[1]} rows, so that its memory for other numbers is not "
+            "known: see memory.estimate for a batch of each length"
+        )
+
+    def ends_fit(rows: int) -> bool:
+        sizes = rows * longest // shortest, rows
+        return all(lines.fit(limits, size * request.row_step) for lines, size in zip(ends, sizes, strict=True))
+
+    def shards_fit(rows: int) -> bool:
+        sizes = np.unique(np.geomspace(rows, rows * longest // shortest, CONFIRMED).astype(np.int64)).tolist()
+        jobs = [(_with_length(request, dim, min(longest, rows * longest // size)), size * request.row_step) for size in sizes]
+        return all(Lines(request, trace).fit(limits) for trace in run_traces(jobs))
+
+    rows = most_that_fit(ends_fit) if min(limits) > 0 else 0  # of the longest, per device
+    while rows and not shards_fit(rows):
+        rows -= max(1, rows // 1000)
+    rows, of_longest = _smallest_of_ranks(step, rows), _with_length(request, dim, longest)
+    if rows == 0:
+        raise ValueError(f"not one row of {longest} fits: {explain(of_longest, limits)}")
+    step.micro_batch_cost = rows * longest
+    rows *= request.row_step
+    return make_report(of_longest, rows, ends[1], ends[1], [rows] * request.devices)
+
+
+def _check_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> None:
+    if len(lengths) != 2 or lengths[0] < 1 or lengths[0] + 2 > lengths[1]:
+        raise ValueError(f"lengths={lengths!r}, expected (shortest, longest), such as (1, 512), with a difference of 2 or more")
+    if dim == request.dim or not _with_dim(request, dim):
+        raise ValueError(f"trim={dim}, expected the dimension of the lengths: in some tensor, and not that of the rows")
+    if request.split is not None:
+        raise ValueError(f"split={request.split} with lengths={lengths!r}, expected equal devices: cost is spread evenly")
+
+
+def _with_length(request: Request, dim: int, length: int) -> Request:
+    """Returns the request for rows of another length, in all tensors that have the batch's length along ``dim``."""
+    whole = max(tensor.size(dim) for tensor in _with_dim(request, dim))
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.size(dim) != whole:
+            return leaf
+        return leaf.new_empty([*leaf.shape[:dim], length, *leaf.shape[dim + 1 :]], device="meta")
+
+    inputs, targets = map_leaves(resize, (request.inputs, request.targets))
+    return dataclasses.replace(request, inputs=inputs, targets=targets)
+
+
+def _with_dim(request: Request, dim: int) -> list[Tensor]:
+    return [leaf for _, leaf in leaves((request.inputs, request.targets)) if isinstance(leaf, Tensor) and dim < leaf.dim()]
 
 
 def _smallest_of_ranks(step: TrainStep, number: int) -> int:
@@ -161,20 +215,13 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     """Returns what one row per device needs, the largest holders of it, and the saving that would help most."""
     rows = request.row_step
     plain = trace_exactly(request, rows)
-    savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDED]
-    options = {saving.name: changed for saving in savings if (changed := with_savings(request, [saving]))}
-    traces = dict(zip(options, try_traces([(option, rows) for option in options.values()]), strict=True))
     report = make_report(request, rows, plain, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
-    device = request.traced_devices[worst]
     holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
-    saved = {
-        name: plain.allocated(device) - Lines(request, trace).allocated(device)
-        for name, trace in traces.items()
-        if isinstance(trace, Trace)  # else the model does not take the saving
-    }
-    best = max(saved, key=lambda name: saved[name], default="")
-    advice = f"{best} would save most, {format_bytes(saved[best])}" if saved.get(best, 0) > 0 else "no known saving would help"
+    savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDED]
+    measured = saved_bytes(request, rows, max(report.allocated), savings)
+    size, best = max(((size, saving.name) for saving, size in measured.items() if isinstance(size, int)), default=(0, ""))
+    advice = f"{best} would save most, {format_bytes(size)}" if size > 0 else "no known saving would help"
     return (
         f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
         f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
@@ -234,19 +281,11 @@ def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
     return total
 
 
-def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
+def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
-    parameters: list[Tensor] = [parameter for part in parts for parameter in part.parameters()]
-    for part in parts:
-        yield from part.buffers()
-        if isinstance(part, (DataParallelModel, DataParallelCriterion)):
-            yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
-            for bucket in part.replicas.gradients.buckets:
-                yield from (gradient for gradients in bucket.held.values() for gradient in gradients if gradient is not None)
-    for optimizer in inner_optimizers(each_optimizer(step.optimizer)):
-        parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        yield from (leaf for state in optimizer.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
-    for parameter in parameters:
-        yield parameter
-        if parameter.is_leaf and (gradient := parameter.grad) is not None:
-            yield gradient
+    optimizers = each_optimizer(step.optimizer)
+    updated = [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
+    tensors = [*updated, *(tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))]
+    replicas = [part.replicas for part in parts if isinstance(part, (DataParallelModel, DataParallelCriterion))]
+    others = [*copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(optimizers)]
+    return tensors + [other for other in others if isinstance(other, Tensor)]

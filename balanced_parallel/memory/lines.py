@@ -6,9 +6,7 @@ lines. It is convex and piecewise linear, so one line through two peaks would be
 
 import bisect
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,14 +34,19 @@ def most_that_fit(fits: Callable[[int], bool], limit: int | None = None) -> int:
     return bisect.bisect_left(range(1, limit), True, key=lambda rows: not fits(rows))
 
 
-@dataclass(frozen=True, eq=False)
 class Lines:
     """Two traces of the same events, the second with more rows; without it, only the rows of the first are known."""
 
-    request: Request
-    first: Trace
-    second: Trace | None = None
-    _replays: dict[tuple[int, int | None, int | None, bool], Replay | None] = dataclasses.field(default_factory=dict, init=False)
+    def __init__(self, request: Request, first: Trace, second: Trace | None = None) -> None:
+        self.request, self.first, self.second = request, first, second
+        self.start = first.marks["second"]  # the first event of the second update
+        places = {self.device_name(device): device for device in range(request.devices)}
+        self._bytes = [np.array([block.size for block in trace.blocks], dtype=np.int64) for trace in (first, second or first)]
+        # the host counts as one device more
+        self._devices = np.array([places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64)
+        self._certain = np.array([block.kind != MAYBE for block in first.blocks])
+        self._events = np.array(first.events, dtype=np.int64)
+        self._replays: dict[tuple[int, int | None, int | None, bool], Replay | None] = {}
 
     @property
     def is_affine(self) -> bool:
@@ -58,7 +61,7 @@ class Lines:
 
     def sizes(self, rows: int | None = None) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
-        first, second = self._sizes
+        first, second = self._bytes
         if rows is None or self.second is None:
             return first
         beyond = [self._beyond(rows, device) for device in range(self.request.devices)]
@@ -66,28 +69,6 @@ class Lines:
         steps, of = np.array(beyond, dtype=np.int64)[self._devices].T
         sizes: Numbers = first + (second - first) * steps // of
         return sizes
-
-    @functools.cached_property
-    def _sizes(self) -> tuple[Numbers, Numbers]:
-        """The bytes of each block in both traces."""
-        first, second = (
-            np.array([block.size for block in trace.blocks], dtype=np.int64) for trace in (self.first, self.second or self.first)
-        )
-        return first, second
-
-    @functools.cached_property
-    def _devices(self) -> Numbers:
-        """The device of each block, after which the host counts as one more."""
-        places = {self.device_name(device): device for device in range(self.request.devices)}
-        return np.array([places.get(block.device, self.request.devices) for block in self.first.blocks], dtype=np.int64)
-
-    @functools.cached_property
-    def _certain(self) -> NDArray[np.bool_]:
-        return np.array([block.kind != MAYBE for block in self.first.blocks])
-
-    @functools.cached_property
-    def _events(self) -> Numbers:
-        return np.array(self.first.events, dtype=np.int64)
 
     def _beyond(self, rows: int, device: int) -> tuple[int, int]:
         """Returns the distance of a device's rows from those of the first trace, and the same for the second trace."""
@@ -114,10 +95,7 @@ class Lines:
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
     def reserved(self, device: int, rows: int | None = None, capacity: int | None = None, *, upper: bool = False) -> int | None:
-        """Returns the bytes that the allocator reserves; None if these and the context are more than ``capacity``.
-
-        With ``upper`` it is an upper bound, with memory that operators may take or not.
-        """
+        """Returns the bytes that the allocator reserves, or None beyond ``capacity``; with ``upper`` at most."""
         replayed = self._replay(device, rows, capacity, upper)
         return None if replayed is None else replayed.reserved
 
@@ -147,8 +125,8 @@ class Lines:
         """Returns the operations of the second update."""
         if rows is None or self.second is None:
             return self.first.flops
-        first, second = self.first, self.second
-        return first.flops + (second.flops - first.flops) * (rows - first.rows) // (second.rows - first.rows)
+        more = (self.second.flops - self.first.flops) * (rows - self.first.rows)
+        return self.first.flops + more // (self.second.rows - self.first.rows)
 
     def bytes_on_host(self, rows: int | None = None) -> int:
         """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
@@ -165,11 +143,6 @@ class Lines:
         sizes = self.sizes(rows)
         numbers = [number for number in sorted(live) if number > 0 and self._devices[number - 1] == device]
         return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
-
-    @property
-    def start(self) -> int:
-        """The first event of the second update."""
-        return self.first.marks["second"]
 
 
 def trace_exactly(request: Request, rows: int) -> Lines:

@@ -23,7 +23,6 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from ..batch.by_cost import ByCost
 from ..batch.plan import split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
@@ -35,9 +34,7 @@ from ..strategies.launch import TorchrunEnvironment
 from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import make_report, make_request, parts_at_peak, report_of
-from .lengths import check_lengths, trace_lengths, with_length
-from .remedies import with_savings
+from .estimation import lines_of, make_report, make_request, parts_at_peak
 from .report import MemoryReport, unit_of, write_page
 from .trace.layouts import plain_criterion
 
@@ -69,8 +66,6 @@ class MemoryPlan:
             (None if no number would).
         hosts: number of hosts.
         dim: the dimension of the rows.
-        micro_batch_cost: the largest ``rows x longest`` of a device in one forward, if the plan was made for lengths.
-        trim: the dimension of the lengths.
         untried: names of options that were not traced, since a cheaper one fits, or one that needs less memory does not.
         skipped: names of options that could not be traced, with the reasons.
         remarks: savings that no trace has, as text.
@@ -90,18 +85,12 @@ class MemoryPlan:
     untried: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     remarks: tuple[str, ...] = ()
-    micro_batch_cost: int | None = None
-    trim: int = 1
     unknown_divisor: bool = False
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def chosen(self) -> Choice:
-        """The cheapest choice that fits.
-
-        Raises:
-            ValueError: nothing fits.
-        """
+        """The cheapest choice that fits. Raises ``ValueError`` if there is none."""
         if not self.fits:
             raise ValueError(self.verdict)
         return self.choices[0]
@@ -152,8 +141,6 @@ class MemoryPlan:
         device_ids: Sequence[DeviceLike] | None = None,
         weight: Callable[..., Any] | None = None,
         max_grad_norm: float | None = None,
-        cost: Callable[[Any], Any] | None = None,
-        collate: Callable[[list[Any]], Any] | None = None,
         **defaults: Any,
     ) -> tuple[Model, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
         """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
@@ -165,15 +152,11 @@ class MemoryPlan:
             optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
             device_ids: as many as in the plan. ``None`` takes the first of the visible devices, or that of the rank.
             weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
-            cost, collate: as in :class:`ByCost`, for a plan with lengths. The cost of a row is its length. Padded batches,
-                without ``collate``, are trimmed.
 
         Raises:
-            ValueError: nothing fits, the number of devices is not that of the plan, or a plan with lengths gets no ``cost``.
+            ValueError: nothing fits, or the number of devices is not that of the plan.
         """
         chosen = self.chosen
-        if (cost is None) != (self.micro_batch_cost is None):
-            raise ValueError("expected cost= for a plan that was made with lengths=, and only for such a plan")
         options: dict[str, Any] = {"dim": self.dim}
         if chosen.layout == "replicas":
             if device_ids is None and torch.accelerator.is_available():
@@ -195,15 +178,13 @@ class MemoryPlan:
         is_balanced = chosen.balanced_optimizer
         make: Any = optimizer
         trained = BalancedOptimizer(model, make, learned, **defaults) if is_balanced else optimizer(learned, **defaults)
-        trim = self.trim if collate is None else None
         step = SurroundedStep(
             model,
             wrapped,
             trained,
-            micro_batch_size=chosen.micro_batch_size if cost is None else None,
+            micro_batch_size=chosen.micro_batch_size,
             precision=chosen.precision,
             max_grad_norm=max_grad_norm,
-            cut=None if cost is None else ByCost(cost, collate=collate, trim=trim, limit=self.micro_batch_cost),
         )
         step.savings = chosen.savings
         return model, wrapped, trained, step
@@ -228,20 +209,15 @@ class MemoryPlan:
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
         """Returns the plan that :meth:`to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
+        values = _with_tuples(json.loads(text))
         del values["verdict"]
-        choices = tuple(Choice(**_with_tuples(choice)) for choice in values["choices"])
-        return cls(**_with_tuples(values) | {"choices": choices})
+        return cls(**values | {"choices": tuple(Choice(**choice) for choice in values["choices"])})
 
     def __str__(self) -> str:
         return self.describe()
 
     def describe(self, *, verbose: bool = False) -> str:
-        """Returns the plan as text of at most 100 columns: verdict, lines to write, table, notes.
-
-        Args:
-            verbose: with the options that were not tried, and with savings that no trace has.
-        """
+        """Returns the plan as text of at most 100 columns; ``verbose`` with what was not tried, and savings by hand."""
         table = tabulate(map(row_of, self.choices), HEADERS, "simple", disable_numparse=True, maxcolwidths=WIDTHS)
         notes = [textwrap.fill(note, 100, break_long_words=False) for note in self._notes(verbose)]
         program = ["\n".join(f"    {line}".rstrip() for line in self.lines)] if self.lines else []
@@ -267,8 +243,6 @@ class MemoryPlan:
             yield note
         if self.unknown_divisor:
             yield _UNKNOWN_DIVISOR
-        if self.micro_batch_cost is not None:
-            yield f"rows x longest of {self.micro_batch_cost} at most per device"
         for name, reason in self.skipped:
             yield f"skipped: {name}: {reason}"
         if self.remarks and (verbose or not self.fits):
@@ -281,12 +255,11 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _as_tuple(value) for name, value in values.items()}
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+def _with_tuples(value: Any) -> Any:
+    """Returns what was read from JSON with tuples in place of lists."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(each) for name, each in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def plan(
@@ -304,8 +277,6 @@ def plan(
     device_kind: str | None = None,
     dim: int = 0,
     scalar: int | float | bool | None = None,
-    lengths: tuple[int, int] | None = None,
-    trim: int = 1,
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
 
@@ -323,9 +294,6 @@ def plan(
         devices: number of devices of a host.
         hosts: number of hosts with as many devices each. With several, every device has a rank of torchrun.
         precision: the precision to try first.
-        lengths: the shortest and the longest row. The plan is made for rows of the longest, and has a ``micro_batch_cost``: the
-            largest budget such that every shard with ``rows x longest`` within it fits.
-        trim: the dimension of the lengths, as for :func:`estimate`.
 
     Raises:
         ValueError: a setting is out of its range, :func:`estimate` refuses it, or no option can be traced.
@@ -356,8 +324,6 @@ def plan(
         dim=dim,
         scalar=scalar,
     )
-    if lengths is not None:
-        request = with_length(request, trim, check_lengths(request, trim, lengths)[1])
     if capacity is None and (capacity := request.kind.capacity) is None:
         raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
     limits = parse_each(capacity, devices) * hosts
@@ -369,9 +335,6 @@ def plan(
         raise ValueError(f"{name}: {reason}; a plan needs a module, a criterion and an optimizer that take any number of rows")
     ranked = sorted(search.choices.items(), key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost))
     how, best = ranked[0]
-    cost = None
-    if lengths is not None and best.fits:
-        cost = trace_lengths(dataclasses.replace(how.request, micro_batches=2), trim, lengths).largest_cost(how.limits)
     result = MemoryPlan(
         batch_size=batch_size,
         capacity=limits,
@@ -384,8 +347,6 @@ def plan(
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
-        micro_batch_cost=cost,
-        trim=trim,
         unknown_divisor=_has_unknown_divisor(criterion),
         report=_report(how, best) if best.fits else None,
     )
@@ -405,7 +366,7 @@ def _remarks(option: Option) -> tuple[str, ...]:
     parts = parts_at_peak(lines, 0, option.request.row_step)
     texts = []
     for saving in savings_of("by hand", "optimizer"):
-        if saving.bytes_of is not None and with_savings(option.request, [saving]) is None and (size := saving.bytes_of(parts)):
+        if saving.bytes_of is not None and option.request.with_savings([saving]) is None and (size := saving.bytes_of(parts)):
             texts.append(f"{saving.name} saves {format_bytes(size)} ({saving.cost})")
         elif saving.change is None and saving.bytes_of is None:
             texts.append(f"{saving.name} ({saving.cost})")
@@ -418,28 +379,18 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     rows = -(-option.share // count) if option.is_distributed else -(-option.batch_size // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * step:
-        return report_of(request, rows)
+        return make_report(request, rows, *lines_of(request, rows))
     lines = option.lines(count)
-    return make_report(request, rows, lines, lines, [size * step for size in _sizes(rows, option)])
-
-
-def _sizes(rows: int, option: Option) -> list[int]:
-    devices = option.request.devices
-    return [rows] * devices if option.is_distributed else split_sizes(rows, devices)
+    sizes = [rows] * request.devices if option.is_distributed else split_sizes(rows, request.devices)
+    return make_report(request, rows, lines, lines, [size * step for size in sizes])
 
 
 def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> tuple[str, ...]:
-    """Returns the lines that apply the chosen way of a plan to ``module``, ``criterion``, ``inputs`` and ``targets``.
-
-    Args:
-        learns: the criterion has parameters to train.
-    """
+    """Returns the lines that apply a plan to a problem. If it ``learns``, the criterion has parameters to train."""
     chosen = plan.chosen
     functions = [find_saving(name) for name in chosen.savings]
     blocks = [line for saving in functions if saving.surround for line in saving.lines]
-    make, settings = optimizer, {}
-    if isinstance(optimizer, functools.partial):
-        make, settings = optimizer.func, optimizer.keywords
+    make, settings = (optimizer.func, optimizer.keywords) if isinstance(optimizer, functools.partial) else (optimizer, {})
     name = getattr(make, "__name__", repr(make))
     name = f"torch.optim.{name}" if getattr(torch.optim, name, None) is make else name
     learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
@@ -447,13 +398,9 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
     parallel |= {"dim": plan.dim} if plan.dim else {}
     parallel |= {"strategy": chosen.layout, "precision": chosen.precision} if chosen.layout != "replicas" else {}
     training: dict[str, Any] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
-    cut = ""
-    if plan.micro_batch_cost is not None:
-        cut = f", cut=ByCost(len, trim={plan.trim}, limit={plan.micro_batch_cost})"
-        del training["micro_batch_size"]
     is_balanced = chosen.balanced_optimizer
     arguments = f"model, {name}, {learned}" if is_balanced else learned
-    names = ["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced, *["ByCost"] * bool(cut)]
+    names = ["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced]
     hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
     torchrun = [f"# torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py; every rank passes its own rows"]
     return (
@@ -464,7 +411,7 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
         *(line for saving in functions if not saving.surround for line in saving.lines),
         f"model, criterion = parallelize(module, criterion{_text(parallel)})",
         f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(settings)})",
-        f"step = TrainStep(model, criterion, optimizer{_text(training)}{cut})",
+        f"step = TrainStep(model, criterion, optimizer{_text(training)})",
         *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),
     )
 

@@ -15,35 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch.containers import describe, leaves, map_leaves
+from ..batch.containers import describe, map_leaves
 from ..batch.rows import as_arguments
-from ..loss.criterion import DataParallelCriterion
 from .estimation import rows_of
 
 # Files of torch, of this package and of Python: their lines do not show the mistake of a user
 _NOT_THE_USERS = (*(str(Path(place).parent) for place in (torch.__file__, Path(__file__).parent, traceback.__file__)), "<")
-_EXPECTED = "expected (module, criterion, inputs, targets), or a module together with --input"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of :func:`estimate` and :func:`plan`. The doctor accepts None for the inputs. ``assumed`` is text."""
+    """Arguments of :func:`estimate` and :func:`plan`. The doctor accepts None for all but the module."""
 
     module: nn.Module
     criterion: Callable[..., Any] | None
     inputs: Any
     targets: Any
-    assumed: str = ""
 
     def rows(self, dim: int) -> int:
         """Returns the number of rows of the batch."""
         return rows_of(as_arguments(self.inputs), dim)
 
     def with_rows(self, rows: int, dim: int) -> tuple[Any, Any]:
-        """Returns inputs and targets with ``rows`` rows along ``dim``, on the meta device.
-
-        Tensors with a multiple of the present rows get the same multiple of ``rows``.
-        """
+        """Returns inputs and targets on the meta device with ``rows`` rows, or the multiple that a tensor has, along ``dim``."""
         present = self.rows(dim)
 
         def resize(leaf: Any) -> Any:
@@ -55,42 +49,20 @@ class Problem:
         return map_leaves(resize, self.inputs), map_leaves(resize, self.targets)
 
 
-def build_problem(place: str, shape: str | None = None) -> Problem:
+def build_problem(place: str) -> Problem:
     """Makes the problem at ``place``, on the meta device if the function can run there.
 
-    Args:
-        place: ``my_file.py:build`` or ``package.module:build``: a function without required arguments that returns
-            ``(module, criterion, inputs, targets)``. It may return a module if ``shape`` is given, and a module or
-            ``(module, criterion)`` for the doctor.
-        shape: of the only input with its rows, as for :func:`parse_input`. The loss is then the mean of the output.
+    ``my_file.py:build`` or ``package.module:build`` is a function without required arguments that returns
+    ``(module, criterion, inputs, targets)``; for the doctor also a module or ``(module, criterion)``.
     """
     result = _make(place, _find(place))
     parts = result if isinstance(result, tuple) else (result,)
     module, criterion, inputs, targets = (*parts, *[None] * (4 - len(parts)))[:4]
     is_problem = len(parts) in (1, 2, 4) and isinstance(module, nn.Module) and (len(parts) == 1 or callable(criterion))
-    if not is_problem or (shape is not None and len(parts) > 1):
-        prefix = "--input was given, and " * (shape is not None)
+    if not is_problem:
         returned = ", ".join(map(describe, parts))
-        raise ValueError(f"{prefix}{place} returned {returned}: {_EXPECTED}")
-    if shape is None:
-        return Problem(module, criterion, inputs, targets)
-    mean = DataParallelCriterion(mean_of, weight="rows")
-    return Problem(module, mean, parse_input(shape), (), "the loss is the mean of the output")
-
-
-def parse_input(text: str) -> Tensor:
-    """Returns a tensor on the meta device from its shape, such as ``"4,128"`` for float32 or ``"4,128:int64"``."""
-    sizes, colon, name = text.partition(":")
-    dtype = getattr(torch, name, None) if colon else torch.float32
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) or not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is not the shape of an input with its rows, expected such as 4,3,224,224 or 4,128:int64")
-    return torch.empty(*map(int, sizes.split(",")), dtype=dtype, device="meta")
-
-
-def mean_of(output: Any) -> Tensor:
-    """Returns the mean of all floating-point tensors of an output, weighted equally."""
-    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([tensor.float().mean() for tensor in tensors]).mean()
+        raise ValueError(f"{place} returned {returned}: expected (module, criterion, inputs, targets)")
+    return Problem(module, criterion, inputs, targets)
 
 
 def _find(place: str) -> Any:

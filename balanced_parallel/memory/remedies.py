@@ -1,4 +1,4 @@
-"""The table of tricks: the bytes that each saving would save for a model, measured one by one."""
+"""The bytes that each saving would save, measured one by one: the table of tricks, and the advice of an error."""
 
 import dataclasses
 import json
@@ -10,21 +10,31 @@ from tabulate import tabulate
 
 from ..runtime.values import format_bytes
 from ..savings.saving import Saving, all_savings
-from .estimation import make_request, report_of
+from .estimation import lines_of, make_report, make_request
 from .lines import Lines
 from .report import MemoryReport
-from .trace.layouts import LAYOUTS, ReplicaLayout, Request, SingleDevice, plain_criterion
+from .trace.layouts import ReplicaLayout, Request, SingleDevice, plain_criterion
 from .trace.tracer import Trace, try_traces
 
 
-def with_savings(request: Request, savings: Iterable[Saving]) -> Request | None:
-    """Returns the request with all of ``savings``, or None if one of them does not suit it."""
-    for saving in savings:
-        changes = saving.changes(request)
-        if changes is None:
-            return None
-        request = dataclasses.replace(request, **{**changes, "layout": LAYOUTS[changes.get("layout", request.layout.name)]})
-    return request
+def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[Saving]) -> dict[Saving, int | str]:
+    """Traces ``rows`` rows with each of ``savings``. Returns the bytes that it takes off ``peak``, or why it does not suit."""
+    options = {saving: request.with_savings([saving]) for saving in savings}
+    traces = iter(try_traces([(option, _rows_of(option, request, rows)) for option in options.values() if option]))
+    saved: dict[Saving, int | str] = {}
+    for saving, option in options.items():
+        trace = next(traces) if option else saving.needs
+        if option and isinstance(trace, Trace):
+            saved[saving] = peak - max(Lines(option, trace).allocated_by_device())
+        else:
+            saved[saving] = f"not for this model: {trace}"
+    return saved
+
+
+def _rows_of(option: Request, request: Request, rows: int) -> int:
+    """Returns the rows of a micro-batch of an option, of which each rank has a part."""
+    ranks = request.devices if option.layout.is_distributed and not request.layout.is_distributed else 1
+    return option.round_up(-(-rows * request.micro_batches // (option.micro_batches * ranks)))
 
 
 @dataclass(frozen=True)
@@ -60,38 +70,26 @@ class TrickTable:
 
 
 def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, devices: int = 1, **settings: Any) -> TrickTable:
-    """Traces a step of the plain program, and the same step with each saving. Several devices are replicas.
-
-    ``settings`` are ``optimizer``, ``precision``, ``device_kind``, ``dim`` and ``scalar``, as for :func:`estimate`.
-    """
+    """Traces a step with each saving. Several devices are replicas. ``settings`` are those of :func:`estimate`."""
     layout = (SingleDevice if devices == 1 else ReplicaLayout).name
     request = make_request(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
-    report = report_of(request, request.rows)
+    report = make_report(request, request.rows, *lines_of(request, request.rows))
     peak = max(report.allocated)
-    options = [(saving, with_savings(request, [saving])) for saving in _savings_of(request)]
-    traces = iter(try_traces([(option, _rows_of(option, request)) for _, option in options if option]))
     tricks = []
-    for saving, option in options:
-        trace = next(traces) if option else ""
-        if option and isinstance(trace, Trace):
-            tricks.append(Trick(saving.name, peak - max(Lines(option, trace).allocated_by_device()), saving.cost))
-        elif saving.bytes_of is not None:
-            size = saving.bytes_of(report.parts[0])
-            tricks += [Trick(saving.name, size, f"{saving.cost} (not traced)")] if size else []
-        else:
-            tricks.append(Trick(saving.name, None, f"not for this model: {trace or saving.needs}"[:100]))
+    for saving, saved in saved_bytes(request, request.rows, peak, _savings_of(request)).items():
+        size = saving.bytes_of(report.parts[0]) if saving.bytes_of else 0
+        if isinstance(saved, int):
+            tricks.append(Trick(saving.name, saved, saving.cost))
+        elif saving.bytes_of is None:
+            tricks.append(Trick(saving.name, None, saved[:100]))
+        elif size:
+            tricks.append(Trick(saving.name, size, f"{saving.cost} (not traced)"))
     return TrickTable(peak, tuple(tricks), report)
-
-
-def _rows_of(option: Request, request: Request) -> int:
-    """Returns the rows of a micro-batch of an option, of which each rank has a part."""
-    ranks = request.devices if option.layout.is_distributed else 1
-    return option.round_up(-(-option.rows_per_micro_batch // ranks))
 
 
 def _savings_of(request: Request) -> Iterator[Saving]:
     """Yields the rows of the table: without those for several devices on one, and optimizers that are not smaller."""
     for saving in all_savings():
-        suits = with_savings(request, [saving]) is not None or saving.bytes_of is not None
+        suits = request.with_savings([saving]) is not None or saving.bytes_of is not None
         if suits or saving.stage in ("exact", "by hand") or (saving.stage == "layout" and request.devices > 1):
             yield saving

@@ -11,21 +11,17 @@ import datetime
 import html
 import importlib
 import json
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tabulate import tabulate
 
 from ..runtime.values import UNITS, check_number, format_bytes, parse_each
-from .lengths import LengthTraces
 from .lines import Lines, most_that_fit, trace_exactly
-from .trace.allocations import MAYBE
 from .trace.layouts import Request
 
 _HOLDERS = 12  # of a peak, the largest
@@ -57,15 +53,11 @@ def holders_table(holders: Sequence[Holder], style: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class OtherBatches:
-    """The traces of a report: the lines of its number of rows, and those for others.
-
-    ``read`` has, for each device, its place in the trace, and the rows at which to read ``exact``; None for the traced ones.
-    """
+    """The traces of a report: the lines of its number of rows, and those for others."""
 
     request: Request
     exact: Lines
     lines: Lines
-    read: Sequence[tuple[int, int | None]]
     traces: dict[int, Lines] = dataclasses.field(default_factory=dict)
 
     def allocated_at(self, rows: int) -> tuple[int, ...]:
@@ -128,7 +120,6 @@ class MemoryReport:
         phases: places in the timeline where the (last) backward and the optimizer's step begin.
         rows: of one micro-batch over all devices. An update has ``micro_batches`` of them.
         flops: operations of an update without those of the optimizer.
-        micro_batch_cost: the budget of cost that :func:`fit` set, with ``lengths=``.
         affine: :meth:`at` computes other batches from two traces. Otherwise it traces each of them.
 
     Example:
@@ -157,24 +148,18 @@ class MemoryReport:
     phases: Mapping[str, int]
     flops: int
     affine: bool
-    micro_batch_cost: int | None = None
-    _batches: OtherBatches | None = dataclasses.field(default=None, repr=False, compare=False)
-    _lengths: LengthTraces | None = dataclasses.field(default=None, repr=False, compare=False)
+    batches: OtherBatches = dataclasses.field(repr=False, compare=False)
 
-    def at(self, rows: int, length: int | None = None) -> tuple[int, ...]:
+    def at(self, rows: int) -> tuple[int, ...]:
         """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all devices.
 
         If the rows do not divide evenly, they are those of a device with the larger share.
 
-        Args:
-            length: of all rows, if the estimate had ``lengths=``.
-
         Raises:
-            ValueError: a number is not positive, this report was read from a file, or it has no lengths.
+            ValueError: the number is not positive.
         """
-        for name, number in {"rows": rows, "length": 1 if length is None else length}.items():
-            check_number(name, number, "a positive number", at_least=1, whole=True)
-        return self.batches.allocated_at(rows) if length is None else self._of_lengths.allocated(rows, length)
+        check_number("rows", rows, "a positive number", at_least=1, whole=True)
+        return self.batches.allocated_at(rows)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
@@ -184,14 +169,6 @@ class MemoryReport:
         """
         return self.batches.largest(parse_each(capacity, self.devices))
 
-    def largest_cost(self, capacity: int | str | Sequence[int | str]) -> int:
-        """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
-
-        Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is a
-        number of the longest rows: 0 if one of them does not fit. ``capacity`` is as for :meth:`largest`.
-        """
-        return self._of_lengths.largest_cost(parse_each(capacity, self.devices))
-
     def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
         """Writes a page that needs no network: memory over the step, a slider for the rows, and the holders of the peak.
 
@@ -199,31 +176,9 @@ class MemoryReport:
         """
         write_page(path, self, capacity)
 
-    def save_snapshot(self, path: Path | str) -> None:
-        """Writes both updates for torch's memory visualiser, https://pytorch.org/memory_viz.
-
-        The file has the format of ``torch.cuda.memory._dump_snapshot``: every allocation and release of each device, with the
-        module, the operator and the line. Addresses are invented, and there are no segments.
-        """
-        traces = [list(_snapshot_events(self.batches.exact, *place)) for place in self.batches.read]
-        Path(path).write_bytes(pickle.dumps({"segments": [], "device_traces": traces}))
-
-    @property
-    def batches(self) -> OtherBatches:
-        """The traces behind this report."""
-        if self._batches is None:
-            raise ValueError("this report was read from a file: call memory.estimate again for other batches")
-        return self._batches
-
-    @property
-    def _of_lengths(self) -> LengthTraces:
-        if self._lengths is None:
-            raise ValueError("this report has no lengths: call memory.estimate(..., lengths=(shortest, longest))")
-        return self._lengths
-
     def to_json(self) -> str:
         """Returns the report as JSON, without its timeline."""
-        hidden = {"timeline", "_batches", "_lengths"}
+        hidden = {"timeline", "batches"}
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in hidden}
         return json.dumps(
             values | {"where": [[dataclasses.asdict(holder) for holder in holders] for holders in self.where]}, indent=2
@@ -246,21 +201,6 @@ class MemoryReport:
         columns |= {name: tuple(parts[name] for parts in self.parts) for name in names}
         rows = [[f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())] for i in range(self.devices)]
         return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))
-
-
-def _snapshot_events(lines: Lines, device: int, rows: int | None) -> Iterator[dict[str, Any]]:
-    name, sizes = lines.device_name(device), lines.sizes(rows)
-    addresses = 2**32 + np.cumsum(sizes) - sizes  # no two blocks overlap
-    for time, event in enumerate(lines.first.events):
-        place = abs(event) - 1
-        block, size = lines.first.blocks[place], int(sizes[place])
-        if block.device == name and size and block.kind != MAYBE:
-            file, _, number = block.line.rpartition(":")
-            source = {"filename": file, "line": int(number)} if number.isdigit() else {"filename": block.line, "line": 0}
-            frames = [{"name": block.module or block.operator, **source}, {"name": block.operator, "filename": "", "line": 0}]
-            allocation = {"addr": int(addresses[place]), "size": size, "stream": block.stream, "frames": frames}
-            for later, action in enumerate(["alloc"] if event > 0 else ["free_requested", "free_completed"]):
-                yield {"action": action, **allocation, "category": block.kind, "time_us": 2 * time + later}
 
 
 POINTS = 600  # of a curve

@@ -16,12 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import (
-    buffers_of,
-    children_of,
-    parameters_of,
-    versions,
-)
+from ..runtime.torch_private import buffers_of, children_of, parameters_of, versions
 from ..runtime.values import check_type
 from .saving import Saving, sorted_names
 
@@ -50,17 +45,6 @@ def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Modu
         within = [] if repeats and not isinstance(child, nn.Sequential) else _blocks_under(child, f"{prefix}{name}.", containers)
         names += within or ([f"{prefix}{name}"] if repeats and not is_list else [])
     return names
-
-
-def checkpoint_blocks(module: nn.Module, names: Sequence[str], *, selective: bool = False) -> None:
-    """Checkpoints each named module in place: it saves its inputs only, and recomputes the rest in the backward."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for name in names:
-        if name not in modules:
-            raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
-    for name in names:
-        if not isinstance(modules[name], Checkpointed):
-            modules[name].__class__ = _checkpointed(_kind(modules[name]), 1, selective)
 
 
 def _kind(module: Any) -> Any:
@@ -168,8 +152,13 @@ def checkpoint_activations(
         if not names:
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
     if names:
-        checkpoint_blocks(module, names, selective=selective)
-        return CheckpointHandle([module.get_submodule(name) for name in names], tuple(names))
+        modules = dict(module.named_modules(remove_duplicate=False))
+        for name in names:
+            if name not in modules:
+                raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
+        for child in dict.fromkeys(modules[name] for name in names):
+            child.__class__ = _checkpointed(_kind(child), 1, selective)
+        return CheckpointHandle([modules[name] for name in names], tuple(names))
     sequentials = _outermost_sequentials(module)
     if not sequentials:
         raise ValueError(f"{type(module).__name__} has neither repeated blocks nor an nn.Sequential to checkpoint, {EXPECTED}")
@@ -193,10 +182,7 @@ def _outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
 def run_checkpointed(
     modules: Sequence[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any, *, name: str, selective: bool = False
 ) -> Any:
-    """Returns ``function(*args, **kwargs)``. The graph keeps the arguments only, and the backward runs the function again.
-
-    The function may write to buffers of ``modules``. If ``selective``, the graph also keeps outputs of expensive operators.
-    """
+    """Returns ``function(*args, **kwargs)``, which the backward runs again. It may write to buffers of ``modules``."""
     leaves, rebuild = torch_private.flatten((args, kwargs))
     is_training = any(module.training for module in modules)
     if not torch.is_grad_enabled() or (not is_training and any(hasattr(leaf, _CACHE) for leaf in leaves)):
@@ -314,7 +300,7 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
 
 def _checkpoint(name: str, step: Any) -> Mapping[str, Any] | None:
     has_parts = bool(find_blocks(step.module) or _outermost_sequentials(step.module))
-    is_possible = has_parts and not step.blocks and name not in step.savings
+    is_possible = has_parts and name not in step.savings
     return {"savings": sorted_names([*step.savings, name])} if is_possible else None
 
 

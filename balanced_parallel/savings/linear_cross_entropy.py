@@ -106,10 +106,7 @@ class Labels(NamedTuple):
 
 
 def rows_per_chunk(features: int) -> int:
-    """Returns the rows of a chunk. Its logits take the memory of the weight's gradient, unless the layer is very narrow or wide.
-
-    Matrices of fewer rows are slow to multiply.
-    """
+    """Returns the rows of a chunk, whose logits take the memory of the weight's gradient. Few rows are slow to multiply."""
     return min(max(features, 256), 1024)
 
 
@@ -196,10 +193,7 @@ def _run(
     wanted: tuple[bool, ...],
     factors: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Returns the losses of all rows, and the wanted gradients of their sum: of the hidden states, the weight and the bias.
-
-    Each row may have a factor in that sum.
-    """
+    """Returns the losses of all rows, and the wanted gradients of their sum, in which each row may have a factor."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -245,10 +239,9 @@ traced_share = 0.0  # a traced batch as a part of the largest one that may come;
 
 
 def _one_chunk(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None, products: int) -> Chunks:
-    """Yields one chunk for a trace, whose operators are then the same for every number of rows.
+    """Yields one chunk for a trace, as large as those of the largest batch: the operators of every number of rows are the same.
 
-    It has as many rows as that of the largest batch: all of a chunk, if that batch is not smaller. A product with a single result
-    has the operations of all rows: ``products`` with the weight. Nothing is written.
+    A product with a single result has the operations of all rows: ``products`` with the weight. Nothing is written.
     """
     size, operations = rows_per_chunk(weight.size(1)), len(hidden) * weight.numel() * products
     size = min(size, math.ceil(len(hidden) / traced_share)) if traced_share else size

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class Saving:
     surround: Callable[[], AbstractContextManager[Any]] | None = None
     surround_trace: Callable[[torch.device], AbstractContextManager[Any]] | None = None
     instead_of: tuple[str, ...] = ()
-    lines: tuple[str, ...] = field(default=())
+    lines: tuple[str, ...] = ()
     bytes_of: Callable[[Mapping[str, int]], int] | None = None
 
     def changes(self, step: Any) -> Mapping[str, Any] | None:
@@ -94,11 +94,7 @@ def find_saving(name: str) -> Saving:
 
 
 def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of functions in the order in which they are applied.
-
-    Raises:
-        ValueError: one of them is not the name of a saving that a trace can apply.
-    """
+    """Returns the names of functions in the order in which they are applied, if a trace can apply all of them."""
     requested = [names] if isinstance(names, str) else list(names)
     functions = [saving.name for saving in all_savings() if saving.is_function]
     for name in requested:

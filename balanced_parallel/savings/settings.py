@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,17 +45,6 @@ def _use_optimizer(make: Callable[..., torch.optim.Optimizer], smaller: tuple[st
     if choice.name == "SGD" and not choice.plain([nn.Parameter(torch.zeros(1))])[0].param_groups[0]["momentum"]:
         return None
     return {"optimizer": dataclasses.replace(choice, make=make)}
-
-
-def AdamW8bit(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """Makes the optimizer of torchao. It compiles its update; a trace runs the operators one by one, which need more memory."""
-    make: Callable[..., torch.optim.Optimizer] = importlib.import_module("torchao.optim").AdamW8bit
-    return make(parameters, **settings)
-
-
-def _use_8_bits(step: Any) -> Mapping[str, Any] | None:
-    is_installed = importlib.util.find_spec("torchao") is not None
-    return _use_optimizer(AdamW8bit, ("Adafactor", "AdamW8bit"), step) if is_installed else None
 
 
 MICRO_BATCHES = Saving(
@@ -136,7 +123,7 @@ _ADAMW8BIT = dataclasses.replace(
     saves="three quarters of AdamW's state",
     needs="torchao",
     order=620,
-    change=_use_8_bits,
+    change=None,
     bytes_of=lambda parts: parts["optimizer state"] * 3 // 4,
 )
 _IN_PLACE = Saving(

@@ -1,4 +1,4 @@
-"""Rows of other lengths than the traced ones, compared with the CPU's allocator."""
+"""Batches of few long and of many short rows, compared with the CPU's allocator."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from truth import allocator_peak
 from balanced_parallel import memory
 
 NAMES = "GPT", "BERT (transformers)", "Llama (transformers)"
-TRACED = 2, 128  # rows and longest length of the report
 SIZES = ((1, 7), (3, 100), (16, 24))  # rows and lengths
 
 
@@ -23,11 +22,14 @@ def of_size(problem: Problem, rows: int, length: int) -> Problem:
 
 def length_errors(problem: Problem, precision: str) -> list[tuple[int, float]]:
     """Returns the bytes used, and the relative error of the prediction, for each of ``SIZES``."""
-    first = of_size(problem, *TRACED)
-    settings = {"device_kind": "cpu", "precision": precision, "lengths": (1, TRACED[1])}
-    report = memory.estimate(first.module, first.criterion, first.inputs, first.targets, **settings)  # type: ignore[arg-type]
-    used = [allocator_peak(of_size(problem, *size), precision) for size in SIZES]
-    return [(peak, report.at(*size)[0] / peak - 1) for size, peak in zip(SIZES, used, strict=True)]
+    errors = []
+    for size in SIZES:
+        batch = of_size(problem, *size)
+        settings = {"device_kind": "cpu", "precision": precision}
+        report = memory.estimate(batch.module, batch.criterion, batch.inputs, batch.targets, **settings)  # type: ignore[arg-type]
+        used = allocator_peak(batch, precision)
+        errors.append((used, report.allocated[0] / used - 1))
+    return errors
 
 
 def length_rows(build: Callable[[str], Problem]) -> list[list[object]]:

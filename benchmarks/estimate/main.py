@@ -117,7 +117,7 @@ def table(rows: list[list[object]], *headers: str) -> str:
 def single_error(problem: Problem, precision: str, checkpoint: bool) -> tuple[int, float]:
     """Returns the bytes used, and the relative error of the prediction."""
     used = allocator_peak(problem, precision, checkpoint)
-    guess = estimate(problem, precision=precision, checkpoint="blocks" if checkpoint else None).allocated[0]
+    guess = estimate(problem, precision=precision, savings=["checkpoint_activations"] * checkpoint).allocated[0]
     return used, guess / used - 1
 
 

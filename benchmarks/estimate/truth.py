@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import Precision
-from balanced_parallel.savings.checkpointing import checkpoint_blocks, find_blocks
+from balanced_parallel.savings import checkpoint_activations
 
 
 def run_step(
@@ -34,7 +34,7 @@ def copied(problem: Problem, checkpoint: bool = False) -> Problem:
     """Returns a copy of a problem, with its repeated blocks checkpointed if asked."""
     problem = copy.deepcopy(problem)
     if checkpoint:
-        checkpoint_blocks(problem.module, find_blocks(problem.module))
+        checkpoint_activations(problem.module)
     return problem
 
 

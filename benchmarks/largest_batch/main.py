@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "nn.DataParallel": {"layout": "torch_data_parallel"},
     "three lines": {"layout": "replicas"},
     "+ BalancedOptimizer": {"layout": "replicas", "balanced_optimizer": True},
-    "+ savings": {"layout": "replicas", "balanced_optimizer": True, "checkpoint": "blocks"},
+    "+ savings": {"layout": "replicas", "balanced_optimizer": True, "savings": ["checkpoint_activations"]},
 }
 
 
@@ -32,7 +32,7 @@ def largest(name: str, way: str) -> int:
     """Returns the most rows over all devices in one forward and backward."""
     settings, make = dict(WAYS[way]), MODELS[name]
     if way == "+ savings" and name.startswith("GPT-2"):
-        settings["savings"], make = ["replace_lm_head"], gpt2_with_loss
+        settings["savings"], make = ["replace_lm_head", "checkpoint_activations"], gpt2_with_loss
     with torch.device("meta"):
         module, criterion, inputs, targets = make()
     report = memory.estimate(module, criterion, inputs, targets, devices=DEVICES, precision="bf16", device_kind=GPU, **settings)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 COMMANDS = {
-    "small": "--batch-size 64 --devices 2 --memory 24GiB --precision bf16 --device-kind rtx4090",
-    "xl": "--batch-size 64 --devices 2 --memory 24GiB --precision bf16 --device-kind rtx4090",
-    "plain": "--batch-size 64 --devices 2 --memory 24GiB --precision bf16 --device-kind rtx4090",
-    "llama": "--batch-size 64 --devices 8 --memory 80GiB --precision bf16 --device-kind h100",
+    "small": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
+    "xl": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
+    "plain": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
+    "llama": "--batch-size 64 --devices 8 --precision bf16 --device-kind h100",
 }
 
 

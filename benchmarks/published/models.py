@@ -145,7 +145,7 @@ def vit_large(in_backward: bool) -> Program:
 def vit_giant() -> Program:
     """Builds DINOv2's giant in bf16 with checkpointed blocks and 32 images."""
     net = VisionTransformer(1536, 40, 24, 4096, 14, 10, gated=True).to(bf16)
-    settings = {"optimizer": adam(torch.optim.AdamW, fused=True), "checkpoint": "blocks"}
+    settings = {"optimizer": adam(torch.optim.AdamW, fused=True), "savings": ["checkpoint_activations"]}
     return Program(
         net, nn.CrossEntropyLoss(), torch.empty(32, 3, 224, 224, dtype=bf16), torch.empty(32, dtype=torch.int64), settings
     )
@@ -277,11 +277,11 @@ LORA = {
 def lora(name: str, rows: int) -> Program:
     """Builds LitGPT's fine-tuning in bf16, with two of its micro-batches per update."""
     settings = LORA[name]
-    tokens = torch.empty(rows, settings[-1], dtype=torch.int64)
+    tokens = torch.empty(2 * rows, settings[-1], dtype=torch.int64)
     net = LoRALanguageModel(*settings).to(bf16)
     for name in ("cos", "sin"):
         net.register_buffer(name, getattr(net, name).float())  # computed outside of the context in which bf16 is the default
-    return Program(net, ChunkedLoss(), tokens, tokens, {"optimizer": torch.optim.AdamW, "accumulate": 2})
+    return Program(net, ChunkedLoss(), tokens, tokens, {"optimizer": torch.optim.AdamW, "micro_batch_size": rows})
 
 
 # transformers ------------------------------------------------------------------------------------------------------------------

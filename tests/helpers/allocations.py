@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
 from balanced_parallel import parallelize
-from balanced_parallel.savings.checkpointing import checkpoint_blocks, find_blocks
+from balanced_parallel.savings import checkpoint_activations
 
 _spec = importlib.util.spec_from_file_location("allocator_of_benchmarks", BENCHMARKS / "estimate" / "allocator.py")
 _module = importlib.util.module_from_spec(_spec)
@@ -26,7 +26,7 @@ def used(build, batch, optimizer, precision="fp32", checkpoint=False, micro_batc
     with profile.recorded():
         net, (inputs, targets) = build(), batch()
         if checkpoint:
-            checkpoint_blocks(net, find_blocks(net))
+            checkpoint_activations(net)
         updating = optimizer(net.parameters())
     for _ in range(2):
         profile.reset_peak()

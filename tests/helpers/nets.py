@@ -35,6 +35,9 @@ def classes(rows):
 def small():
     return nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.zeros(8, 4), classes(8)
 
+def wide():
+    return nn.Linear(7, 3), nn.CrossEntropyLoss(), torch.zeros(8, 4), classes(8)
+
 def net():
     return nn.Linear(4, 3)
 

@@ -154,7 +154,7 @@ def test_backward_of_flash_attention_takes_memory_for_itself(dtype, expected):
     report = memory.estimate(
         GroupedAttention().to(dtype), torch.sum, torch.zeros(3, 100, 96, dtype=dtype), (), device_kind="a100"
     )
-    blocks = report._batches.exact.first.blocks
+    blocks = report.batches.exact.first.blocks
     sizes = [block.size for block in blocks if "fused_attention" in block.line]  # of the backward
     sums, per_head = 4 * 3 * 8 * 128, 3 * 8 * 100 * 40 * 2
     assert sums in sizes

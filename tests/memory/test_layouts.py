@@ -123,7 +123,7 @@ def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
     net = nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
     settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
     report = memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
-    blocks = report._batches.exact.first.blocks
+    blocks = report.batches.exact.first.blocks
     beside = [block for block in blocks if block.stream]
     assert beside
     assert {block.kind for block in beside} == {"temporaries"}
@@ -138,8 +138,8 @@ SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
 def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
     used = run_ranks(2, used_by_shards, "language model", rows, precision, accumulate)
     build, batch = PROBLEMS["language model"]
-    settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "accumulate": accumulate}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), **settings)
+    settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "micro_batch_size": rows}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows * accumulate), **settings)
     # in bf16 the products of oneDNN take memory for themselves, which depends on the processor and is not counted
     assert report.allocated[0] == pytest.approx(max(used), rel=0.02 if precision == "fp32" else 0.08)
 
@@ -152,6 +152,20 @@ def test_whole_parameters_of_fsdp_are_not_reserved():
     report = memory.estimate(net, torch.sum, torch.zeros(2, 1448), (), **settings)
     assert report.parts[0]["parameters"] == pytest.approx(2**20, rel=0.1)
     assert report.reserved[0] < 80 * 2**20
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_reserved_bytes_of_fsdp_fall_with_the_ranks_as_the_allocated_do():
+    """Each of 24 layers has 8 MiB. Its parts with gradients and state are 4 MiB on a rank of 8, and 0.5 MiB on one of 64."""
+    net = nn.Sequential(*[nn.Linear(1448, 1448, bias=False) for _ in range(24)])
+    few, many = (
+        memory.estimate(net, torch.sum, torch.zeros(2, 1448), (), layout="fsdp", devices=devices, device_kind="a100")
+        for devices in (8, 64)
+    )
+    fall = few.allocated[0] - many.allocated[0]
+    assert fall == pytest.approx(24 * 3.5 * 2**20, rel=0.1)
+    assert few.reserved[0] - many.reserved[0] == pytest.approx(fall, rel=0.4)  # segments of 20 MiB are partly empty
+    assert all(report.reserved[0] < 1.5 * report.allocated[0] for report in (few, many))
 
 
 class Repeated(nn.Module):
@@ -210,7 +224,7 @@ def test_replicas_with_checkpointing_and_sync_batch_norm():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
     plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
-    less = memory.estimate(build(), F.cross_entropy, *batch(24), checkpoint="blocks", **settings)
+    less = memory.estimate(build(), F.cross_entropy, *batch(24), savings=["checkpoint_activations"], **settings)
     assert less.allocated < plain.allocated
     assert less.flops > plain.flops
     build, batch = PROBLEMS["convolutions"]

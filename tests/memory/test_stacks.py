@@ -63,18 +63,19 @@ def trace_both(request):
 
 SETTINGS = {
     "single": {},
-    "bf16, with checkpoints": {"precision": "bf16", "checkpoint": "blocks"},
+    "bf16, with checkpoints": {"precision": "bf16", "savings": ["checkpoint_activations"]},
     "offloaded": {"savings": ["offload_activations", "checkpoint_activations"]},
     "micro-batches": {"micro_batch_size": 2},
     "cpu": {"device_kind": "cpu"},
     "SGD": {"optimizer": functools.partial(torch.optim.SGD, momentum=0.9)},
     "Adafactor": {"optimizer": torch.optim.Adafactor},
     "ddp": {"layout": "ddp", "devices": 4},
-    "ddp, accumulated": {"layout": "ddp", "devices": 2, "accumulate": 2, "micro_batch_size": 3},
+    "ddp, accumulated": {"layout": "ddp", "devices": 2, "micro_batch_size": 2},
     "replicas": {"layout": "replicas", "devices": 2},
-    "replicas, accumulated": {"layout": "replicas", "devices": 2, "accumulate": 3},
+    "replicas, accumulated": {"layout": "replicas", "devices": 2, "micro_batch_size": 1},
     "fsdp": {"layout": "fsdp", "devices": 4},
-    "fsdp, accumulated": {"layout": "fsdp", "devices": 2, "accumulate": 2, "precision": "bf16", "checkpoint": "blocks"},
+    "fsdp, accumulated": {"layout": "fsdp", "devices": 2, "micro_batch_size": 3, "precision": "bf16"}
+    | {"savings": ["checkpoint_activations"]},
 }
 
 
@@ -87,7 +88,7 @@ def test_few_blocks_make_the_trace_of_all(name):
 @pytest.mark.parametrize("devices", [slow(2), slow(3)])
 def test_balanced_optimizers_of_equal_buckets_make_the_trace_of_all(monkeypatch, devices):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1500)  # each block fills buckets of its own
-    settings = {"layout": "replicas", "devices": devices, "balanced_optimizer": True, "checkpoint": "blocks"}
+    settings = {"layout": "replicas", "devices": devices, "balanced_optimizer": True, "savings": ["checkpoint_activations"]}
     repeated, whole = trace_both(request_for(Stacked(), **settings))
     assert repeated == whole
 
@@ -199,4 +200,4 @@ def test_the_module_of_the_caller_has_all_blocks_afterwards():
     before = dict(module.named_modules())
     report = memory.estimate(module, F.mse_loss, torch.zeros(6, 24), torch.zeros(6, 24), device_kind="h200")
     assert dict(module.named_modules()) == before
-    assert {block.module for block in report._batches.exact.first.blocks} >= {f"blocks.{number}.layers.0" for number in range(10)}
+    assert {block.module for block in report.batches.exact.first.blocks} >= {f"blocks.{number}.layers.0" for number in range(10)}

@@ -83,10 +83,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[T
 
 
 def _attention_buffers(query: Tensor, key: Tensor) -> list[int]:
-    """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of flash_api.cpp).
-
-    These are sums, in half precision the gradient of the query in float32, and gradients of expanded keys and values.
-    """
+    """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of flash_api.cpp)."""
     *rows, heads, length, width = query.shape
     outer = torch.Size(rows).numel() * heads
     sums = 4 * outer * -(-length // 128) * 128
@@ -186,8 +183,7 @@ def is_in_place(func: Any, *, is_of_node: bool) -> bool:
     """Returns True if autograd calls ``func``, one of ``IN_PLACE``, in place, provided nothing else has its first argument.
 
     The engine adds gradients, those of earlier nodes or of two edges to one tensor. All else are writes of a node to its own
-    zeros (``is_of_node``). Other calls are not in place: the formula of :func:`torch.var_mean` is a sum, that of ``index_put`` a
-    copy.
+    zeros (``is_of_node``).
     """
     if (node := current_node()) is None or torch.is_grad_enabled():
         return False

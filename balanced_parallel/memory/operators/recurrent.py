@@ -94,10 +94,7 @@ RECURRENCE = {f"{name}.input": functools.partial(_padded, name) for name in KEPT
 
 @contextlib.contextmanager
 def autograd_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[torch.library.Library]:
-    """Replaces operators of fake CPU tensors in this block. Yields the library, for others of ATen's operators.
-
-    A dispatch mode would not be active when checkpointing recomputes a forward in the backward.
-    """
+    """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward. Yields the library."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, kernel in kernels.items():

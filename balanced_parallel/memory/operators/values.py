@@ -29,10 +29,9 @@ _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 def answer(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
 ) -> Any:
-    """Returns the result if there is a rule for this call, else ``NotImplemented``.
+    """Returns the result if there is a rule for this call, else ``NotImplemented``. Selections select every element.
 
-    Selections (boolean masks, ``nonzero``, ``unique``) select every element: no batch needs more memory. A value that an
-    optimizer or this package reads is one. A value that the model reads is ``scalar``: ``user_line`` returns the line that does.
+    A value that an optimizer or this package reads is one. If the model reads it, in ``user_line()``, it is ``scalar``.
     """
     if func in _SCALARS:
         line = user_line()
@@ -59,9 +58,7 @@ def answer(
 
 
 def selected(func: Any, args: tuple[Any, ...]) -> int:
-    """Returns the bytes that an operator takes for itself if every element is selected.
-
-    These are the indices of boolean masks, and the second table of the CTC loss."""
+    """Returns the bytes that an operator takes for itself: indices of boolean masks, and the second table of the CTC loss."""
     if func in _CTC_BACKWARD:
         return int(args[6].nbytes)
     indices = [index for index in args[1] if index is not None] if func in _INDEXES else []

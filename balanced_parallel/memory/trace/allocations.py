@@ -157,10 +157,7 @@ class Count(TorchDispatchMode):
         self.marks[name] = len(self.events)
 
     def _reuse(self, func: Any, argument: Tensor, result: Tensor) -> None:
-        """Takes the memory of ``argument`` for ``result`` if it is released before the next operator.
-
-        A view does not give its memory: its base is alive. So the sum of the gradients of a tied weight is out of place.
-        """
+        """Takes the memory of ``argument`` for ``result`` if it is released before the next operator: not that of a view."""
         if argument._is_view() or argument.layout != torch.strided or result.layout != torch.strided:
             return
         old, place = self._live.get(storage_id(argument.untyped_storage()), (None, 0))[1], len(self.events) - 1

@@ -29,10 +29,7 @@ from .allocations import Count
 
 
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on ``device``.
-
-    Tied tensors stay tied. The original does not change, and no value is copied.
-    """
+    """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on ``device``. Ties stay."""
 
     def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
@@ -69,10 +66,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape:
 
 
 def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
-    """Returns a fake copy of ``batch`` with ``rows`` rows along ``dim`` in place of ``of``.
-
-    Tensors with a multiple of ``of`` rows get the same multiple of ``rows``.
-    """
+    """Returns a fake copy of ``batch`` with ``rows`` rows, or a multiple of them, along ``dim`` in place of ``of``."""
 
     def resize(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -101,10 +95,9 @@ HOME = torch.device("cpu")
 
 
 def fake_devices(count: int) -> list[torch.device]:
-    """Returns ``count`` devices for fake tensors.
+    """Returns ``count`` devices for fake tensors: CPUs, because autograd aborts on accelerators that do not exist.
 
-    They are CPUs, because autograd aborts on accelerators that this machine does not have. The first has no index, so that a
-    tensor that a model makes without naming a device is on it.
+    The first has no index: a tensor that a model makes without naming a device is on it.
     """
     return [HOME, *(torch.device("cpu", index) for index in range(1, count))]
 
@@ -144,10 +137,7 @@ Context = contextlib.AbstractContextManager[None]
 
 
 def counting_random_states(count: Count) -> Context:
-    """Records the random state that checkpointing saves for each block: 5 KB on the CPU.
-
-    ``torch.get_rng_state`` returns a real tensor, and no dispatch mode sees it.
-    """
+    """Records the random state that checkpointing saves for each block, a real tensor of 5 KB that no dispatch mode sees."""
     before = torch.get_rng_state
 
     def get_rng_state() -> torch.Tensor:
@@ -171,10 +161,7 @@ def counting_resizes(count: Count) -> Context:
 
 
 def shapes_of_shards_uncounted(count: Count) -> Context:
-    """Leaves out the operators that ``DTensor`` runs on whole fake tensors, to learn the shapes of results.
-
-    It remembers some shapes, and computes others at each call. No public hook surrounds this.
-    """
+    """Leaves out the operators that ``DTensor`` runs on whole fake tensors to learn shapes. No public hook surrounds them."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator  # there is no public name
 
     compute: Any = ShardingPropagator._propagate_tensor_meta_non_cached  # the function that the hook would surround
@@ -187,10 +174,7 @@ def shapes_of_shards_uncounted(count: Count) -> Context:
 
 
 def devices_that_mix() -> Context:
-    """Lets an operator mix fake tensors of ``cpu`` and ``cpu:1``. Its result is on ``cpu:1``.
-
-    Under a fake mode ``torch.tensor(data, device="cpu:1")`` is on ``cpu``, and no public hook decides about devices.
-    """
+    """Lets an operator mix fake tensors of ``cpu``, such as ``torch.tensor(data, device="cpu:1")``, and ``cpu:1``."""
     find: Any = FakeTensor._find_common_device  # the hook that is missing
 
     def find_common_device(func: Any, args: Any) -> Any:
@@ -207,10 +191,9 @@ def devices_that_mix() -> Context:
 
 
 def rows_of_one_sequence() -> Context:
-    """Makes transformers treat each row as one sequence (``masking_utils.find_packed_sequence_indices``).
+    """Makes transformers treat each row as one sequence.
 
-    It reads position ids to find rows of several sequences. It takes fake tensors for tensors under compilation, and then
-    makes a mask, which selects other kernels.
+    It takes fake tensors for tensors under compilation, and makes masks of their position ids, which select other kernels.
     """
     masks = sys.modules.get("transformers.masking_utils")
     if not hasattr(masks, "find_packed_sequence_indices"):
@@ -230,9 +213,8 @@ PATIENCE = 20.0  # seconds
 def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]:
     """Starts ``function`` in a forked process. The returned function waits for it, and returns its result or its exception.
 
-    Autograd refuses to run in a process that was forked after a backward on an accelerator. In that case, and on platforms
-    other than Linux, ``function`` runs in this process. So it does if the child hangs: a fork copies locks that other threads
-    hold, and nothing releases them in the child.
+    It runs in this process on other platforms than Linux, after a backward on an accelerator, which autograd refuses in a fork,
+    and if the child hangs: a fork copies locks that other threads hold, and nothing releases them there.
     """
     if sys.platform != "linux":
         return function

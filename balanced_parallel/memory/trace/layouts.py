@@ -12,6 +12,7 @@ A loss whose rows depend on each other runs in two passes, or in one, as in :cla
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ from ...replicas.replicas import Replicas, window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
+from ...runtime.torch_private import leaves_of_tree
 from ...runtime.values import Precision
+from ...savings.saving import Saving
 from ...strategies.fsdp import shard
 from ..devices import DeviceKind
 from ..errors import UnknownMemory
@@ -43,7 +46,7 @@ from .optimizers import ExistingOptimizers, OptimizerChoice, inner_optimizers
 
 @dataclass(frozen=True)
 class Request:
-    """One update to trace, of ``batches`` batches of ``rows`` rows. Each is cut into an equal part of the micro-batches."""
+    """One update to trace."""
 
     module: torch.nn.Module
     criterion: Callable[..., Any]
@@ -53,29 +56,27 @@ class Request:
     optimizer: OptimizerChoice | ExistingOptimizers
     precision: str
     micro_batches: int
-    batches: int
     layout: "type[SingleDevice]"
     devices: int
     balanced: bool
-    blocks: tuple[str, ...]  # names of the modules to checkpoint
     split: tuple[float, ...] | None
     kind: DeviceKind
     dim: int
     scalar: int | float | bool | None  # the result of every read of a tensor's value in the module
     savings: tuple[str, ...] = ()
-    update_rows: int | None = None  # over all devices of a process; None for those of the batches
+    update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # of FSDP, until the last micro-batch
 
     @property
     def rows_per_micro_batch(self) -> int:
         """Rows of the largest micro-batch over all devices of a process."""
-        return -(-self.rows * self.batches // self.micro_batches)
+        return -(-self.rows // self.micro_batches)
 
     @property
     def rows_of_update(self) -> int:
         """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True`` needs."""
         ranks = self.devices if self.layout.is_distributed else 1
-        return (self.update_rows or self.rows * self.batches) * ranks
+        return (self.update_rows or self.rows) * ranks
 
     @property
     def row_step(self) -> int:
@@ -85,6 +86,16 @@ class Request:
     def round_up(self, rows: int) -> int:
         """Returns the next multiple of :attr:`row_step`."""
         return -(-rows // self.row_step) * self.row_step
+
+    def with_savings(self, savings: Iterable[Saving]) -> "Request | None":
+        """Returns the request with all of ``savings``, or None if one of them does not suit it."""
+        request = self
+        for saving in savings:
+            if (changes := saving.changes(request)) is None:
+                return None
+            layout = LAYOUTS[changes.get("layout", request.layout.name)]
+            request = dataclasses.replace(request, **{**changes, "layout": layout})
+        return request
 
     @property
     def traced_devices(self) -> list[int]:
@@ -152,10 +163,7 @@ T = TypeVar("T")
 
 
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread.
-
-    In an exchange, a replica receives its own value in the place of each other value: one of the same size.
-    """
+    """Runs replicas one after the other: a fake mode belongs to one thread. In an exchange, each receives its own values."""
     return run_in_turn(work, devices, lambda index, number, value: [value] * len(work))
 
 
@@ -257,26 +265,35 @@ class SingleDevice:
 
     def gradients(self) -> Iterator[Any]:
         """Yields every gradient that exists, those that the replicas hold too."""
-        groups = (group for optimizer in inner_optimizers(self.optimizers) for group in optimizer.param_groups)
-        updated = [parameter for group in groups for parameter in group["params"]]
-        yield from (parameter.grad for parameter in (*self.parameters, *updated) if parameter.is_leaf)
-        for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
-            for gradients in bucket.held.values():
-                yield from gradients
-
-    def parameter_copies(self) -> Iterator[Tensor]:
-        """Yields the copies of the parameters on other devices."""
-        for tensors in (tensors for replicas in self.replicas for tensors in replicas.copies.by_device.values()):
-            yield from tensors
-
-    def optimizer_states(self) -> Iterator[Any]:
-        """Yields the state of every parameter in the optimizers."""
-        for optimizer in inner_optimizers(self.optimizers):
-            for state in optimizer.state.values():
-                yield from state.values()
+        return gradients_of(self.parameters, self.replicas, self.optimizers)
 
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
+
+
+def gradients_of(
+    parameters: Iterable[Tensor], replicas: Iterable[Replicas], optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[Tensor | None]:
+    """Yields the gradients of parameters, of what optimizers update in their place, and those that replicas hold."""
+    groups = (group for optimizer in inner_optimizers(optimizers) for group in optimizer.param_groups)
+    updated = [parameter for group in groups for parameter in group["params"]]
+    yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
+    for bucket in (bucket for each in replicas for bucket in each.gradients.buckets):
+        for gradients in bucket.held.values():
+            yield from gradients
+
+
+def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
+    """Yields the copies of the parameters on other devices."""
+    for tensors in (tensors for each in replicas for tensors in each.copies.by_device.values()):
+        yield from tensors
+
+
+def states_of(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
+    """Yields the state of every parameter in the optimizers."""
+    for optimizer in inner_optimizers(optimizers):
+        for state in optimizer.state.values():
+            yield from leaves_of_tree(state)
 
 
 class ReplicaLayout(SingleDevice):
@@ -323,9 +340,7 @@ class ReplicaLayout(SingleDevice):
 
 
 class DDP(SingleDevice):
-    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``, as :func:`parallelize` makes it.
-
-    With a balanced optimizer it is the rank with the most state. A single rank has no reducer.
+    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``: that with the most state, if it is spread.
 
     The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and the hook of the reducer copies
     it into the bucket. With accumulation, micro-batches add to the bucket itself, so gradients exist once (``DDPSync``).

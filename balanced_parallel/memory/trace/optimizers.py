@@ -16,10 +16,7 @@ from ..errors import UnknownMemory
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer of an update: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
-
-    ``foreach`` selects torch's multi-tensor kernels, the default of torch for parameters on a GPU.
-    """
+    """The optimizer of an update, to be made. ``foreach`` selects the multi-tensor kernels, torch's default on a GPU."""
 
     make: Callable[..., torch.optim.Optimizer]
     foreach: bool
@@ -50,7 +47,7 @@ class OptimizerChoice:
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
         states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
-        return sum(map(_bytes, parameters)) * sum(map(_bytes, states)) // _bytes(small)
+        return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
@@ -63,10 +60,6 @@ class OptimizerChoice:
         optimizer = BalancedOptimizer(model, make, parameters, **settings)
         use_kernels([optimizer], self.foreach)
         return [optimizer]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -83,10 +76,7 @@ def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> N
 
 
 def refuse_merges(optimizers: Iterable[torch.optim.Optimizer], gradients: Iterable[Any]) -> None:
-    """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients. How many differ depends on values.
-
-    Only SGD without momentum adds the rows to the parameter as they are.
-    """
+    """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients, as all do but SGD without momentum."""
     if not any(isinstance(each, Tensor) and each.layout == torch.sparse_coo for each in gradients):
         return
     for optimizer in optimizers:
@@ -98,11 +88,7 @@ def refuse_merges(optimizers: Iterable[torch.optim.Optimizer], gradients: Iterab
 
 
 class ExistingOptimizers:
-    """The optimizers of a step, in the place of an :class:`OptimizerChoice`.
-
-    A fake copy of it, made together with the module, has fake copies of the optimizers, of their settings and of the state that
-    they have. A :class:`BalancedOptimizer` is made anew, for the traced model.
-    """
+    """The optimizers of a step with their state, of which a trace has fake copies. Balanced ones are made anew there."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], foreach: bool) -> None:
         self.foreach = foreach

@@ -11,14 +11,11 @@ The place where an allocation is released moves likewise: with its own run, agai
 not look like that, such as one whose blocks read the outputs of all earlier ones, is traced with all of its blocks.
 """
 
-import bisect
 import collections
 import contextlib
 import dataclasses
-import functools
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
@@ -66,11 +63,6 @@ class Stack:
             for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
                 if type(value) is int and value == self.length and _COUNT.search(name):
                     vars(owner)[name] = count
-
-    def is_removed(self, name: str, count: int) -> bool:
-        """Returns True for a module in one of the blocks that :meth:`cut` removes."""
-        label, number = self.place(name)
-        return label != name and number >= self.start + count
 
     def place(self, name: str) -> tuple[str, int]:
         """Returns the name of a module with a # for the number of its block, and that number; 0 outside of the stack."""
@@ -157,46 +149,26 @@ class Entry(NamedTuple):
         """The bytes of an allocation."""
         return 0 if self.block is None else self.block.size
 
-    def moved(self, number: int, size: int, released: int | None) -> "Entry":
-        """Returns the same allocation in another equal block."""
-        block = self.block
-        if block is not None and (number, size) != (self.number, block.size):
-            block = dataclasses.replace(block, size=size, module=self.label[0].replace("#", str(number)))
-        return Entry(self.label, number, block, released)
-
-
-class Site(NamedTuple):
-    """A run of ``length`` entries before ``end`` in the shorter sequence, which the longer one has once more."""
-
-    end: int
-    length: int
-    shift: int  # lengths of the sites before this
-
-    def place(self, offset: int, repetition: int, more: int) -> int:
-        """Returns the place of an entry of this run in a sequence of ``more`` blocks than the shorter one has."""
-        return self.end - self.length + offset + self.shift * more + self.length * repetition
-
 
 _WINDOW = 3  # entries that must be equal behind an inserted run
 
 
-def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[Site]:
-    """Returns the runs that the longer sequence has once more.
+def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[tuple[int, int]]:
+    """Returns the end in the shorter sequence, and the length, of each run that the longer one has once more.
 
     Raises:
         NotRepeating: the longer sequence differs in another way.
     """
     shapes, longer_shapes = ([entry.label for entry in entries] for entries in (short, long))
     a, b = ([(entry.label, entry.size) for entry in entries] for entries in (short, long))
-    waiting: list[tuple[int, int, tuple[tuple[int, int], ...]]] = [(0, 0, ())]
+    waiting: list[tuple[int, int, list[tuple[int, int]]]] = [(0, 0, [])]
     tried: set[tuple[int, int]] = set()
     while waiting:
         i, j, sites = waiting.pop()
         while i < len(a) and j < len(b) and a[i] == b[j]:
             i, j = i + 1, j + 1
         if i == len(a) and j == len(b):
-            shifts = itertools.accumulate((length for _, length in sites), initial=0)
-            return [Site(end, length, shift) for (end, length), shift in zip(sites, shifts, strict=False)]
+            return sites
         if (i, j) in tried:
             continue
         tried.add((i, j))
@@ -210,80 +182,46 @@ def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[Site]:
                 # any place in the repeating part would do; in its middle, the first and the last block, which differ, are far
                 periods = range(j - length, j - free, -1)
                 slack = next((n for n, end in enumerate(periods) if b[end - 1] != b[end - 1 + length]), len(periods))
-                waiting.append((i, after, (*sites, (i - slack // 2, length))))
+                waiting.append((i, after, [*sites, (i - slack // 2, length)]))
     raise NotRepeating
-
-
-Seen = tuple[int, int]  # blocks more than the shorter sequence has, and a repetition
-
-
-class Places:
-    """Places in the sequences of any number of blocks, and rules for the ways in which they move with it."""
-
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self.sites = sites
-        self._ends = [site.end for site in sites]
-        self._shifts = [*(site.shift for site in sites), sum(site.length for site in sites)]
-
-    def site_of(self, place: int) -> Site | None:
-        """Returns the site to which a place of the shorter sequence belongs."""
-        site = next(iter(self.sites[bisect.bisect(self._ends, place) :]), None)
-        return site if site is not None and place >= site.place(0, 0, 0) else None
-
-    def fixed(self, place: int, seen: Seen) -> int:
-        """Returns the place of an entry that no block repeats."""
-        return place + self._shifts[bisect.bisect(self._ends, place)] * seen[0]
-
-    def rules(self, place: int) -> Iterator[Callable[[Seen], int]]:
-        """Yields the ways in which a place may move: not at all, or with a run near it.
-
-        It is in the run of the same repetition, of the opposite one, of the first, or of the last.
-        """
-        yield functools.partial(self.fixed, place)
-        for site in self.sites[max(bisect.bisect(self._ends, place) - 1, 0) :][:3]:
-            first, offset = divmod(place - site.place(0, 0, 0), site.length)
-            for per_block, per_repetition in ((0, 1), (1, -1), (0, 0), (1, 0)) if abs(first) <= FEWEST else ():
-                yield functools.partial(_moving, site, offset, (first, per_block, per_repetition))
-
-    def rule_of(self, places: Mapping[Seen, int | None]) -> Callable[[Seen], int | None]:
-        """Returns the rule of the places at which an entry was seen."""
-        if all(place is None for place in places.values()):
-            return lambda seen: None
-        place = places[0, 0]
-        for rule in self.rules(place) if place is not None else ():
-            if all(rule(seen) == place for seen, place in places.items()):
-                return rule
-        raise NotRepeating
-
-
-def _moving(site: Site, offset: int, move: tuple[int, int, int], seen: Seen) -> int:
-    first, per_block, per_repetition = move
-    return site.place(offset, first + per_block * seen[0] + per_repetition * seen[1], seen[0])
 
 
 def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Entry]:
     """Returns the sequence of ``more`` blocks than the shorter one has. The longer one has one block more.
 
+    Places, numbers and sizes are affine in the blocks, and in the repetition of a run. An entry in both sequences, and its
+    repetition in the longer one, give all terms.
+
     Raises:
         NotRepeating: the two sequences do not show what a block adds.
     """
-    places = Places(find_sites(short, long))
+    sites = find_sites(short, long)
     result: list[Any] = [None] * (len(short) + (len(long) - len(short)) * more)
+    releases: list[tuple[int, Entry]] = []  # the place of each release, and the entry that it must be behind
+    shift = 0  # entries that each block adds before the present one
     for place, entry in enumerate(short):
-        site = places.site_of(place)
-        if site is None:
-            where: Callable[[Seen], int] = functools.partial(places.fixed, place)
-        else:
-            where = functools.partial(_moving, site, place - site.place(0, 0, 0), (0, 0, 1))
-        samples = {(0, 0): entry} | {seen: long[where(seen)] for seen in ((1, 0), (1, 1))[: 1 if site is None else 2]}
-        *_, before, last = (sample.number for sample in samples.values())
-        per_block, per_repetition = samples[1, 0].number - entry.number, 0 if site is None else last - before
-        size = entry.size + (samples[1, 0].size - entry.size) * more
-        released = places.rule_of({seen: sample.released for seen, sample in samples.items()})
-        for repetition in range(1 if site is None else more + 1):
-            seen = more, repetition
-            number = entry.number + per_block * more + per_repetition * repetition
-            result[where(seen)] = entry.moved(number, size, released(seen))
+        while sites and place >= sites[0][0]:
+            shift += sites.pop(0)[1]
+        length = sites[0][1] if sites and place >= sites[0][0] - sites[0][1] else 0  # of the run that repeats the entry
+        samples = entry, long[place + shift], long[place + shift + length]
+        if len({sample.released is None for sample in samples}) > 1:
+            raise NotRepeating
+        for repetition in range(more + 1 if length else 1):
+            number, size, released = (
+                first + (longer - first) * more + (repeated - longer) * repetition
+                for first, longer, repeated in zip(
+                    *((each.number, each.size, each.released or 0) for each in samples), strict=True
+                )
+            )
+            block = entry.block
+            if block is not None and (number, size) != (entry.number, entry.size):
+                block = dataclasses.replace(block, size=size, module=entry.label[0].replace("#", str(number)))
+            if entry.released is not None:
+                releases.append((released, short[entry.released]))
+            end = None if entry.released is None else released
+            result[place + shift * more + length * repetition] = Entry(entry.label, number, block, end)
+    if not all(0 <= place < len(result) and result[place].label == entry.label for place, entry in releases):
+        raise NotRepeating
     return result
 
 

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 
 from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch
-from ...savings.checkpointing import checkpoint_blocks
 from ...savings.saving import around_update, change_module
 from ..errors import HINT, UnknownMemory
 from ..operators import cuda, values
@@ -28,7 +27,7 @@ from ..operators.recurrent import autograd_kernels
 from . import fakes
 from .allocations import Block, Count
 from .fakes import HOME, host_of, start_in_child
-from .layouts import Request, SingleDevice, TracedBatch
+from .layouts import Request, SingleDevice, TracedBatch, copies_of, states_of
 from .optimizers import ExistingOptimizers, refuse_merges
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
@@ -39,10 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trace:
-    """The result of one trace: the rows of each of its micro-batches, its events as in :class:`Count`, and their blocks.
-
-    The second update begins at ``marks["second"]``, and has ``flops`` operations.
-    """
+    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and has ``flops`` operations."""
 
     rows: int
     micro_batches: int
@@ -126,14 +122,10 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
     if cut:
         cut[0].correct_counts(module, cut[1])
-        request = dataclasses.replace(
-            request, blocks=tuple(name for name in request.blocks if not cut[0].is_removed(name, cut[1]))
-        )
     request = dataclasses.replace(request, optimizer=optimizer)
     with fakes.undisturbed():
         change_module(module, request.savings)
-        checkpoint_blocks(module, request.blocks)
-    whole = rows * (request.micro_batches // request.batches)
+    whole = rows * request.micro_batches
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
@@ -162,7 +154,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
         count.see_all(_tensors_of(modules), "parameters")
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
     pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
-    micro_batches = (pieces * request.batches)[:TRACED]
+    micro_batches = pieces[:TRACED]
     with (
         count,
         fakes.counting_resizes(count),
@@ -197,7 +189,7 @@ def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch]
         with layout.accumulating() if losses else contextlib.nullcontext():
             loss = compute()
             count.turn("temporaries", "saved activations")
-            count.see_all(layout.parameter_copies(), "parameters")
+            count.see_all(copies_of(layout.replicas), "parameters")
             count.mark("backward")
             loss.backward()
             count.see_all(layout.gradients(), "gradients")
@@ -206,8 +198,8 @@ def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch]
     refuse_merges(layout.optimizers, layout.gradients())
     for optimizer in layout.optimizers:
         optimizer.step()
-    count.see_all(layout.optimizer_states(), "optimizer state")
-    for state in layout.optimizer_states():
+    count.see_all(states_of(layout.optimizers), "optimizer state")
+    for state in states_of(layout.optimizers):
         if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
             count.move(state, host)  # the step count of AdamW, which stays on the host
 
