@@ -244,7 +244,7 @@ class Option:
             layout=self.request.layout.name,
             precision=self.request.precision,
             balanced_optimizer=self.request.balanced,
-            micro_batch_size=most if fits else 0,
+            micro_batch_size=(most if split else max(largest)) if fits else 0,
             micro_batches=count,
             split=split,
             allocated=tuple(lines.allocated(device, at) + whole for device, at in read),

@@ -165,7 +165,7 @@ class MemoryPlan:
                 raise ValueError(f"device_ids has {len(device_ids)} devices, expected the {self.devices} that were planned for")
             options["split"] = chosen.split
         else:
-            check_strategy(chosen.layout, None, environment := TorchrunEnvironment.detect())
+            check_strategy(chosen.layout, environment := TorchrunEnvironment.detect())
             if environment is not None and environment.world_size != self.devices:
                 raise ValueError(f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for")
             options |= {"strategy": chosen.layout, "precision": chosen.precision}
@@ -402,7 +402,8 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
     arguments = f"model, {name}, {learned}" if is_balanced else learned
     names = ["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced]
     hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
-    torchrun = [f"# torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py; every rank passes its own rows"]
+    launch = f"# torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
+    torchrun = [f"{launch}; every rank passes its own rows, {plan.batch_size} in all"]
     return (
         *(torchrun if chosen.layout != "replicas" else []),
         "import torch",

@@ -27,7 +27,7 @@ parameters, the ranks agree on those that nobody has used, and their ``grad`` is
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone, watch_output
+from .ranks import RankModel, RankSync, RowSettings, first_row, forget_unused, shared_gradients, undone, watch_output
 
 
 class DistributedModel(RankModel, DistributedDataParallel):
@@ -56,7 +56,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         rows: dim, precision, in_dims and out_dims, as in :class:`DataParallelModel`.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, criterion: Criterion | None, **rows: Any) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, criterion: Criterion | None, **rows: Unpack[RowSettings]) -> None:
         wrapped = _Wrapped(module, criterion)
         if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
@@ -106,14 +106,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
             return future
 
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
-
-    def compress_gradients(self, name: str) -> None:
-        """Reduces gradients in ``"bf16"`` or ``"fp16"``, by torch's communication hooks."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        compress = getattr(default_hooks, f"{name}_compress_hook")
-        # a function of another name: torch refuses bf16_compress_hook without NCCL, but gloo sums bfloat16 as well
-        self.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
 
     def _run(self, method: str | None, arguments: Arguments, rows: int | None) -> PerReplica:
         function: Callable[..., Any] = self.module if method is None else getattr(self.module, method)

@@ -29,7 +29,7 @@ import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,18 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared_gradients, undone, watch, watch_output
+from .ranks import (
+    RankModel,
+    RankSync,
+    RowSettings,
+    copied,
+    first_row,
+    forget_unused,
+    shared_gradients,
+    undone,
+    watch,
+    watch_output,
+)
 
 
 class ShardedModel(RankModel):
@@ -74,7 +85,7 @@ class ShardedModel(RankModel):
         rows: dim, in_dims, out_dims and precision, which is also that of parameters that are all-gathered.
     """
 
-    def __init__(self, module: nn.Module, mesh: Any, device: torch.device, **rows: Any) -> None:
+    def __init__(self, module: nn.Module, mesh: Any, device: torch.device, **rows: Unpack[RowSettings]) -> None:
         super().__init__()
         self.module = module
         self.group = collectives.second_group("hosts")

@@ -5,7 +5,7 @@ The strategy is replicas in one process, ``DistributedDataParallel`` or FSDP2 ov
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ..training.settings import describe_criterion
 from .ddp import DistributedModel
 from .fsdp import ShardedModel
 from .launch import TorchrunEnvironment, check_agreement, join_process_group, rank_device
+from .ranks import RowSettings
 
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
 STRATEGIES = ("auto", "replicas", "ddp", "fsdp")
@@ -33,14 +34,9 @@ _log = logging.getLogger(__name__)
 Model = DataParallelModel | DistributedModel | ShardedModel
 
 
-class _Options(TypedDict, total=False):
-    dim: int
-    precision: str | Precision | None
+class _Options(RowSettings, total=False):
     split: Sequence[float] | None
-    in_dims: Dims
-    out_dims: Dims
     strategy: Strategy
-    compress: Literal["bf16", "fp16"] | None
     mesh: DeviceMesh | None
 
 
@@ -73,7 +69,6 @@ def parallelize(
     in_dims: Dims = None,
     out_dims: Dims = None,
     strategy: Strategy = "auto",
-    compress: Literal["bf16", "fp16"] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Model | tuple[Model, DataParallelCriterion]:
     """Wraps a model and a criterion for all devices, in one process or under torchrun, with the same losses and gradients.
@@ -95,8 +90,6 @@ def parallelize(
             too large for one device, and the reason is logged: it compares parameters, gradients and AdamW's state with half of
             the free memory of the device, and the other half is for activations, which :func:`memory.estimate` predicts. FSDP
             over several hosts shards over the devices of each host and copies over the hosts, if a host has room for a copy.
-        compress: ``"bf16"`` or ``"fp16"`` reduces the gradients of ``"ddp"`` in half the bytes, by torch's communication hooks.
-            ``"auto"`` is ``"ddp"`` then.
         mesh: a ``DeviceMesh`` with the ranks that share a batch, such as ``mesh["data"]``, if others compute with the same rows
             (tensor or context parallelism); ``None`` is all ranks. It has one dimension, or for ``"fsdp"`` two: copies and
             shards. Each rank belongs to one such mesh, and all models of a program have the same.
@@ -122,13 +115,13 @@ def parallelize(
     check_module(module)
     check_dim(dim)
     environment = TorchrunEnvironment.detect()
-    check_strategy(strategy, compress, environment)
+    check_strategy(strategy, environment)
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else None
     if wrapped is not None and weight is not None:
         raise ValueError("weight= was given beside a DataParallelCriterion, expected it among that criterion's own settings")
     if wrapped is None and criterion is not None:
         wrapped = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
-    settings: dict[str, Any] = {"dim": dim, "precision": precision, "in_dims": in_dims, "out_dims": out_dims}
+    settings: RowSettings = {"dim": dim, "precision": precision, "in_dims": in_dims, "out_dims": out_dims}
     if environment is None and world_size() > 1:
         raise ValueError(
             f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the "
@@ -144,7 +137,7 @@ def parallelize(
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
         collectives.share_batches(group_of(mesh, strategy))
-        model = _rank_model(module, wrapped, device, environment, settings, strategy, compress, mesh)
+        model = _rank_model(module, wrapped, device, environment, settings, strategy, mesh)
     return model if wrapped is None else (model, wrapped)
 
 
@@ -153,21 +146,20 @@ def _rank_model(
     criterion: DataParallelCriterion | None,
     device: torch.device,
     environment: TorchrunEnvironment,
-    settings: dict[str, Any],
+    settings: RowSettings,
     strategy: Strategy,
-    compress: str | None,
     mesh: DeviceMesh | None,
 ) -> Model:
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
         return DataParallelModel(module, [device], **settings)
-    compared = {name: repr(value) for name, value in {**settings, "strategy": strategy, "compress": compress}.items()}
+    compared = {name: repr(value) for name, value in {**settings, "strategy": strategy}.items()}
     compared["precision"] = Precision(settings["precision"] or "fp32").name
     check_agreement(module, compared | describe_criterion(criterion))
     refuse_rescaled(rescaled_embeddings(module))
     if strategy == "auto" and mesh is not None and mesh.ndim == 2:
         strategy = "fsdp"
-    elif strategy == "auto" and compress is None:
+    elif strategy == "auto":
         strategy = choose_strategy(module, device, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
@@ -175,10 +167,7 @@ def _rank_model(
         mesh = make_mesh(module, device, environment) if mesh is None else mesh
         return ShardedModel(module, mesh, device, **settings)
     plain = None if criterion is None else criterion.to(device).module
-    model = DistributedModel(module.to(device), device, plain, **settings)
-    if compress is not None:
-        model.compress_gradients(compress)
-    return model
+    return DistributedModel(module.to(device), device, plain, **settings)
 
 
 def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
@@ -196,8 +185,8 @@ def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
     return group
 
 
-def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
-    """Raises ``ValueError`` for a strategy that is unknown or not possible here, and for a ``compress`` that is not for it."""
+def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> None:
+    """Raises ``ValueError`` for a strategy that is unknown or not possible here."""
     ranks = 1 if environment is None else environment.world_size
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
@@ -208,15 +197,6 @@ def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnv
         )
     if strategy == "replicas" and ranks > 1:
         raise ValueError(f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp', or no torchrun")
-    if compress not in (None, "bf16", "fp16"):
-        raise ValueError(f"compress={compress!r}, expected 'bf16', 'fp16' or None")
-    if compress is not None and strategy in ("replicas", "fsdp"):
-        raise ValueError(
-            f"compress={compress!r} with strategy={strategy!r}, expected strategy='ddp'; under 'fsdp', precision='bf16' "
-            "all-gathers parameters in half the bytes"
-        )
-    if compress is not None and environment is None:
-        raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
 
 
 def choose_strategy(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:

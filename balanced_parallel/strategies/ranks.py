@@ -6,7 +6,7 @@ nothing of it is left but the structure of the output.
 
 import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,28 @@ from ..runtime.values import Precision
 from ..training.accumulation import GradientSync, power_of_two
 
 
+class RowSettings(TypedDict, total=False):
+    """Dimensions of the rows in inputs and outputs, and the precision, as in :class:`DataParallelModel`."""
+
+    dim: int
+    precision: str | Precision | None
+    in_dims: Dims
+    out_dims: Dims
+
+
 class RankModel(nn.Module):
     """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
 
     module: nn.Module
 
-    def _set_rows(self, device: torch.device, dim: int, precision: str | Precision | None, in_dims: Dims, out_dims: Dims) -> None:
+    def _set_rows(
+        self,
+        device: torch.device,
+        dim: int = 0,
+        precision: str | Precision | None = None,
+        in_dims: Dims = None,
+        out_dims: Dims = None,
+    ) -> None:
         self.devices, self.split = [device], None
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)

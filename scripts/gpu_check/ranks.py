@@ -53,7 +53,7 @@ def steps_of_rank(machine: Machine, device: torch.device, *, only_plain: bool = 
     if ranks > 1:
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), [device] * int(os.environ["LOCAL_WORLD_SIZE"]))
     else:
-        model, criterion = _model_of_ranks()(net.to(device), device), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = _model_of_ranks()(net.to(device), device, None), DataParallelCriterion(nn.CrossEntropyLoss())
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
     found = [step(inputs, targets) for _ in range(3)]
     total = torch.stack(expected)

@@ -86,7 +86,7 @@ def run_on_rank(rank, lines, plan_text):
 @pytest.mark.slow
 def test_lines_of_fsdp_run_on_ranks():
     plan = planned(int(0.75 * STATE))
-    assert plan.lines[0] == "# torchrun --nproc-per-node=2 train.py; every rank passes its own rows"
+    assert plan.lines[0] == "# torchrun --nproc-per-node=2 train.py; every rank passes its own rows, 64 in all"
     for loss, again, *sizes in run_ranks(2, run_on_rank, plan.lines, plan.to_json()):
         assert loss == pytest.approx(plain_loss(64), rel=1e-5)
         assert again == pytest.approx(loss, rel=1e-5)

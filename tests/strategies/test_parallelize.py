@@ -305,12 +305,6 @@ def test_strategies_that_are_impossible_in_one_process_have_clear_errors():
             parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy=name)
     with pytest.raises(ValueError, match="strategy='zero', expected one of 'auto', 'replicas', 'ddp', 'fsdp'"):
         parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="zero")
-    with pytest.raises(ValueError, match="compress='bf16' with strategy='replicas', expected strategy='ddp'"):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="replicas", compress="bf16")
-    with pytest.raises(ValueError, match="compress='bf16' in one process, expected None"):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], compress="bf16")
-    with pytest.raises(ValueError, match="compress='int8', expected 'bf16', 'fp16' or None"):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], compress="int8")
 
 
 def check_auto(rank):
@@ -355,22 +349,3 @@ def check_strategy_alone(rank):
 
 def test_one_rank_is_a_replica_with_every_strategy():
     assert run_ranks(1, check_strategy_alone) == [True]
-
-
-def check_compression(rank):
-    inputs, targets = torch.randn(6, 4), class_targets(6)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), compress=name)
-        criterion(model(inputs), targets).backward()
-        assert all(torch.equal(one.grad, one.grad.to(dtype).float()) for one in model.parameters())
-    large = strategy.free_bytes
-    strategy.free_bytes = lambda device: 0
-    try:  # compression is what "ddp" has
-        assert isinstance(parallelize(build_net(), nn.CrossEntropyLoss(), compress="bf16")[0], DistributedModel)
-    finally:
-        strategy.free_bytes = large
-    return True
-
-
-def test_compressed_gradients_are_reduced_in_half_precision():
-    assert run_ranks(2, check_compression) == [True, True]

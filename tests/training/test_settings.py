@@ -16,7 +16,7 @@ SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 
 
 def make_step(kind=SGD, lr=0.1, loss=nn.CrossEntropyLoss, strategy="ddp", balanced=False, groups=1, schedule=None, **settings):
-    own = {name: settings.pop(name) for name in ("compress", "out_dims") if name in settings}
+    own = {name: settings.pop(name) for name in ("out_dims",) if name in settings}
     model, criterion = parallelize(build_net().double(), loss(), strategy=strategy, **own)
     parameters = list(model.parameters())
     params = [{"params": parameters[: len(parameters) // groups]}, {"params": parameters[len(parameters) // groups :]}][:groups]
@@ -87,7 +87,6 @@ SETTINGS = {
     "half": ({}, {"loss": half}, "precision of the criterion: fp32 on rank 0 and bf16 on rank 1"),
     "function": ({}, {"loss": function}, "criterion: CrossEntropyLoss on rank 0 and cross_entropy on rank 1"),
     "strategy": ({}, {"strategy": "fsdp"}, "strategy: 'ddp' on rank 0 and 'fsdp' on rank 1"),
-    "compress": ({}, {"compress": "bf16"}, "compress: None on rank 0 and 'bf16' on rank 1"),
     "out_dims": ({}, {"out_dims": 1}, "out_dims: None on rank 0 and 1 on rank 1"),
 }
 
