@@ -83,14 +83,15 @@ def run(plan, rows, more=0, steps=2):
 
 
 @pytest.mark.parametrize("capacity", [slow("3MiB"), "1300KiB"])
-def test_plan_fits_its_capacity_and_one_more_row_does_not(capacity):
+def test_plan_fits_its_capacity_and_fewer_micro_batches_do_not(capacity):
     plan = make_plan(capacity, 3, 60)
     assert plan.fits
     peaks = run(plan, 60)
     assert peaks is not None
     assert max(peaks) == pytest.approx(max(plan.chosen.allocated), rel=0.005)
-    rows = (plan.micro_batch_size + 1) * 3 * max(plan.chosen.micro_batches, 2)
-    assert run(plan, rows, more=1) is None
+    rows = -(-60 // (3 * (plan.chosen.micro_batches - 1)))  # of each device, in one micro-batch less
+    assert plan.micro_batch_size < rows
+    assert run(plan, 60, more=rows - plan.micro_batch_size) is None
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def rows_of(output):
     """Returns the lines of the table: name, difference, losses, hottest and mean in MiB."""
     rows = []
     for line in output.splitlines():
-        match = re.fullmatch(r"(\S.*GPUs?)((?: +\d+\.\d{6})+) +([\de.-]*) +([\d.]+) MiB +([\d.]+) MiB", line)
+        match = re.fullmatch(r"(\S.*GPUs?)((?: +\d+\.\d{6})+) +([\de.+-]*) +([\d.]+) MiB +([\d.]+) MiB", line)
         if match:
             name, losses, difference, hottest, mean = match.groups()
             rows.append((name, difference, [*map(float, losses.split())], float(hottest), float(mean)))
