@@ -93,7 +93,6 @@ class VerificationReport:
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _FLOAT32_ROUNDING = 1e-5
-_FLOORS = {torch.float64: 1e-3}  # of the largest entry of all gradients; else a tenth
 
 
 def verify(
@@ -174,7 +173,7 @@ def verify(
                 split_loss = _run_step(split, step, inputs, targets)
             expected, gradients = plain.gradients(), split.gradients()
             largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-            floor = largest * _FLOORS.get(dtype, 0.1)
+            floor = largest * (1e-3 if dtype == torch.float64 else 0.1)
             errors = {name: relative_error(gradients[name], expected[name], floor) for name in expected}
             errors[""] = relative_error(split_loss, loss)
             equal = max(errors.values()) <= limit

@@ -62,9 +62,8 @@ class LossSums(TorchFunctionMode):
         if reduction_in(arguments) not in ("mean", "batchmean"):
             return function(**arguments)
         count = divisor(RULES[function], function, arguments)
-        value = sum_of_loss(function, arguments, count) / (
-            next(self.divisors, None) or 1.0
-        )  # more means than divisors are refused
+        share = next(self.divisors, None) or 1.0  # more means than divisors are refused
+        value = sum_of_loss(function, arguments, count) / share
         self.counts.append(count)
         self.sums.append(value)
         return value
@@ -313,12 +312,12 @@ class BalancedTrainer(Trainer):
         """Returns the loss of a window. Its gradients are divided by the count of a mean that only the forwards tell."""
         loss = add_up(self._losses, self.args.device)
         if self._head is not None and self._head.is_mean:
-            count = sum_over_ranks(add_up([0, *self._counts], self.args.device)).item()
-            factor, self._is_empty = self._divisors[1] / (count or 1.0), not count
-            loss = loss * factor
+            count = sum_over_ranks(add_up([0, *self._counts], self.args.device)).to(loss.dtype)
+            factor = self._divisors[1] / count.where(count != 0, 1.0)  # on the device: the host does not wait
+            loss = (loss * factor).where(count != 0, math.nan)
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+                    parameter.grad.mul_(factor.to(parameter.grad.device))
         return torch.full_like(loss, math.nan) if self._is_empty else loss  # as a mean of nothing
 
     def prediction_step(

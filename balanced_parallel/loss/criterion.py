@@ -71,7 +71,7 @@ class DataParallelCriterion(nn.Module):
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
         ValueError: targets and outputs have different numbers of rows; a loss is not a scalar, or it is split over several
             shards and is neither a sum of known means nor described by ``weight`` or ``reduction``.
-        BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
+        BaseException: the first failure of a replica. A note on it names the replica and its device.
 
     Example:
         >>> criterion = DataParallelCriterion(torch.nn.CrossEntropyLoss())

@@ -437,7 +437,8 @@ class _ParameterRanks(_ElementRanks):
 
     def _send(self, parameters: list[Any], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
-        values = [self._gathered.get(each, _empty(each)) if is_sharded(each) else each for each in parameters]
+        values = [self._gathered.get(each, each) for each in parameters]
+        values = [_empty(value) if is_sharded(value) else value for value in values]
         layouts = [transport.layout_of(value) for value in values]
         flat = transport.pack(layouts, [value.detach() for value in values])
         dist.broadcast(flat, group=batch_group(), group_src=owner)
