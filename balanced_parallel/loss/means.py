@@ -39,6 +39,7 @@ _NAMES = {"radd": "add", "iadd": "add", "rmul": "mul", "imul": "mul", "multiply"
 _NAMES |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "negative": "neg"}
 _SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
 _JOINS = {"stack", "cat"}
+_BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Operations that keep the sum of the elements and its gradient, and a mean, which divides it.
 _UNCHANGED = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "view", "reshape", "squeeze", "clone", "pos"}
 _UNCHANGED |= {"sum", "mean"}
@@ -57,6 +58,8 @@ class Term(NamedTuple):
     weight: Any  # a number or a tensor; None: a sum that is not divided
     key: Hashable  # equal for terms that have one count by their construction; None: zero or a constant, which takes any
     factor: Any = 1.0
+    divisor: float | None = None  # a number that a sum was divided by, its count unless another count follows
+    bounds: tuple[Any, Any] = (0, None)  # added to the count of all rows, and its smallest value
 
 
 class MeanRecorder(TorchFunctionMode):
@@ -72,6 +75,7 @@ class MeanRecorder(TorchFunctionMode):
         self._has_graph = torch.is_grad_enabled()
         self._forms = WeakIdKeyDictionary()
         self._levels = WeakIdKeyDictionary()
+        self._bounded = WeakIdKeyDictionary()  # counts with a smallest value, by the result
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
             self._levels.update({leaf: level for _, leaf in containers.leaves(structure) if isinstance(leaf, Tensor)})
         self._held: list[Tensor] = []  # whose storages identify divisors
@@ -92,6 +96,7 @@ class MeanRecorder(TorchFunctionMode):
             if isinstance(tensor, Tensor):  # it may be written in place
                 self._forms.pop(tensor, None)
                 self._levels.pop(tensor, None)
+                self._bounded.pop(tensor, None)
                 if tensors or tensor.numel() == 1:  # an empty tensor may be written to unseen
                     self._levels[tensor] = level
         if not isinstance(result, Tensor):
@@ -103,6 +108,11 @@ class MeanRecorder(TorchFunctionMode):
         if form is not None:
             self._forms[result] = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
         elif level and result.dim() == 0:
+            if name in _BOUNDS and isinstance(args[0], Tensor) and result is not args[0]:
+                settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
+                least = self._factor(settings.get("min", settings.get("other")))
+                if settings.get("max") is None:
+                    self._bounded[result] = args[0], least
             self._record(name, result, args)
         return result
 
@@ -148,6 +158,15 @@ class MeanRecorder(TorchFunctionMode):
             return None
         if isinstance(factor, (int, float)) and not factor and (name == "div" or self._is_sum(form)):
             return None
+        if name == "div" and isinstance(factor, (int, float)) and self._is_sum(form) and first.numel() == 1:
+            parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
+            if any(divisor is None for _, divisor, _ in parts):
+                parts = [(first.reshape(()), 1.0, 1.0)]
+            form = {}
+            for total, divisor, coefficient in parts:
+                count = (divisor or 1.0) * factor
+                form[len(self.terms)] = coefficient
+                self.terms.append(Term("a sum over a number", total, None, ("a number", count), divisor=count))
         return _times(form, factor if name == "mul" else 1 / factor)
 
     def _record(self, name: str, result: Tensor, args: Any) -> None:
@@ -160,9 +179,14 @@ class MeanRecorder(TorchFunctionMode):
             self._add(result, Term("mean", total, tensor.numel(), object()))
         elif name == "sum":
             self._add(result, Term("sum", result, None, None))
-        elif name == "div" and self._is_sum(self._form(args[0])) and self._is_sum(self._form(args[1])):
-            is_fixed = self._level(args[1]) < _OF_OUTPUTS  # a count of outputs may have a gradient
-            self._add(result, Term("quotient", args[0], args[1], object() if is_fixed else _SEVERAL))
+        elif name == "div" and self._is_sum(self._form(args[0])) and isinstance(args[1], Tensor):
+            count, least = self._bounded.get(args[1], (args[1], None))
+            form = {**(self._form(count) or {})}
+            is_plain, more = least is None and 0 not in form, form.pop(0, 0)
+            if self._is_sum(form):
+                is_fixed = is_plain and self._level(count) < _OF_OUTPUTS  # a count of outputs may have a gradient
+                key = object() if is_fixed else _SEVERAL
+                self._add(result, Term("quotient", args[0], count if is_plain else count - more, key, bounds=(more, least)))
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are recorded."""
@@ -201,9 +225,13 @@ class MeanRecorder(TorchFunctionMode):
     def terms_of(self, loss: Any) -> list[Term] | None:
         """Returns the terms of a loss with their coefficients, or None if it is not a sum of means."""
         form = None if isinstance(loss, Tensor) and loss.numel() != 1 else self._form(loss)
-        if form is None or any(self.terms[number].weight is None for number in form):
-            return None
-        return [self.terms[number]._replace(factor=factor) for number, factor in form.items()]
+        terms = []
+        for number, factor in (form or {}).items():
+            term = self.terms[number]
+            if term.weight is None and term.divisor is not None:
+                term, factor = term._replace(weight=term.divisor), factor * term.divisor
+            terms.append(term._replace(factor=factor))
+        return None if form is None or any(term.weight is None for term in terms) else terms
 
 
 def _plus(first: Form, second: Form) -> Form:
@@ -266,10 +294,10 @@ def _refuse_unknown(criterion: Any) -> NoReturn:
     raise UnknownMeanError(
         f"the loss of {containers.describe(criterion)} is not a sum of known means, so that of several shards of a batch is "
         "unknown. Known are the losses of torch, such as F.cross_entropy(output, target), and errors.mean(), times numbers, "
-        "parameters or buffers of the criterion; not a division by a number, a function of a mean, or a loss that the model "
-        "computes. Give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor of its "
-        "mean; weight='rows' for a mean over rows with equal weights; reduction='sum' for a sum; whole=True for a loss whose "
-        f"rows depend on each other{note}"
+        "parameters or buffers of the criterion; not a function of a mean, or a loss that the model computes. Give "
+        "DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor of its mean; "
+        "weight='rows' for a mean over rows with equal weights; reduction='sum' for a sum; whole=True for a loss whose rows "
+        f"depend on each other{note}"
     )
 
 
@@ -326,6 +354,9 @@ class LossOfMeans(LossOfSums):
             tensors[name, "total"] = widen(term.total)
             tensors[name, "count"] = add_up([term.weight], nothing.device)
             tensors[name, "coefficient"] = add_up([term.factor * shard.rows], nothing.device)
+            for kind, bound in zip(("added", "least"), term.bounds, strict=True):
+                if term.key is _SEVERAL and bound is not None:
+                    tensors[name, kind] = add_up([bound * shard.rows], nothing.device)
         structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
         return ShardStatistics(tensors, structure, nothing)
 
@@ -342,7 +373,7 @@ class LossOfMeans(LossOfSums):
         if total and self.is_split and self.criterion.is_coupled:
             self.criterion.is_coupled = any(name.has_several for name, _ in total)
         if nothing is None:  # TrainStep asks; to read the counts waits for the device
-            counts = [tensor for (_, kind), tensor in total.items() if kind == "count"]
+            counts = [_count_of(total, name) for name, kind in total if kind == "count"]
             self._is_empty = bool(counts) and not any(map(bool, counts))
         return total, ranks
 
@@ -350,7 +381,7 @@ class LossOfMeans(LossOfSums):
         losses: dict[str, Tensor] = {}
         for name in [name for name, kind in total if kind == "total"]:
             value = total[name, "total"]
-            mean = divide(value, total[name, "count"].to(value.dtype).clamp(min=self.criterion.minimum))
+            mean = divide(value, _count_of(total, name).to(value.dtype).clamp(min=self.criterion.minimum))
             mean = mean * (total[name, "coefficient"] / total[_ROWS]).to(value.dtype)
             losses[name.place] = losses[name.place] + mean if name.place in losses else mean
 
@@ -376,5 +407,13 @@ class LossOfMeans(LossOfSums):
             f"the loss of {containers.describe(self.criterion.module)} does not add up over the rows: {reason}. The rows depend "
             "on each other, or it draws random numbers. Give DataParallelCriterion whole=True, which computes it once for all "
             "rows; or AdditiveLoss(statistics, finish), if it is a function of sums; or weight=, a function (output, *targets) "
-            "-> scalar, if its rows are independent"
+            "-> scalar, if its rows are independent; or reduction='sum' for a sum over a constant"
         ) from cause
+
+
+def _count_of(total: dict[Any, Tensor], name: MeanName) -> Tensor:
+    """Returns the count of all rows that a mean divides by, within its bounds."""
+    count = total[name, "count"]
+    if (name, "added") in total:
+        count = count + total[name, "added"] / total[_ROWS]
+    return torch.maximum(count, total[name, "least"] / total[_ROWS]) if (name, "least") in total else count

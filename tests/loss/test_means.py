@@ -56,6 +56,9 @@ class RandomLoss(nn.Module):
             lambda out, labels, values: (out - values).pow(2).mean(dim=1).mean(),
             lambda out, labels, values: torch.mean(F.cross_entropy(out, labels, reduction="none")[values[:, 0] > 0.4]),
             lambda out, labels, values: (out.pow(2).sum(1) * values[:, 0]).sum() / values[:, 0].sum(),
+            lambda out, labels, values: (out * (values > 0.9)).sum() / (values > 0.9).sum().clamp(min=3),
+            lambda out, labels, values: (out * values).sum() / (values.sum() + 1e-6),
+            lambda out, labels, values: 0.5 * (out - values).pow(2).sum() / out.size(0),
         ]
         self.terms = draw.choices(terms, k=draw.randint(1, 3))
         self.style = draw.choice([self.as_sum, self.in_a_loop, self.stacked, self.learned, self.with_constants])
@@ -204,7 +207,6 @@ def two_outputs(criterion, rows=8):
 
 
 REFUSED = {
-    "a division by the rows": lambda out, values: F.mse_loss(out, values, reduction="sum") / len(out),
     "a sum": lambda out, values: (out - values).pow(2).sum(),
     "a root of a mean": lambda out, values: F.mse_loss(out, values).sqrt(),
     "a product of means": lambda out, values: F.mse_loss(out, values) * F.l1_loss(out, values),
@@ -213,7 +215,9 @@ REFUSED = {
     "a median": lambda out, values: (out - values).abs().median(),
     "a mean times a value of the rows": lambda out, values: F.mse_loss(out, values) * values.amax(),
     "the output itself": lambda out, values: out[0, 0],
-    "a bounded count": lambda out, values: (out * values).sum() / values.sum().clamp(min=1),
+    "a count that is bounded from above": lambda out, values: (out * values).sum() / values.sum().clamp(1, 2),
+    "a bounded value": lambda out, values: (out * values).sum() / (out - values).abs().amax().clamp(min=1),
+    "a product of counts": lambda out, values: (out * values).sum() / (values.sum() * values.sum()),
     "a mean through an autograd function": lambda out, values: MeanOfSquares.apply(out) + F.mse_loss(out, values),
     "a mean that is written to": lambda out, values: F.mse_loss(out, values).exp_(),
     "a zero that is written to": lambda out, values: fill_zeros(out),
@@ -256,6 +260,8 @@ COUPLED = {
     "over its value": lambda out, values: F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values),
     "a constant of the rows": lambda out, values: F.mse_loss(out, values) + len(out),
     "a mean that one half lacks": lambda out, values: F.mse_loss(out, values) + (out.mean() if len(out) > 1 else 0),
+    "a division by a constant": lambda out, values: (out - values).pow(2).sum() / 32,
+    "a division by the columns": lambda out, values: (out - values).pow(2).sum() / out.size(1),
     "more than two rows": lambda out, values: F.mse_loss(out, values) if out[2].numel() else None,
 }
 
@@ -297,6 +303,16 @@ ACCEPTED = {
     "by keyword": lambda out, values: torch.mean(input=out) + torch.sum(input=out * values) / values.sum(),
     "in place": lambda out, values: torch.ones(()).add_(F.mse_loss(out, values)).mul_(2),
     "rows of a stack": lambda out, values: torch.stack([out.mean(), F.mse_loss(out, values), -out.mean()]).mean(0) / 2 - 1,
+    "a division by the rows": lambda out, values: F.mse_loss(out, values, reduction="sum") / len(out),
+    "numbers on both sides": lambda out, values: 0.5 * (out - values).pow(2).sum() / 2 / out.size(0) / 3,
+    "a sum of quotients": lambda out, values: out.pow(2).sum() / out.size(0) - 0.5 * torch.sum(1 + out - out.exp()) / len(out),
+    "a bounded count": lambda out, values: (out * values).sum() / values.sum().clamp(min=1),
+    "a count at its bound": lambda out, values: (out * values).sum() / torch.clamp(values.sum(), min=1000),
+    "a bounded number": lambda out, values: (out * (values > 2)).sum() / (values > 2).sum().clamp(1) + out.mean(),
+    "a maximum": lambda out, values: (out * values).sum() / torch.maximum(values.sum(), torch.tensor(50.0)),
+    "an epsilon": lambda out, values: (out * values).sum() / (values.sum() + 1e-8),
+    "a large epsilon": lambda out, values: (out * values).sum() / (7 + values.sum()),
+    "a bounded count of outputs": lambda out, values: (out * values).sum() / out.sigmoid().sum().clamp(min=1),
     "dictionaries": lambda out, values: {"a": F.mse_loss(out, values), "b": None, "c": 0.0, "d": 2.0},
 }
 
@@ -339,6 +355,7 @@ def test_means_over_one_count_take_one_pass_after_the_first_update():
     assert count_forwards(lambda out, target: F.cross_entropy(out, target)) == [8, 4, 4]
     assert count_forwards(lambda out, target: F.cross_entropy(out, target) + 0.4 * F.cross_entropy(out**2, target)) == [8, 4, 4]
     assert count_forwards(lambda out, target: F.cross_entropy(out, target) + 0.1 + 0.0 * out.sum()) == [8, 4, 4]
+    assert count_forwards(lambda out, target: out.abs().sum() / len(out) + 2 * out.exp().sum() / len(out)) == [8, 4, 4]
     assert count_forwards(lambda out, target: F.cross_entropy(out, target) + out.abs().mean()) == [8, 8, 8]
     assert count_forwards(lambda out, target: F.cross_entropy(out, target) + out.abs().mean(), None) == [2, 2, 2]
 
@@ -422,7 +439,7 @@ def test_a_layer_with_its_loss_inside():
 
 
 def test_verify_tells_of_a_loss_that_would_be_refused():
-    report = verify(build_net(), lambda out: (out.pow(2).sum(1)).sum() / len(out), torch.randn(8, 4), device_ids=["cpu"] * 2)
+    report = verify(build_net(), lambda out: out.pow(2).sum() * (1 / len(out)), torch.randn(8, 4), device_ids=["cpu"] * 2)
     assert report.equal
     assert "weight='rows' for a mean over rows" in report.warnings[0]
 
