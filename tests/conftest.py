@@ -12,7 +12,7 @@ from helpers.nets import NETS
 from helpers.ranks import kill_pools
 from hypothesis import settings
 
-from balanced_parallel.memory.trace import tracer
+from balanced_parallel.memory.trace import fakes
 from balanced_parallel.replicas import buckets as gradient_buckets
 
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
@@ -92,7 +92,7 @@ def trace_in_this_process(monkeypatch):
     Torch caches the results of fake tensors, so that a trace takes a third of the time if one before ran the same operators
     in this process. ``tests/memory/test_fakes.py``, and the command line as a process, keep the children.
     """
-    monkeypatch.setattr(tracer, "start_in_child", lambda function: function)
+    monkeypatch.setattr(fakes, "FORKS", False)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -190,21 +190,26 @@ class Option:
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
-        lines = self.lines(micro_batches)
+        lines, step, context = self.lines(micro_batches), self.request.row_step, self.request.kind.context
+
+        def may_fit(device: int, rows: int) -> bool:
+            return lines.at_least(device, rows * step) + context <= self.limits[device]
 
         def fits(device: int, rows: int) -> bool:
-            return lines.reserved(device, rows * self.request.row_step, self.limits[device]) is not None
+            return lines.reserved(device, rows * step, self.limits[device]) is not None
 
-        most = {
-            device: most_that_fit(functools.partial(fits, device), share) for device in dict.fromkeys(self.request.traced_devices)
-        }
+        most = {}
+        for device in dict.fromkeys(self.request.traced_devices):
+            bound = most_that_fit(functools.partial(may_fit, device), share)  # first what takes no replay
+            most[device] = most_that_fit(functools.partial(fits, device), bound)
         return [most[device] for device in self.request.traced_devices]
 
     def _may_fit_at_once(self) -> bool:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the gradients of several."""
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         gradients //= self.request.devices if self.request.layout.is_sharded else 1
-        peaks = self.lines(2).allocated_by_device(self.share * self.request.row_step)
+        lines, rows = self.lines(2), self.share * self.request.row_step
+        peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
     def _rows(self) -> tuple[list[int], bool]:

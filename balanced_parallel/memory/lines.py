@@ -99,12 +99,19 @@ class Lines:
         replayed = self._replay(device, rows, capacity, upper)
         return None if replayed is None else replayed.reserved
 
+    def at_least(self, device: int, rows: int | None = None) -> int:
+        """Returns the most bytes of blocks in use on a device, without what the allocator does not split off. No replay."""
+        return int(self._sums(device, rows)[1][0 if self.request.kind.segments else self.start :].max())
+
+    def _sums(self, device: int, rows: int | None, *, upper: bool = False) -> tuple[Numbers, Numbers]:
+        """Returns the size of each block of a device, and the sum of those in use after each event."""
+        unit, sizes = self.request.kind.rounds_to, self.sizes(rows) * ((self._devices == device) & (self._certain | upper))
+        return sizes, np.cumsum(np.sign(self._events) * (-(-sizes // unit) * unit)[np.abs(self._events) - 1])
+
     def _replay(self, device: int, rows: int | None, capacity: int | None = None, upper: bool = False) -> Replay | None:
         key = device, rows, capacity, upper
         if key not in self._replays:
-            kind = self.request.kind
-            sizes = self.sizes(rows) * ((self._devices == device) & (self._certain | upper))
-            levels = np.cumsum(np.sign(self._events) * (-(-sizes // kind.rounds_to) * kind.rounds_to)[np.abs(self._events) - 1])
+            kind, (sizes, levels) = self.request.kind, self._sums(device, rows, upper=upper)
             most = int(levels[0 if kind.segments else self.start :].max())
             limit = None if capacity is None else capacity - kind.context
             if limit is not None and most > limit:  # a replay would take long

@@ -37,6 +37,7 @@ from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import lines_of, make_report, make_request, parts_at_peak
 from .report import MemoryReport, unit_of, write_page
 from .trace.layouts import plain_criterion
+from .trace.tracer import keeping_children
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _NOTES = {
@@ -328,8 +329,9 @@ def plan(
         raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
     limits = parse_each(capacity, devices) * hosts
     check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
-    search = Search(request, limits, batch_size, hosts)
-    search.run()
+    with keeping_children(request):
+        search = Search(request, limits, batch_size, hosts)
+        search.run()
     if not search.choices:
         name, reason = next(iter(search.skipped.items()))
         raise ValueError(f"{name}: {reason}; a plan needs a module, a criterion and an optimizer that take any number of rows")

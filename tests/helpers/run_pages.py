@@ -50,9 +50,9 @@ def main() -> None:
     """Runs the pages, those that need transformers last."""
     import torch._dynamo  # noqa: F401 - before the forks: each page would, at its first optimizer
 
-    from balanced_parallel.memory.trace import tracer
+    from balanced_parallel.memory.trace import fakes
 
-    tracer.start_in_child = lambda function: function
+    fakes.FORKS = False
     folder, *pages = sys.argv[1:]
     failures, after = {}, [page for page in pages if "transformers import" in (ROOT / page).read_text(encoding="utf-8")]
     for page in [*(page for page in pages if page not in after), *after]:

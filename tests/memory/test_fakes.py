@@ -5,6 +5,7 @@ Optimizers that read their step counts, in a trace.
 Traces in a process of their own.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from balanced_parallel import memory, simulate
 from balanced_parallel.memory.devices import KINDS, find_kind
-from balanced_parallel.memory.trace import fakes
+from balanced_parallel.memory.trace import fakes, tracer
 
 
 def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
@@ -79,22 +80,45 @@ def test_child_that_hangs_is_replaced_by_this_process(monkeypatch):
     monkeypatch.setattr(fakes, "PATIENCE", 0.5)
     here = os.getpid()
 
-    def work():
+    def work(value):
         if os.getpid() != here:
             threading.Event().wait()
-        return os.getpid()
+        return os.getpid(), value
 
-    assert fakes.start_in_child(work)() == here
+    child = fakes.Child(work)
+    assert child.start(1)() == (here, 1)
+    assert child.start(2)() == (here, 2)
 
 
 def test_child_that_works_is_waited_for(monkeypatch):
     monkeypatch.setattr(fakes, "PATIENCE", 0.3)
     here = os.getpid()
 
-    def work():
-        end = time.monotonic() + 1
+    def work(seconds):
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             pass
         return os.getpid()
 
-    assert fakes.start_in_child(work)() != here
+    with contextlib.closing(fakes.Child(work)) as child:
+        assert here != child.start(1)() == child.start(0)()
+
+
+def test_options_of_a_plan_are_traced_in_the_same_processes(monkeypatch):
+    children = []
+
+    class Counted(fakes.Child):
+        def __init__(self, function):
+            super().__init__(function)
+            self.number = self._process
+            children.append(self)
+
+    monkeypatch.setattr(tracer, "Child", Counted)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)])
+    batch = torch.zeros(4, 64), torch.zeros(4, 64)
+    plan = memory.plan(net, F.mse_loss, *batch, batch_size=256, capacity="190KiB", devices=2, device_kind="cpu")
+    assert len(plan.choices) > 1
+    assert len(children) == min(2, os.cpu_count())
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child.number, 0)

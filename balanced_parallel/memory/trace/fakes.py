@@ -5,6 +5,7 @@ A forked process has every object of the caller without sending it, and leaves n
 
 import contextlib
 import copy
+import functools
 import gc
 import logging
 import multiprocessing
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -206,44 +207,57 @@ def part_of_batch(share: float) -> Context:
     return _replaced(linear_cross_entropy, "traced_share", share)
 
 
-T = TypeVar("T")
+FORKS = sys.platform == "linux"
 PATIENCE = 20.0  # seconds
 
 
-def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]:
-    """Starts ``function`` in a forked process. The returned function waits for it, and returns its result or its exception.
+class Child:
+    """A forked process that calls ``function`` with each value that is sent to it, and sends the results back, in order.
 
-    It runs in this process on other platforms than Linux, after a backward on an accelerator, which autograd refuses in a fork,
-    and if the child hangs: a fork copies locks that other threads hold, and nothing releases them there.
+    A call runs in this process on other platforms than Linux, after a backward on an accelerator, which autograd refuses in a
+    fork, and if the child hangs: a fork copies locks that other threads hold, and nothing releases them there.
     """
-    if sys.platform != "linux":
-        return function
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks the child does not take
-        child = os.fork()
-    if child == 0:
-        _send_result(function, sender)
-    sender.close()
 
-    def finish() -> T | BaseException:
-        message = None
-        with receiver:
-            if hangs := not _answers(receiver, child):
-                os.kill(child, signal.SIGKILL)
-            else:
-                with contextlib.suppress(EOFError):
-                    message = receiver.recv_bytes()
-        _, status = os.waitpid(child, 0)
-        if hangs:
-            return function()
-        if message is None:
-            raise RuntimeError(f"the process that traced the step ended with status {status} and without a result")
-        result: T | BaseException = pickle.loads(message)
-        return function() if isinstance(result, BaseException) and runs_in_parent_only(result) else result
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function, self._process = function, 0
+        if not FORKS:
+            return
+        self._connection, end = multiprocessing.Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks are not taken there
+            self._process = os.fork()
+        if self._process == 0:
+            self._connection.close()
+            _serve(function, end)
+        end.close()
 
-    return finish
+    def start(self, value: Any) -> Callable[[], Any]:
+        """Starts a call. Returns a function that waits for it, and returns its result or its exception."""
+        if self._process:
+            self._connection.send(value)
+        return functools.partial(self._finish, value)
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process:
+            os.kill(self._process, signal.SIGKILL)  # it may not see that the connection ends: other children have copies of it
+            os.waitpid(self._process, 0)
+            self._connection.close()
+            self._process = 0
+
+    def _finish(self, value: Any) -> Any:
+        if self._process and not _answers(self._connection, self._process):
+            self.close()
+        if not self._process:
+            return self._function(value)
+        try:
+            result = pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            _, status = os.waitpid(self._process, 0)
+            self._process = 0
+            raise RuntimeError(f"the process that traced the step ended with status {status} and without a result") from None
+        return self._function(value) if isinstance(result, BaseException) and runs_in_parent_only(result) else result
 
 
 def _answers(receiver: Connection, child: int) -> bool:
@@ -262,18 +276,21 @@ def runs_in_parent_only(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "Autograd-and-Fork" in str(error)
 
 
-def _send_result(function: Callable[[], Any], sender: Connection) -> None:
-    """Sends the result or the exception to the parent, and ends this process without running exit handlers."""
+def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
+    """Answers until the parent closes the connection, and ends this process without running exit handlers."""
     status = 1
     try:
         gc.freeze()  # the collector does not visit, and so does not copy, the parent's objects
         gc.disable()  # one more run, after a trace, would take a sixth of its time
         torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
-        try:
-            result: Any = function()
-        except BaseException as error:  # noqa: BLE001 - the parent raises it
-            result = error
-        sender.send_bytes(_pickled(result))
+        with contextlib.suppress(EOFError):
+            while True:
+                value = connection.recv()
+                try:
+                    result: Any = function(value)
+                except BaseException as error:  # noqa: BLE001 - the parent raises it
+                    result = error
+                connection.send_bytes(_pickled(result))
         status = 0
     finally:
         os._exit(status)

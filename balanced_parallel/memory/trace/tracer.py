@@ -1,6 +1,7 @@
 """Runs two updates on fake tensors, which compute nothing, and records every allocation. In processes of their own."""
 
 import contextlib
+import contextvars
 import dataclasses
 import gc
 import importlib
@@ -26,7 +27,7 @@ from ..operators import cuda, values
 from ..operators.recurrent import autograd_kernels
 from . import fakes
 from .allocations import Block, Count
-from .fakes import HOME, host_of, start_in_child
+from .fakes import HOME, Child, host_of
 from .layouts import Request, SingleDevice, TracedBatch, copies_of, states_of
 from .optimizers import ExistingOptimizers, refuse_merges
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
@@ -58,20 +59,60 @@ def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
     return _run_in_children(jobs, _trace_or_reason)
 
 
+_children: contextvars.ContextVar["_Children | None"] = contextvars.ContextVar("children", default=None)
+
+
+@contextlib.contextmanager
+def keeping_children(request: Request) -> Iterator[None]:
+    """Traces ``request`` and those that follow from it in the same processes, which find torch's caches filled."""
+    with contextlib.closing(_Children([(request, 1)] * 2)) as children:
+        token = _children.set(children)
+        try:
+            yield
+        finally:
+            _children.reset(token)
+
+
+class _Children:
+    """Processes that trace the requests of some jobs, and requests with other settings."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
+        self._requests = [request for request, _ in jobs]
+        self._children = [Child(self._run_all) for _ in range(min(len(jobs), os.cpu_count() or 1))]
+
+    def run(self, jobs: Sequence[Job], function: Callable[[Request, int], T]) -> list[T]:
+        """Returns the results of a function of each job, a request and a number of rows."""
+        count, sent = len(self._children), [(*self._describe(request), rows) for request, rows in jobs]
+        waiting = [child.start((function, sent[number::count])) for number, child in enumerate(self._children)]
+        results: list[Any] = [None] * len(jobs)
+        for number, result in enumerate([finish() for finish in waiting]):
+            if isinstance(result, BaseException):
+                raise result
+            results[number::count] = result
+        return results
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for child in self._children:
+            child.close()
+
+    def _describe(self, request: Request) -> tuple[int, dict[str, Any]]:
+        """Returns the place of a known request, and what is different: modules and batches are not sent."""
+        place = next((place for place, known in enumerate(self._requests) if known is request), 0)
+        known = vars(self._requests[place])
+        return place, {name: value for name, value in vars(request).items() if value is not known[name]}
+
+    def _run_all(self, message: Any) -> list[Any]:
+        function, jobs = message
+        return [function(dataclasses.replace(self._requests[place], **changes), rows) for place, changes, rows in jobs]
+
+
 def _run_in_children(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
-    importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
-    count = min(len(jobs), os.cpu_count() or 1)
-
-    def start(share: Sequence[Job]) -> Callable[[], list[T] | BaseException]:
-        return start_in_child(lambda: [run(*job) for job in share])
-
-    waiting = [start(jobs[number::count]) for number in range(count)]  # later traces in one process find torch's caches filled
-    traces: list[Any] = [None] * len(jobs)
-    for number, result in enumerate([finish() for finish in waiting]):
-        if isinstance(result, BaseException):
-            raise result
-        traces[number::count] = result
-    return traces
+    if (children := _children.get()) is not None:
+        return children.run(jobs, run)
+    with contextlib.closing(_Children(jobs)) as children:
+        return children.run(jobs, run)
 
 
 def _trace_or_reason(request: Request, rows: int) -> Trace | str:
