@@ -1,5 +1,6 @@
 """Settings of the documentation site. To build it: ``sphinx-build -W -c docs . build/site``."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ html_theme_options = {
 }
 pygments_style, pygments_dark_style = "friendly", "monokai"
 html_title = f"{project} {release}"
+# docs/site/build.sh builds the releases too, each in a folder of its tag
+versions = [("main", ""), *((tag, f"{tag}/") for tag in os.environ.get("DOCS_RELEASES", "").split())]
+folder = os.environ.get("DOCS_ROOT", "")  # of the site of main, seen from this one
+html_context = {"versions": [(name, f"{folder}{place}README.html") for name, place in versions if versions[1:]]}
+html_sidebars = {"**": [f"sidebar/{part}.html" for part in ("brand", "search", "scroll-start", "navigation", "versions", "scroll-end")]}
 html_static_path = ["site/static"]
 html_css_files = ["pages.css"]
 html_extra_path = ["site/index.html"]  # index.html, which leads to the first page

@@ -1,7 +1,10 @@
 """The documentation site has every page, every benchmark and every public name."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -50,3 +53,21 @@ def test_pictures_of_the_internals_are_those_of_the_program():
         assert (drawings.IMAGES / f"{name}.svg").read_text() == picture, "run python docs/drawings.py"
         ElementTree.fromstring(picture)
         assert f"](images/{name}.svg)" in page
+
+
+@pytest.mark.slow
+def test_site_has_a_folder_for_each_release(tmp_path):
+    pytest.importorskip("sphinx")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", "--depth=1", f"file://{ROOT}", clone], check=True)
+    subprocess.run(["git", "tag", "v0.0.9"], cwd=clone, check=True)
+    subprocess.run(["docs/site/build.sh"], cwd=clone, env={**os.environ, "PYTHON": sys.executable}, check=True)
+    site = clone / "build" / "site"
+    for page, links in {
+        "README.html": ["README.html", "v0.0.9/README.html"],
+        "docs/training.html": ["../README.html", "../v0.0.9/README.html"],
+        "v0.0.9/docs/training.html": ["../../README.html", "../../v0.0.9/README.html"],
+    }.items():
+        versions = (site / page).read_text().partition(">Versions<")[2].partition("</ul>")[0]
+        assert re.findall(r'href="([^"]*)"', versions) == links
+        assert all((site / page).parent.joinpath(link).exists() for link in links)
