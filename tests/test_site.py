@@ -64,10 +64,10 @@ def test_site_has_a_folder_for_each_release(tmp_path):
     subprocess.run(["docs/site/build.sh"], cwd=clone, env={**os.environ, "PYTHON": sys.executable}, check=True)
     site = clone / "build" / "site"
     for page, links in {
-        "README.html": ["README.html", "v0.0.9/README.html"],
+        "README.html": ["#", "v0.0.9/README.html"],
         "docs/training.html": ["../README.html", "../v0.0.9/README.html"],
         "v0.0.9/docs/training.html": ["../../README.html", "../../v0.0.9/README.html"],
     }.items():
         versions = (site / page).read_text().partition(">Versions<")[2].partition("</ul>")[0]
         assert re.findall(r'href="([^"]*)"', versions) == links
-        assert all((site / page).parent.joinpath(link).exists() for link in links)
+        assert all((site / page).parent.joinpath(link).exists() for link in links if link != "#")

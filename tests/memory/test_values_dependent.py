@@ -180,3 +180,29 @@ def test_scalar_loss_that_keeps_its_elements_equals_the_allocator(loss):
     found = used(build, batch, torch.optim.SGD, criterion=loss)
     report = memory.estimate(build(), loss, *batch(), optimizer=torch.optim.SGD, device_kind="cpu")
     assert abs(report.allocated[0] - found) <= 0.002 * found
+
+
+class Experts(nn.Module):
+    """Rows in groups of 16, each with a matrix of its own, as experts of transformers compute them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(4, *shape)) for shape in ((64, 256), (256, 64)))
+
+    def forward(self, rows):
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(rows) // 4)
+        hidden = F.grouped_mm(rows.to(self.first.dtype), self.first, offs=ends).relu()
+        return F.grouped_mm(hidden, self.second, offs=ends)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_products_of_groups_equal_the_allocator(precision):
+    """The fake kernel of torch takes bfloat16 alone, and the kernels of the CPU and of CUDA all dtypes."""
+
+    def batch():
+        return torch.zeros(64, 64), torch.zeros(64, 64)
+
+    found = used(Experts, batch, torch.optim.AdamW, precision, criterion=F.mse_loss)
+    report = memory.estimate(Experts(), F.mse_loss, *batch(), precision=precision, device_kind="cpu")
+    assert abs(report.allocated[0] - found) <= 0.001 * found
+    assert report.flops == 5 * 2 * 64 * 64 * 256  # two products, and the gradients of both matrices and of what is between them

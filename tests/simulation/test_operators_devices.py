@@ -52,6 +52,9 @@ def test_combinations_of_devices_that_cuda_accepts_are_accepted():
         number = torch.tensor(2.0)
         for allowed in (x * number, number + x, x.clamp(min=number), torch.where(x > 0, x, number), x[torch.tensor([0, 2])]):
             assert allowed.device == torch.device("sim:1")
+        rows = torch.arange(4, device="sim:1")  # torch has no tag on these as elementwise operators
+        assert (rows // 2).tolist() == (rows // torch.tensor(2)).tolist() == [0, 0, 1, 1]
+        assert torch.rsub(rows, torch.tensor(3)).tolist() == [3, 2, 1, 0]
         x[torch.tensor([1])] = number
         x[1] = 3.0
         x.masked_fill_(x > 0, number)

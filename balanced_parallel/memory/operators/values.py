@@ -99,6 +99,13 @@ def _group_norm_backward(gradient: Tensor, inputs: Tensor, *settings: Any) -> tu
     return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
 
 
+def _grouped_products(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
+    """Returns the products of groups of rows with a matrix each, as of experts. The fake kernel of torch takes bfloat16 alone."""
+    groups = ends.numel() if ends is not None else len(left)
+    shape = [left.shape[-2], right.shape[-1]]
+    return left.new_empty([groups, *shape] if left.dim() == right.dim() else shape)
+
+
 _CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
 _WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 _INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
@@ -115,6 +122,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten._ctc_loss.Tensor: _ctc,
     **dict.fromkeys(_CTC_BACKWARD, lambda gradient, scores, *settings: scores.new_empty(scores.shape)),
     _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten._grouped_mm.default: _grouped_products,
 }
 
 

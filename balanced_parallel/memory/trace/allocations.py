@@ -40,6 +40,7 @@ class Block:
 
 
 MAYBE = "workspace of cuDNN"  # memory that is taken or not: not part of a report but of its upper bound
+_GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
@@ -95,6 +96,8 @@ class Count(TorchDispatchMode):
         keep_elements(func, args, result)
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
+        elif func is _GROUPED_PRODUCTS:  # of experts: torch counts none
+            self.flops += 2 * args[0].numel() * args[1].shape[-1]
         for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))

@@ -21,9 +21,11 @@ using c10::DispatchKey;
 bool is_accepted(const c10::OperatorHandle& op, const at::Tensor& stray, bool in_list) {
   const auto& name = op.schema().name();
   if (stray.device().type() != c10::kCPU) return false;
-  if (stray.dim() == 0)
-    return op.hasTag(at::Tag::pointwise) || name.find("index_put") != std::string::npos || name.find("foreach") != std::string::npos ||
-        name.find("fused_") != std::string::npos || name.find("fill") != std::string::npos;
+  if (stray.dim() == 0) {
+    const auto names = {"floor_divide", "rsub", "index_put", "foreach", "fused_", "fill"};  // without the tag
+    return stray.unsafeGetTensorImpl()->is_wrapped_number() || op.hasTag(at::Tag::pointwise) ||
+        std::any_of(names.begin(), names.end(), [&](const char* part) { return name.find(part) != std::string::npos; });
+  }
   return in_list && name.find("index") != std::string::npos;
 }
 
