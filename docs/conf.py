@@ -52,7 +52,9 @@ html_title = f"{project} {release}"
 versions = [("main", ""), *((tag, f"{tag}/") for tag in os.environ.get("DOCS_RELEASES", "").split())]
 folder = os.environ.get("DOCS_ROOT", "")  # of the site of main, seen from this one
 html_context = {"versions": [(name, f"{folder}{place}README.html") for name, place in versions if versions[1:]]}
-html_sidebars = {"**": [f"sidebar/{part}.html" for part in ("brand", "search", "scroll-start", "navigation", "versions", "scroll-end")]}
+html_sidebars = {
+    "**": [f"sidebar/{part}.html" for part in ("brand", "search", "scroll-start", "navigation", "versions", "scroll-end")]
+}
 html_static_path = ["site/static"]
 html_css_files = ["pages.css"]
 html_extra_path = ["site/index.html"]  # index.html, which leads to the first page
