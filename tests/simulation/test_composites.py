@@ -54,3 +54,12 @@ def test_checkpointing_repeats_the_random_numbers_of_dropout(use_reentrant):
         torch.sim.set_rng_state(state, 1)
         checkpoint(net, inputs, use_reentrant=use_reentrant).pow(2).sum().backward()
         assert all(parameter.grad.equal(other) for parameter, other in zip(net.parameters(), plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_histogram_of_integers_and_of_numbers(dtype):
+    numbers = torch.tensor([3, 0, 0, 2, 9], dtype=dtype)
+    with simulate(2):
+        counts = torch.histc(numbers.to("sim:1"), bins=4, min=0, max=3)
+        assert (counts.device, counts.dtype) == (torch.device("sim:1"), dtype)
+        assert counts.tolist() == [2, 0, 1, 1]

@@ -20,6 +20,16 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(kept == 0 ? 0.0 : 1 / kept), mask};
 }
 
+// Counts of integers, which the kernel of the CPU does not take. Experts of transformers count their tokens.
+Tensor histc(const Tensor& input, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  Call call;
+  call.look(input);
+  const auto host = call.to_host(input);
+  BelowEverything guard;
+  const auto values = c10::isIntegralType(host.scalar_type(), false) ? host.to(at::kDouble) : host;
+  return call.from_host(at::histc(values, bins, min, max).to(host.scalar_type()));
+}
+
 Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) { return bias && bias->defined() ? gates + *bias : gates; }
 
 // Cells of nn.LSTM and nn.GRU (aten/src/ATen/native/RNN.cpp). Autograd records their operators, so the workspace is empty.
@@ -74,6 +84,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", &native_dropout);
+  m.impl("histc", &histc);
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
