@@ -134,18 +134,25 @@ class ShardStatistics(NamedTuple):
     nothing: Tensor  # a zero on the device of the output, connected to it
 
 
+ROWS_TO_CHECK = 16  # two rows may look independent by chance, as by an equal number of positive targets
+
+
 class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
+
+    has_names = False  # other statistics of some rows have other names, which says more than that they do not add up
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
+        self._checked = 0  # rows of this update whose statistics were compared with those of halves
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(outputs, shards)
+        self.criterion.is_checked = True
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
         if not ranks:
@@ -154,7 +161,7 @@ class LossOfSums(CoupledLoss):
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all statistics, and its derivative at each of them."""
-        has_rows = bool(self._total)
+        has_rows, self.criterion.is_checked = bool(self._total), True
         total, ranks = self._over_ranks(None)
         if has_rows:
             values = list(total.values())
@@ -172,18 +179,23 @@ class LossOfSums(CoupledLoss):
         return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        samples, failure = list[ShardStatistics](), None
-        if not self.criterion.is_checked:
-            try:
-                samples = self._samples(outputs, shards)
-            except Exception as error:  # noqa: BLE001 - it may raise anything, and does so for all rows too if it is wrong
-                failure = error
+        samples, failure = list[list[ShardStatistics]](), None
+        for output, size, shard in zip(outputs, outputs.sizes, () if self.criterion.is_checked else shards, strict=False):
+            if self._checked < ROWS_TO_CHECK and failure is None:
+                self._checked += size or 0
+                try:
+                    samples.append(self._samples(PerReplica([output], [size], outputs.dim), shard))
+                except Exception as error:  # noqa: BLE001 - it may raise anything, and does so for all rows too if it is wrong
+                    failure = error if size != 1 else None
         parts: list[ShardStatistics] = self.criterion.run(self._statistics, outputs, shards)
-        if failure is not None and outputs.sizes[0] != 1:
+        if failure is not None:
             reason = f"half of the first rows, in dimension {outputs.dim}, raises {type(failure).__name__}: {failure}"
             self._refuse(reason, failure)
-        if samples and None not in (sample.tensors for sample in samples):
-            self._compare(samples)
+        if self.has_names:
+            self._check_shapes([part.tensors for part in parts if part.tensors is not None])
+        for of_shard in samples:
+            if None not in (sample.tensors for sample in of_shard):
+                self._compare(of_shard)
         return parts
 
     def _collect(self, parts: list[ShardStatistics]) -> None:
@@ -248,24 +260,23 @@ class LossOfSums(CoupledLoss):
         return move(weighted_sum(loss, 1), self.criterion.output_device or device)
 
     @torch.no_grad()
-    def _samples(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        """Returns the statistics of the first shard and of its halves. Random numbers are put back.
+    def _samples(self, output: PerReplica, shard: Shard) -> list[ShardStatistics]:
+        """Returns the statistics of a shard and of its halves. Random numbers are put back.
 
         A single row is repeated, with other values that have the same signs and are not larger.
         """
-        output, rows, targets = outputs[:1], outputs.sizes[0], shards[0].targets
+        rows, targets = output.sizes[0], shard.targets
         leaves = zip(containers.leaves(output[0]), containers.leaf_dims(output[0], output.dim, 0), strict=True)
         counts = {leaf.size(dim) for (_, leaf), dim in leaves if isinstance(leaf, Tensor) and leaf.dim() and dim is not None}
-        if rows and (counts == {shards[0].target_rows} or (shards[0].is_joined and counts == {1})):  # words, or a packed row
+        if rows and (counts == {shard.target_rows} or (shard.is_joined and counts == {1})):  # words, or a packed row
             rows = counts.pop()
             output = PerReplica(output, [rows], output.dim)
         if not rows:
             return []
-        self.criterion.is_checked = True
         if rows == 1:
             rows, output = 2, PerReplica([join([output[0], _smaller(output[0])], None, output.dim)], [2], output.dim)
             _, dim = self.criterion.mark(*targets, output.dim, len(containers.spread(output[0])))
-            targets = take(targets, [*range(shards[0].target_rows)] * 2, dim)
+            targets = _with_smaller(take(targets, [*range(shard.target_rows)] * 2, dim), shard.target_rows, dim)
         pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
         halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
         devices = devices_of(halves, None)
@@ -283,8 +294,8 @@ class LossOfSums(CoupledLoss):
             total, first, last = (widen(column[place]) if place in column else torch.zeros(()) for column in columns)
             if total.shape == first.shape == last.shape:
                 size = torch.stack([move(each, total.device) for each in (total, first, last)]).abs().max()
-                # a mean is off by its own size; nan is the caller's
-                if not bool((total - first - last).abs().max() > self._tolerance(total) * size):
+                # a mean is off by its own size, and the variance of one row is nan; nan in the whole is the caller's
+                if not total.isfinite().all() or (total - first - last).abs().max() <= self._tolerance(total) * size:
                     continue
             values = f"of the first rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
             self._refuse(f"{self._name(number, place)} {values}")
@@ -302,15 +313,28 @@ class LossOfSums(CoupledLoss):
 
 
 def _smaller(output: Any) -> Any:
-    """Returns an output with all values between half of themselves and themselves."""
+    """Returns an output with all values between 0.5 and 0.9 of themselves."""
 
     def scale(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        factors = torch.linspace(0.5, 1.0, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
+        factors = torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
         return leaf * factors.view(leaf.shape)
 
     return containers.map_leaves(scale, output)
+
+
+def _with_smaller(targets: Any, rows: int, dim: int) -> Any:
+    """Returns targets of equal halves with smaller numbers in the second, which has ``rows`` rows. Others stay as they are."""
+
+    def change(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        if not is_float or leaf.dim() <= dim or leaf.size(dim) != 2 * rows:
+            return leaf
+        first, second = leaf.split(rows, dim)
+        return torch.cat([first, _smaller(second)], dim)
+
+    return map_marked(change, targets)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:

@@ -161,7 +161,7 @@ class MeanRecorder(TorchFunctionMode):
         if name == "div" and isinstance(factor, (int, float)) and self._is_sum(form) and first.numel() == 1:
             parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
             if any(divisor is None for _, divisor, _ in parts):
-                parts = [(first.reshape(()), 1.0, 1.0)]
+                parts = [(first.reshape(()).clone(), 1.0, 1.0)]  # it may be divided in place
             form = {}
             for total, divisor, coefficient in parts:
                 count = (divisor or 1.0) * factor
@@ -177,7 +177,7 @@ class MeanRecorder(TorchFunctionMode):
             tensor = args[0]
             total = tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
             self._add(result, Term("mean", total, tensor.numel(), object()))
-        elif name == "sum":
+        elif name in ("sum", "nansum", "count_nonzero"):
             self._add(result, Term("sum", result, None, None))
         elif name == "div" and self._is_sum(self._form(args[0])) and isinstance(args[1], Tensor):
             count, least = self._bounded.get(args[1], (args[1], None))
@@ -332,6 +332,7 @@ class LossOfMeans(LossOfSums):
     Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in one pass.
     """
 
+    has_names = True
     _is_empty = False  # nothing was counted
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
@@ -365,8 +366,8 @@ class LossOfMeans(LossOfSums):
             refuse_coupled(self.criterion.module)
         return super()._parts(outputs, shards)
 
-    def _samples(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        return super()._samples(outputs, shards) if self.is_split else []
+    def _samples(self, output: PerReplica, shard: Shard) -> list[ShardStatistics]:
+        return super()._samples(output, shard) if self.is_split else []
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)
@@ -392,8 +393,10 @@ class LossOfMeans(LossOfSums):
         return containers.zip_leaves(fill, [self._structure])
 
     def _tolerance(self, tensor: Tensor) -> float:
+        if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # as counts are
+            return 1e-7
         is_half = self.criterion.precision.name != "fp32" or torch.is_autocast_enabled(tensor.device.type)
-        return 2e-2 if is_half else 1e-7 if tensor.dtype == torch.float64 else 1e-3
+        return 2e-2 if is_half else 1e-3
 
     def _name(self, number: int, place: Any) -> str:
         return f"the {place[1]} of {place[0].kind}"

@@ -274,9 +274,34 @@ def test_losses_that_do_not_add_up_are_refused_in_the_first_batch(name):
 
 @pytest.mark.parametrize("name", [name for name in COUPLED if name not in ("variances", "more than two rows")])
 def test_losses_that_do_not_add_up_are_refused_with_one_row_for_each_device(name):
-    """The standard deviation of one row is nan."""
+    """The standard deviation of one row is nan, with a warning of torch."""
     with pytest.raises(ValueError, match=r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight="):
         two_outputs(COUPLED[name], rows=2)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_small_shards_are_all_compared_with_their_halves(micro_batch_size):
+    """Two rows with as many positive targets each look independent."""
+    values = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.1, 0.0], [1.0, 0.0, 0.0]])
+
+    def balanced(output, values):
+        is_positive = (values > 0.55).to(values)
+        return F.binary_cross_entropy_with_logits(output, is_positive, pos_weight=3 - is_positive.mean())
+
+    net = nn.Linear(4, 3)
+    model, optimizer = DataParallelModel(net, ["cpu"]), torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(model, DataParallelCriterion(balanced), optimizer, micro_batch_size=micro_batch_size)
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        step(torch.randn(6, 4), values)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_count_is_compared_exactly_in_lower_precision(precision):
+    """4095 and the 2 x 2047 of the halves differ by less than float32 needs for a sum of 4096 numbers."""
+    rows = torch.ones(8192, 1, dtype=torch.float32)
+    criterion = DataParallelCriterion(lambda out, values: (out - values).pow(2).sum() / (len(out) - 1), precision=precision)
+    with pytest.raises(ValueError, match="the count of a sum over a number of the first rows is 4095"):
+        criterion(PerReplica(rows.split(4096), [4096, 4096]), 2 * rows)
 
 
 def test_random_numbers_of_the_check_are_put_back():
