@@ -42,7 +42,7 @@ def variational_loss(output, target):
 
 def mean_of_few(output, target):
     counted = target > 1
-    return F.cross_entropy(output[counted], target[counted], reduction="sum") / counted.sum().clamp(min=1)
+    return F.cross_entropy(output[counted], target[counted], reduction="sum") * counted.sum().clamp(min=1).reciprocal()
 
 
 def reasons_of(criterion, rows=9, targets=None, **settings):

@@ -25,7 +25,7 @@ class TestReduction:
     def test_reduction_attribute_of_a_subclass_with_its_own_forward_is_ignored(self, setting):
         class BNLLLoss(nn.BCEWithLogitsLoss):
             def forward(self, output, target):
-                return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / len(output)
+                return F.binary_cross_entropy_with_logits(output, target, reduction="sum") * (1 / len(output))
 
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
         module, criterion = build_net(), BNLLLoss(reduction=setting)

@@ -99,9 +99,9 @@ class _Children:
 
     def _describe(self, request: Request) -> tuple[int, dict[str, Any]]:
         """Returns the place of a known request, and what is different: modules and batches are not sent."""
-        place = next((place for place, known in enumerate(self._requests) if known is request), 0)
-        known = vars(self._requests[place])
-        return place, {name: value for name, value in vars(request).items() if value is not known[name]}
+        place = next((place for place, other in enumerate(self._requests) if other is request), 0)
+        before = vars(self._requests[place])
+        return place, {name: value for name, value in vars(request).items() if value is not before[name]}
 
     def _run_all(self, message: Any) -> list[Any]:
         function, jobs = message
