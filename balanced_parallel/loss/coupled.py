@@ -140,14 +140,14 @@ ROWS_TO_CHECK = 16  # two rows may look independent by chance, as by an equal nu
 class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
 
-    has_names = False  # other statistics of some rows have other names, which says more than that they do not add up
+    has_names = False  # statistics have names, and shards are compared by them first: their error says more
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
-        self._checked = 0  # rows of this update whose statistics were compared with those of halves
+        self._rows_checked = 0  # rows of this update whose statistics were compared with those of halves
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
@@ -181,8 +181,8 @@ class LossOfSums(CoupledLoss):
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
         samples, failure = list[list[ShardStatistics]](), None
         for output, size, shard in zip(outputs, outputs.sizes, () if self.criterion.is_checked else shards, strict=False):
-            if self._checked < ROWS_TO_CHECK and failure is None:
-                self._checked += size or 0
+            if self._rows_checked < ROWS_TO_CHECK and failure is None:
+                self._rows_checked += size or 0
                 try:
                     samples.append(self._samples(PerReplica([output], [size], outputs.dim), shard))
                 except Exception as error:  # noqa: BLE001 - it may raise anything, and does so for all rows too if it is wrong

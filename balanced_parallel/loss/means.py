@@ -75,7 +75,7 @@ class MeanRecorder(TorchFunctionMode):
         self._has_graph = torch.is_grad_enabled()
         self._forms = WeakIdKeyDictionary()
         self._levels = WeakIdKeyDictionary()
-        self._bounded = WeakIdKeyDictionary()  # counts with a smallest value, by the result
+        self._clamps = WeakIdKeyDictionary()  # by the result, a count and its smallest value
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
             self._levels.update({leaf: level for _, leaf in containers.leaves(structure) if isinstance(leaf, Tensor)})
         self._held: list[Tensor] = []  # whose storages identify divisors
@@ -96,7 +96,7 @@ class MeanRecorder(TorchFunctionMode):
             if isinstance(tensor, Tensor):  # it may be written in place
                 self._forms.pop(tensor, None)
                 self._levels.pop(tensor, None)
-                self._bounded.pop(tensor, None)
+                self._clamps.pop(tensor, None)
                 if tensors or tensor.numel() == 1:  # an empty tensor may be written to unseen
                     self._levels[tensor] = level
         if not isinstance(result, Tensor):
@@ -111,8 +111,8 @@ class MeanRecorder(TorchFunctionMode):
             if name in _BOUNDS and isinstance(args[0], Tensor) and result is not args[0]:
                 settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
                 least = self._factor(settings.get("min", settings.get("other")))
-                if settings.get("max") is None:
-                    self._bounded[result] = args[0], least
+                if least is not None and settings.get("max") is None:
+                    self._clamps[result] = args[0], least
             self._record(name, result, args)
         return result
 
@@ -180,13 +180,13 @@ class MeanRecorder(TorchFunctionMode):
         elif name in ("sum", "nansum", "count_nonzero"):
             self._add(result, Term("sum", result, None, None))
         elif name == "div" and self._is_sum(self._form(args[0])) and isinstance(args[1], Tensor):
-            count, least = self._bounded.get(args[1], (args[1], None))
+            count, least = self._clamps.get(args[1], (args[1], None))
             form = {**(self._form(count) or {})}
-            is_plain, more = least is None and 0 not in form, form.pop(0, 0)
+            is_plain, offset = least is None and 0 not in form, form.pop(0, 0)
             if self._is_sum(form):
                 is_fixed = is_plain and self._level(count) < _OF_OUTPUTS  # a count of outputs may have a gradient
                 key = object() if is_fixed else _SEVERAL
-                self._add(result, Term("quotient", args[0], count if is_plain else count - more, key, bounds=(more, least)))
+                self._add(result, Term("quotient", args[0], count if is_plain else count - offset, key, bounds=(offset, least)))
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are recorded."""

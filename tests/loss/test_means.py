@@ -217,6 +217,8 @@ REFUSED = {
     "the output itself": lambda out, values: out[0, 0],
     "a count that is bounded from above": lambda out, values: (out * values).sum() / values.sum().clamp(1, 2),
     "a bounded value": lambda out, values: (out * values).sum() / (out - values).abs().amax().clamp(min=1),
+    "the larger of two counts": lambda out, values: (out * values).sum() / torch.maximum(values.sum(), (9 * values).sum()),
+    "a bound from the rows": lambda out, values: (out * values).sum() / values.sum().clamp(min=50 * values.amax()),
     "a product of counts": lambda out, values: (out * values).sum() / (values.sum() * values.sum()),
     "a mean through an autograd function": lambda out, values: MeanOfSquares.apply(out) + F.mse_loss(out, values),
     "a mean that is written to": lambda out, values: F.mse_loss(out, values).exp_(),
