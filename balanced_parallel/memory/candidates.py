@@ -16,6 +16,7 @@ from torch import nn
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import batch_norms
 from ..runtime.values import format_bytes
+from ..savings.optimizer_offloading import OFFLOAD_OPTIMIZER
 from ..savings.saving import Saving, savings_of
 from ..savings.settings import BALANCED, SHARDED
 from ..strategies.parallelize import state_bytes
@@ -278,9 +279,11 @@ class Option:
             gathered = parameters // 2 if self.request.precision == "bf16" else parameters
             moved = 4 * gathered * count + 2 * parameters * (1 if whole else count)
             return moved * (devices - 1) // devices, whole
-        # a reduce-scatter and an all-gather, or the first device's copies and gradients of the others
+        # gradients and parameters to the host, parameters back; a reduce-scatter and an all-gather, or the first device's copies
+        # and gradients of the others
+        of_host = 3 * parameters if OFFLOAD_OPTIMIZER.name in self.request.savings else 0
         is_ring = self.request.balanced or self.is_distributed
-        return (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), 0
+        return of_host + (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), 0
 
 
 TRACED_DEVICES = 16  # replicas are traced all together, so more of them take long
@@ -308,7 +311,9 @@ class Search:
         self.skipped: dict[str, str] = {}
         self._failing: set[Saving] = set()
         self._options: dict[tuple[Saving, ...], Option] = {}
-        layouts = [saving for saving in savings_of("layout") if request.with_savings([saving])]
+        # of several devices, shards of FSDP2 need no more of each than an optimizer on the host leaves
+        named = [saving for saving in savings_of("layout") if len(capacity) == 1 or saving is not OFFLOAD_OPTIMIZER]
+        layouts = [saving for saving in named if request.with_savings([saving])]
         self._layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in layouts)]
         self._least = self._layouts[-1]
         self._traffic = min(option.traffic(1, 0)[0] for option in self._make(self._layouts))

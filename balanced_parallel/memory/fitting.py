@@ -18,6 +18,7 @@ from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
 from ..runtime.torch_private import storage_id
 from ..runtime.values import format_bytes, parse_each
+from ..savings.optimizer_offloading import OFFLOAD_OPTIMIZER, is_offloaded
 from ..savings.saving import savings_of
 from ..savings.settings import SHARDED
 from ..strategies.fsdp import ShardedModel
@@ -263,7 +264,10 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
         split=model.split,
     )
-    return dataclasses.replace(request, optimizer=ExistingOptimizers(optimizers, foreach=kind.like_cuda))
+    existing = ExistingOptimizers(optimizers, foreach=kind.like_cuda)
+    return dataclasses.replace(
+        request, optimizer=existing, savings=(OFFLOAD_OPTIMIZER.name,) if all(map(is_offloaded, optimizers)) else ()
+    )
 
 
 def kind_of(device: torch.device) -> DeviceKind:

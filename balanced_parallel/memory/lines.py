@@ -136,8 +136,8 @@ class Lines:
         return self.first.flops + more // (self.second.rows - self.first.rows)
 
     def bytes_on_host(self, rows: int | None = None) -> int:
-        """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
-        events = self._events[self.start :]
+        """Returns the bytes per device that forward and backward of a micro-batch allocate on the host, in the second update."""
+        events = self._events[self.start : self.first.marks["update"]]
         allocated = events[events > 0] - 1
         on_host = allocated[self._devices[allocated] == self.request.devices]
         return int(self.sizes(rows)[on_host].sum()) // (self.request.devices * self.first.micro_batches)

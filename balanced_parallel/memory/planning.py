@@ -29,7 +29,7 @@ from ..loss.rules import is_known
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
 from ..runtime.values import UNITS, check_number, format_bytes, parse_each
-from ..savings.saving import around_update, change_module, find_saving, savings_of
+from ..savings.saving import around_update, change_module, change_optimizers, find_saving, savings_of
 from ..strategies.launch import TorchrunEnvironment
 from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
@@ -179,6 +179,7 @@ class MemoryPlan:
         is_balanced = chosen.balanced_optimizer
         make: Any = optimizer
         trained = BalancedOptimizer(model, make, learned, **defaults) if is_balanced else optimizer(learned, **defaults)
+        change_optimizers([trained], chosen.savings, torch.device("cpu"))
         step = SurroundedStep(
             model,
             wrapped,
@@ -281,11 +282,12 @@ def plan(
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
 
-    The plan chooses the layout (replicas, :class:`BalancedOptimizer`, FSDP2), the number of micro-batches, the split over unequal
-    devices, the loss of a language model without its logits, checkpointing of the module's repeated blocks, and offloaded
-    activations. If none of these suffices, it tries the same in bf16, which changes the result. The cheapest choice takes the
-    least time, where a byte of traffic takes as long as 3,000 operations, or 300 in fp32. If nothing fits, optimizers with less
-    state are shown as alternatives. An option that cannot be traced is skipped, and named with the reason.
+    The plan chooses the layout (replicas, :class:`BalancedOptimizer`, FSDP2; on one device, the optimizer on the host), the
+    number of micro-batches, the split over unequal devices, the loss of a language model without its logits, checkpointing of
+    the module's repeated blocks, and offloaded activations. If none of these suffices, it tries the same in bf16, which changes
+    the result. The cheapest choice takes the least time, where a byte of traffic takes as long as 3,000 operations, or 300 in
+    fp32. If nothing fits, optimizers with less state are shown as alternatives. An option that cannot be traced is skipped, and
+    named with the reason.
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
@@ -411,9 +413,10 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
         "import torch",
         f"from balanced_parallel import {', '.join([*sorted(names), *['savings'] * bool(functions)])}",
         "",
-        *(line for saving in functions if not saving.surround for line in saving.lines),
+        *(line for saving in functions if saving.change_module for line in saving.lines),
         f"model, criterion = parallelize(module, criterion{_text(parallel)})",
         f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(settings)})",
+        *(line for saving in functions if saving.change_optimizer for line in saving.lines),
         f"step = TrainStep(model, criterion, optimizer{_text(training)})",
         *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),
     )

@@ -1,10 +1,11 @@
-"""Ways to lower memory without changing the result: of activations, heads of language models, gradients, and evaluation."""
+"""Ways to lower memory without changing the result: of activations, heads of language models, optimizer state, and evaluation."""
 
 from .checkpointing import checkpoint_activations
 from .evaluation import RunningLoss, inference
 from .linear_cross_entropy import LinearCrossEntropy
 from .lm_heads import replace_lm_head
 from .offloading import offload_activations
+from .optimizer_offloading import offload_optimizer
 
 __all__ = [
     "LinearCrossEntropy",
@@ -12,5 +13,6 @@ __all__ = [
     "checkpoint_activations",
     "inference",
     "offload_activations",
+    "offload_optimizer",
     "replace_lm_head",
 ]

@@ -8,6 +8,7 @@ finds it there.
 import contextlib
 import functools
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ class Saving:
         change: takes a step that is to be traced, and returns the fields of it that differ with the saving. ``None`` if it does
             not suit the step or is applied already. By default the step has its name among ``savings``.
         change_module: applies it to a module in place. A trace calls it with a fake copy.
+        change_optimizer: applies it to an optimizer in place. Its second argument is the device that is the host.
         surround: makes a block around an update.
         surround_trace: makes the same block for fake devices, of which one is the host.
         instead_of: names of savings that it replaces.
@@ -55,6 +57,7 @@ class Saving:
     result: Result = "exact"
     change: Callable[[Any], Mapping[str, Any] | None] | None = None
     change_module: Callable[[nn.Module], object] | None = None
+    change_optimizer: Callable[[torch.optim.Optimizer, torch.device], object] | None = None
     surround: Callable[[], AbstractContextManager[Any]] | None = None
     surround_trace: Callable[[torch.device], AbstractContextManager[Any]] | None = None
     instead_of: tuple[str, ...] = ()
@@ -70,8 +73,8 @@ class Saving:
 
     @property
     def is_function(self) -> bool:
-        """True if it changes a module or surrounds an update."""
-        return self.change_module is not None or self.surround is not None
+        """True if it changes a module or an optimizer, or surrounds an update."""
+        return any(each is not None for each in (self.change_module, self.change_optimizer, self.surround))
 
 
 @functools.cache
@@ -108,6 +111,13 @@ def change_module(module: nn.Module, names: Iterable[str]) -> None:
     for saving in map(find_saving, names):
         if saving.change_module is not None:
             saving.change_module(module)
+
+
+def change_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: Iterable[str], host: torch.device) -> None:
+    """Applies the savings that change an optimizer."""
+    for optimizer, saving in itertools.product(optimizers, map(find_saving, names)):
+        if saving.change_optimizer is not None:
+            saving.change_optimizer(optimizer, host)
 
 
 @contextlib.contextmanager

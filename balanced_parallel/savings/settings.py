@@ -143,13 +143,3 @@ _UPDATES_IN_BACKWARD = Saving(
     order=330,
     stage="by hand",
 )
-_STATE_ON_HOST = Saving(
-    name="CPUOffloadOptimizer",
-    option="optimizer state on the host",
-    saves="the optimizer's state",
-    cost="traffic of gradients and parameters; the CPU updates",
-    needs="torchao, in one process or under ranks; about 16 bytes of host memory per parameter",
-    order=700,
-    stage="by hand",
-    bytes_of=lambda parts: parts["optimizer state"],
-)

@@ -128,7 +128,7 @@ def test_the_module_of_the_caller_stays_as_it_is():
 
 
 def test_unknown_savings_are_refused():
-    with pytest.raises(ValueError, match="savings has 'inplace', expected functions of balanced_parallel.savings: replace_lm_"):
+    with pytest.raises(ValueError, match="savings has 'inplace', expected functions of balanced_parallel.savings: offload_opt"):
         memory.estimate(build(), nn.CrossEntropyLoss(), *batch(8), savings=["inplace"])
 
 

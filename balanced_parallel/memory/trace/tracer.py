@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 
 from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch
-from ...savings.saving import around_update, change_module
+from ...savings.saving import around_update, change_module, change_optimizers
 from ..errors import HINT, UnknownMemory
 from ..operators import cuda, values
 from ..operators.recurrent import autograd_kernels
@@ -204,6 +204,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
     ):
         with count.paused() if is_sharded else contextlib.nullcontext():  # whole parameters, released before the first update
             layout = request.layout(request, module, criterion)
+        change_optimizers(layout.optimizers, request.savings, host_of(request.devices))
         count.see_all(_tensors_of(modules), "parameters")
         try:
             # the first update makes the state of the optimizer
