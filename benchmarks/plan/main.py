@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 COMMANDS = {
     "small": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
     "xl": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
+    "xl on one": "--batch-size 64 --devices 1 --precision bf16 --device-kind rtx4090",
     "plain": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
     "llama": "--batch-size 64 --devices 8 --precision bf16 --device-kind h100",
 }
@@ -20,7 +21,7 @@ COMMANDS = {
 
 def measure(name: str) -> tuple[str, float, float, float]:
     """Returns the verdict of a plan, its seconds, its seconds of all processors, and its largest process in GiB."""
-    command = [sys.executable, "-m", "balanced_parallel", "plan", "--problem", f"{HERE / 'problems.py'}:{name}"]
+    command = [sys.executable, "-m", "balanced_parallel", "plan", "--problem", f"{HERE / 'problems.py'}:{name.split()[0]}"]
     begin = time.monotonic()
     with subprocess.Popen([*command, *COMMANDS[name].split()], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
