@@ -143,7 +143,10 @@ class Option:
     @property
     def name(self) -> str:
         """The savings as text."""
-        return ", ".join(saving.option for saving in self.savings) or self.request.layout.name
+        names = [saving.option for saving in self.savings]
+        if SHARDED in self.savings and self.request.balanced:  # of whole parameters
+            names.insert(self.savings.index(SHARDED) + 1, BALANCED.option)
+        return ", ".join(names) or self.request.layout.name
 
     @property
     def optimizer(self) -> str | None:
@@ -278,6 +281,7 @@ class Option:
             whole = whole if count > 1 and whole <= (min(self.capacity) - reserved) // 2 else 0
             gathered = parameters // 2 if self.request.precision == "bf16" else parameters
             moved = 4 * gathered * count + 2 * parameters * (1 if whole else count)
+            moved += 6 * parameters if self.request.balanced else 0  # values and gradients to all ranks, values from owners
             return moved * (devices - 1) // devices, whole
         # gradients and parameters to the host, parameters back; a reduce-scatter and an all-gather, or the first device's copies
         # and gradients of the others

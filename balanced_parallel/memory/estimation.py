@@ -64,7 +64,8 @@ def estimate(
         layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
             ``"fsdp"``, one rank of several, with ``inputs`` of its own.
         devices: number of devices, or of ranks.
-        balanced_optimizer: uses :class:`BalancedOptimizer`. Under ddp it is a rank with whole parameters.
+        balanced_optimizer: uses :class:`BalancedOptimizer`. With ddp and fsdp, the rank is the one that owns the most whole
+            parameters; elementwise optimizers of fsdp need none.
         savings: names of functions of ``balanced_parallel.savings``, such as ``["checkpoint_activations"]``, with their default
             settings. They are applied to the copies that are traced. Those that change a module may also be applied before.
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of :func:`simulate`. ``None`` is the

@@ -149,9 +149,13 @@ class BalancedOptimizer(torch.optim.Optimizer):
             finish(self)
 
 
+def is_elementwise(optimizer_class: type[Any]) -> bool:
+    """Returns True for optimizers of torch that update each element by itself, and for their subclasses."""
+    return issubclass(optimizer_class, tuple(getattr(torch.optim, name) for name in _ELEMENTWISE))
+
+
 def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShards | _ElementRanks":
-    is_elementwise = issubclass(recipe.optimizer_class, tuple(getattr(torch.optim, name) for name in _ELEMENTWISE))
-    kind = shard or ("elements" if is_elementwise else "parameters")
+    kind = shard or ("elements" if is_elementwise(recipe.optimizer_class) else "parameters")
     if isinstance(model, DataParallelModel):
         count = len(set(model.devices))
     elif world_size() > 1 or dist.is_initialized():
@@ -160,7 +164,7 @@ def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShar
         raise TypeError(
             f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns"
         )
-    if count > 1 and not is_elementwise:
+    if count > 1 and not is_elementwise(recipe.optimizer_class):
         check_exact(recipe, kind)
     if isinstance(model, DataParallelModel):
         return _ReplicaShards(model, recipe, kind)
@@ -409,6 +413,8 @@ class _ParameterRanks(_ElementRanks):
                 if parameter in self._gathered:
                     self._gathered[parameter].data, self._gathered[parameter].grad = value, gradient
         self._optimizers.run(method)
+        for value in self._gathered.values():
+            value.grad = None
         for number in range(world_size()):
             learning = [each for each in self._parameters if self._owners[each] == number and each.requires_grad]
             for chunk in transport.chunks(learning, transport.BUFFER_BYTES):
@@ -437,10 +443,12 @@ class _ParameterRanks(_ElementRanks):
 
     def _send(self, parameters: list[Any], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
-        values = [self._gathered.get(each, each) for each in parameters]
-        values = [_empty(value) if is_sharded(value) else value for value in values]
-        layouts = [transport.layout_of(value) for value in values]
-        flat = transport.pack(layouts, [value.detach() for value in values])
+        values = [self._gathered.get(each, each).detach() for each in parameters]
+        layouts = [transport.MemoryLayout(each.shape) if is_sharded(each) else transport.layout_of(each) for each in values]
+        if any(map(is_sharded, values)):  # of another owner
+            flat = torch.empty(sum(each.numel() for each in values), dtype=values[0].dtype, device=values[0].device)
+        else:
+            flat = transport.pack(layouts, values)
         dist.broadcast(flat, group=batch_group(), group_src=owner)
         received = map(_distributed, transport.unpack(layouts, flat), parameters)
         torch_private.foreach_copy_(torch_private.local_tensors(parameters), torch_private.local_tensors(received))

@@ -18,7 +18,8 @@ def _spread_state(step: Any) -> Mapping[str, Any] | None:
 
 def _shard(step: Any) -> Mapping[str, Any] | None:
     is_possible = step.devices > 1 and not step.layout.is_sharded and not step.balanced
-    return {"layout": "fsdp", "split": None} if is_possible else None
+    balanced = getattr(step.optimizer, "needs_whole_parameters", False)  # of matrices
+    return {"layout": "fsdp", "split": None, "balanced": balanced} if is_possible else None
 
 
 def _use_bf16(step: Any) -> Mapping[str, Any] | None:

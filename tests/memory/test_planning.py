@@ -398,6 +398,20 @@ def test_each_is_predicted_as_simulated_devices_measure_it(make):
         assert report.allocated[0] == pytest.approx(cluster.peak[0], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("make", "balanced"), [(torch.optim.Muon, True), (torch.optim.Adafactor, True), (torch.optim.SGD, False)]
+)
+def test_matrices_of_shards_are_updated_whole(make, balanced):
+    net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])
+    batch = torch.zeros(4, 256), torch.zeros(4, 256)
+    settings = {"batch_size": 4, "devices": 2, "hosts": 1, "device_kind": "sim", "optimizer": make}
+    plan = memory.plan(net, nn.MSELoss(), *batch, capacity="5MiB", **settings)
+    name = "FSDP2, BalancedOptimizer" if balanced else "FSDP2"
+    (sharded,) = [choice for choice in plan.choices if choice.name == name] or [None]
+    assert sharded is not None, [choice.name for choice in plan.choices]
+    assert sharded.balanced_optimizer == balanced
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_the_state_of_8_bit_adamw_is_counted_in_its_bytes():
     net, batch = nn.Linear(256, 256), (torch.zeros(16, 256), torch.zeros(16, 256))

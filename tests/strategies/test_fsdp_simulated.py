@@ -1,5 +1,7 @@
 """Shards of FSDP2 on simulated devices, one for each rank: placement, streams, waits of the host, and memory."""
 
+import itertools
+
 import pytest
 import torch
 from helpers.memory_problems import PROBLEMS
@@ -8,7 +10,7 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from torch import nn
 
-from balanced_parallel import TrainStep, memory, parallelize, simulate
+from balanced_parallel import BalancedOptimizer, TrainStep, memory, parallelize, simulate
 
 
 def check_gradients(rank):
@@ -89,3 +91,26 @@ def test_estimates_of_whole_gradients_equal_the_simulated_peak(whole, limit):
     settings = {"layout": "fsdp", "devices": 2, "device_kind": "sim", "precision": "bf16", "micro_batch_size": 2}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(6), whole_gradients=whole, **settings)
     assert report.allocated[0] == pytest.approx(found, abs=1024)
+
+
+def matrices(sizes):
+    return nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes)])
+
+
+def peak_of_whole_parameters(rank, sizes):
+    with simulate(2) as cluster:
+        model, criterion = parallelize(matrices(sizes), nn.MSELoss(), strategy="fsdp")
+        step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.Muon, lr=0.1))
+        for _ in range(3):
+            cluster.reset_peak()
+            step(torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1]))
+        return cluster.peak[rank]
+
+
+@pytest.mark.parametrize("sizes", [[256] * 9, [256, 512, 256, 128, 1024], [272, 256, 256, 256]])
+def test_estimates_of_whole_parameters_equal_the_simulated_peak(sizes):
+    batch = torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1])
+    settings = {"layout": "fsdp", "devices": 2, "device_kind": "sim", "optimizer": torch.optim.Muon, "balanced_optimizer": True}
+    report = memory.estimate(matrices(sizes), nn.MSELoss(), *batch, **settings)
+    inputs = sum(tensor.nbytes for tensor in batch)  # which the simulated rank has released at its peak, the update
+    assert report.allocated[0] - inputs == pytest.approx(max(run_ranks(2, peak_of_whole_parameters, sizes)), abs=1024)

@@ -367,7 +367,7 @@ class DDP(SingleDevice):
         """Makes the optimizers of the layout."""
         if not self._is_sharded:
             return super().make_optimizers()
-        return self.request.optimizer.plain(largest_partition(self._trained, self.request.devices))
+        return self.request.optimizer.plain(busiest_owner(self._trained, self.request.devices)[1])
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""
@@ -404,6 +404,7 @@ class FSDP(SingleDevice):
     name = "fsdp"
     is_distributed = True
     takes_several_devices = True
+    takes_balanced_optimizer = True
     is_sharded = True
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
@@ -417,10 +418,16 @@ class FSDP(SingleDevice):
                 "layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere"
             )
         with _disable_current_modes():
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.devices)
+            rank = busiest_owner(list(module.parameters()), request.devices)[0] if request.balanced else 0
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
         self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
         super().__init__(request, module, criterion)
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Makes the optimizers of the layout."""
+        optimizer = self.request.optimizer
+        return optimizer.balanced(self.module, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -439,8 +446,8 @@ class FSDP(SingleDevice):
 LAYOUTS: dict[str, type[SingleDevice]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
 
 
-def largest_partition(parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """Returns the parameters of the rank with the most state under :class:`BalancedOptimizer`."""
+def busiest_owner(parameters: Sequence[Tensor], ranks: int) -> tuple[int, list[Tensor]]:
+    """Returns the rank with the most state under :class:`BalancedOptimizer`, and the parameters that it owns."""
     owners = assign_owners(parameters, ranks)
     partitions = [[parameter for parameter in parameters if owners[parameter] == rank] for rank in range(ranks)]
-    return max(partitions, key=lambda partition: sum(parameter.nbytes for parameter in partition))
+    return max(enumerate(partitions), key=lambda each: sum(parameter.nbytes for parameter in each[1]))

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...optim.balanced import BalancedOptimizer, refuse_closures
+from ...optim.balanced import BalancedOptimizer, is_elementwise, refuse_closures
 from ...optim.whole_parameters import Recipe
-from ...replicas.model import DataParallelModel
 from ..errors import UnknownMemory
 
 
@@ -22,10 +21,19 @@ class OptimizerChoice:
     foreach: bool
 
     @property
+    def plain_make(self) -> Any:
+        """The class or the function, without the settings of a ``functools.partial``."""
+        return self.make.func if isinstance(self.make, functools.partial) else self.make  # a partial of a partial is flat
+
+    @property
     def name(self) -> str:
-        """The name of the class or the function, without the settings of a ``functools.partial``."""
-        make = self.make.func if isinstance(self.make, functools.partial) else self.make  # a partial of a partial is flat
-        return getattr(make, "__name__", repr(make))
+        """The name of the class or the function."""
+        return getattr(self.plain_make, "__name__", repr(self.plain_make))
+
+    @property
+    def needs_whole_parameters(self) -> bool:
+        """True for classes that are not elementwise, such as Muon and Adafactor: shards are not enough for them."""
+        return isinstance(self.plain_make, type) and not is_elementwise(self.plain_make)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerChoice":
         return self  # its settings keep their values in a trace
@@ -49,7 +57,7 @@ class OptimizerChoice:
         states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
         return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
 
-    def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
+    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
         make: Any = self.make
         settings: dict[str, Any] = {}
@@ -106,7 +114,7 @@ class ExistingOptimizers:
             optimizers.append(kind([group for group in pieces if group["params"]], **defaults))
         return self._suited(optimizers)
 
-    def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
+    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Returns all optimizers, with a :class:`BalancedOptimizer` for ``model``. If there was none, the first becomes one."""
         others, recipes = self.others, self.recipes
         if not recipes:

@@ -27,7 +27,7 @@ from ...replicas.buckets import BucketOwners, make_buckets
 from ...runtime.torch_private import children_of, parameters_of
 from .allocations import Block
 from .fakes import fake_devices
-from .layouts import ReplicaLayout, Request, largest_partition
+from .layouts import ReplicaLayout, Request, busiest_owner
 
 FEWEST = 3  # blocks in the shorter of two traces: one of them is neither the first nor the last
 SHORTEST = 8  # a shorter stack is traced as it is: this takes as long as seven blocks
@@ -288,6 +288,6 @@ def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:
                 name, number = names[id(piece.parameter)]
                 yield Entry((name, piece.index == 0, piece.owner, piece.values.numel()), number)
     elif request.devices > 1 and request.balanced:
-        for parameter in largest_partition(parameters, request.devices):
+        for parameter in busiest_owner(parameters, request.devices)[1]:
             name, number = names[id(parameter)]
             yield Entry((name,), number)
