@@ -144,6 +144,9 @@ INEXACT = {
     "LAMB with a global norm": ("pytorch_optimizer.Lamb", {"pre_norm": True}),
     "random noise": ("pytorch_optimizer.Gravity", {}),
     "SparseAdam": ("torch.optim.SparseAdam", {}),
+    "D-Adaptation at a small rate": ("pytorch_optimizer.DAdaptAdam", {"lr": 0.01}),  # one size for all parameters grows slowly
+    "D-Adaptation at a small rate of groups": ("pytorch_optimizer.DAdaptLion", {"lr": 0.001}),
+    "a count of steps beside the parameters": ("pytorch_optimizer.MADGRAD", {"lr": 0.01}),
 }
 
 
