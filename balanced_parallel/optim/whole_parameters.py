@@ -92,7 +92,7 @@ def check_exact(recipe: Recipe, shard: str) -> None:
     if (error := trial.exception()) is not None:
         raise TypeError(f"{name} failed to update small tensors, which shows if shard={shard!r} is exact: {error}") from error
     if not trial.result():
-        expected = "elementwise updates" if shard == "elements" else "updates and state of single parameters, without random numbers"
+        expected = "elementwise updates" if shard == "elements" else "updates and state of single parameters, no random numbers"
         raise TypeError(
             f"{name} with shard={shard!r} differs from {name} over the whole model, expected {expected}: turn off norms or sums "
             "over all parameters (clip with TrainStep(max_grad_norm=...)), or use it without BalancedOptimizer"
