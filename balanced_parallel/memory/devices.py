@@ -63,7 +63,7 @@ _GPUS = """
     titan-rtx 23.5 72 7, mi325x 255.5 304 0, mi300x 191.5 304 0, mi250x 63.5 110 0, mi250 63.5 104 0,
     mi210 63.5 104 0
 """
-_OTHER_GPUS = {"ti", "ada", "laptop"}  # words that make another GPU of a name
+_OTHER_GPUS = {"ti", "ada", "laptop", "mig"}  # words that make another GPU of a name
 
 
 def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKind:

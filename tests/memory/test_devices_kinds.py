@@ -48,7 +48,17 @@ def test_name_of_a_gpu_is_recognised_and_its_larger_sister_is_not(name):
     assert devices.find_kind(NAMES[name]) == devices.find_kind(name)
 
 
-@pytest.mark.parametrize("name", ["gtx480", "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 3060 Ti", "RTX 4090 Laptop GPU", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gtx480",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA GeForce RTX 3060 Ti",
+        "RTX 4090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "",
+    ],
+)
 def test_unknown_name_is_an_error_that_lists_the_others(name):
     with pytest.raises(
         ValueError, match=r"device_kind='.*', expected one of gb200, .*, cpu, .*capacity='24GiB', or --memory 24GiB"
