@@ -400,18 +400,18 @@ class _ParameterRanks(_ElementRanks):
         self._parameters: list[Any] = [parameter for group in self.inner.param_groups for parameter in group["params"]]
         self._owners = assign_owners(self._parameters, world_size())
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
-        self._gathered = {parameter: _empty(parameter).requires_grad_() for parameter in owned if is_sharded(parameter)}
+        self._sharded = [each for each in self._parameters if each.requires_grad and is_sharded(each)]
+        self._gathered = {each: _empty(each).requires_grad_() for each in self._sharded if self._owners[each] == rank()}
         values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
         self._optimizers = OwnerOptimizers(recipe, self.inner, [values] if values else [])
         self._release()
 
     @torch.no_grad()
     def run(self, method: str) -> None:
-        for parameter in self._parameters:
-            if is_sharded(parameter):
-                value, gradient = _whole(parameter), self.gradient(parameter)
-                if parameter in self._gathered:
-                    self._gathered[parameter].data, self._gathered[parameter].grad = value, gradient
+        for parameter in self._sharded:
+            value, gradient = _whole(parameter), self.gradient(parameter)
+            if parameter in self._gathered:
+                self._gathered[parameter].data, self._gathered[parameter].grad = value, gradient
         self._optimizers.run(method)
         for value in self._gathered.values():
             value.grad = None

@@ -21,6 +21,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
+from balanced_parallel.optim import balanced
 
 ROWS = 11
 
@@ -121,6 +122,24 @@ def check_averages(rank):
 
 def test_averages_of_shards_equal_those_of_the_plain_program():
     run_ranks(2, check_averages)
+
+
+def gathered_shapes(rank):
+    """Returns the shapes that a step of Adafactor gathers, with a frozen layer."""
+    net = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 5)).requires_grad_(False)
+    net[1].requires_grad_(True)
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
+    step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.Adafactor, lr=0.1))
+    shapes, whole = [], balanced._whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balanced, "_whole", lambda tensor: shapes.append(tuple(tensor.shape)) or whole(tensor))
+        step(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    return shapes
+
+
+def test_frozen_shards_are_not_gathered():
+    for shapes in run_ranks(2, gathered_shapes):
+        assert shapes == [(5, 32), (5, 32), (5,), (5,)]  # values and gradients
 
 
 def check_refusals(rank):

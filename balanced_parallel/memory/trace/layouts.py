@@ -418,7 +418,8 @@ class FSDP(SingleDevice):
                 "layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere"
             )
         with _disable_current_modes():
-            rank = busiest_owner(list(module.parameters()), request.devices)[0] if request.balanced else 0
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            rank = busiest_owner(trained, request.devices)[0] if request.balanced else 0
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
         self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
