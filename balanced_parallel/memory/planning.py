@@ -179,7 +179,7 @@ class MemoryPlan:
         is_balanced = chosen.balanced_optimizer
         make: Any = optimizer
         trained = BalancedOptimizer(model, make, learned, **defaults) if is_balanced else optimizer(learned, **defaults)
-        change_optimizers([trained], chosen.savings, torch.device("cpu"))
+        change_optimizers([trained], chosen.savings)
         step = SurroundedStep(
             model,
             wrapped,

@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 from ..runtime.torch_private import is_sharded, map_tensors
 from .saving import Saving, sorted_names
 
-HOST = torch.device("cpu")
-
 
 def offload_optimizer(optimizer: Optimizer) -> None:
     """Keeps the state of an optimizer on the host, and runs its step there. The update is the same, up to rounding.
@@ -58,7 +56,7 @@ def offload_optimizer(optimizer: Optimizer) -> None:
         raise TypeError("the parameters are shards of FSDP2, expected whole ones: the ranks share the state already")
     if is_offloaded(optimizer):
         raise ValueError("the state of this optimizer is on the host already, expected one call of offload_optimizer")
-    _HostStep(optimizer, HOST)
+    _HostStep(optimizer)
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
@@ -70,10 +68,10 @@ _offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 class _HostStep:
-    """The hooks of an optimizer, and the copies of its parameters on the host."""
+    """The hooks of an optimizer, and the copies of its parameters on the host. In a trace, ``host`` is a fake device."""
 
-    def __init__(self, optimizer: Optimizer, host: torch.device) -> None:
-        self._host, self._pins = host, host == HOST and torch.accelerator.is_available()
+    def __init__(self, optimizer: Optimizer, host: torch.device | None = None) -> None:
+        self._is_traced, self._host = host is not None, host or torch.device("cpu")
         self._copies: dict[Tensor, Tensor] = {}
         self._gradients: dict[Tensor, Tensor] = {}
         optimizer.register_step_pre_hook(self._begin)
@@ -107,14 +105,15 @@ class _HostStep:
         return self._gradients[parameter].copy_(gradient)
 
     def _empty(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=self._host, pin_memory=self._pins)
+        return torch.empty_like(tensor, device=self._host, pin_memory=not self._is_traced)
 
     def _to_host(self, optimizer: Optimizer, state_dict: Any = None) -> None:
         """Lets copies take the place of the parameters, in the groups and as keys of the state."""
         self._to_devices(optimizer)  # after a step that raised an error
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
-            if parameter.device != self._host and parameter not in self._copies:
+            is_there = parameter.device == self._host if self._is_traced else parameter.is_cpu
+            if not is_there and parameter not in self._copies:
                 self._copies[parameter] = nn.Parameter(self._empty(parameter.detach()), parameter.requires_grad)
         _replace(optimizer, self._copies)
         for copy in self._copies.values():
@@ -135,7 +134,8 @@ def _replace(optimizer: Optimizer, others: dict[Tensor, Tensor]) -> None:
 
 
 def _offload(step: Any) -> dict[str, Any] | None:
-    is_possible = not step.balanced and not step.layout.is_sharded and OFFLOAD_OPTIMIZER.name not in step.savings
+    is_possible = step.kind.like_cuda and not step.balanced and not step.layout.is_sharded
+    is_possible = is_possible and OFFLOAD_OPTIMIZER.name not in step.savings
     return {"savings": sorted_names([*step.savings, OFFLOAD_OPTIMIZER.name])} if is_possible else None
 
 

@@ -39,7 +39,7 @@ class Saving:
         change: takes a step that is to be traced, and returns the fields of it that differ with the saving. ``None`` if it does
             not suit the step or is applied already. By default the step has its name among ``savings``.
         change_module: applies it to a module in place. A trace calls it with a fake copy.
-        change_optimizer: applies it to an optimizer in place. Its second argument is the device that is the host.
+        change_optimizer: applies it to an optimizer in place. In a trace, the second argument is the fake device of the host.
         surround: makes a block around an update.
         surround_trace: makes the same block for fake devices, of which one is the host.
         instead_of: names of savings that it replaces.
@@ -57,7 +57,7 @@ class Saving:
     result: Result = "exact"
     change: Callable[[Any], Mapping[str, Any] | None] | None = None
     change_module: Callable[[nn.Module], object] | None = None
-    change_optimizer: Callable[[torch.optim.Optimizer, torch.device], object] | None = None
+    change_optimizer: Callable[[torch.optim.Optimizer, torch.device | None], object] | None = None
     surround: Callable[[], AbstractContextManager[Any]] | None = None
     surround_trace: Callable[[torch.device], AbstractContextManager[Any]] | None = None
     instead_of: tuple[str, ...] = ()
@@ -113,8 +113,10 @@ def change_module(module: nn.Module, names: Iterable[str]) -> None:
             saving.change_module(module)
 
 
-def change_optimizers(optimizers: Iterable[torch.optim.Optimizer], names: Iterable[str], host: torch.device) -> None:
-    """Applies the savings that change an optimizer."""
+def change_optimizers(
+    optimizers: Iterable[torch.optim.Optimizer], names: Iterable[str], host: torch.device | None = None
+) -> None:
+    """Applies the savings that change an optimizer. In a trace, ``host`` is the fake device of the host."""
     for optimizer, saving in itertools.product(optimizers, map(find_saving, names)):
         if saving.change_optimizer is not None:
             saving.change_optimizer(optimizer, host)

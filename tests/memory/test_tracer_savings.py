@@ -132,6 +132,20 @@ def test_unknown_savings_are_refused():
         memory.estimate(build(), nn.CrossEntropyLoss(), *batch(8), savings=["inplace"])
 
 
+def test_nothing_is_offloaded_from_a_cpu():
+    net, batch = (
+        nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 8)),
+        (torch.zeros(512, 1024), torch.zeros(512, 8)),
+    )
+    for devices in (1, 2):
+        settings = {"layout": "replicas", "devices": devices, "device_kind": "cpu"}
+        plain = memory.estimate(net, nn.MSELoss(), *batch, **settings)
+        for name in ("offload_activations", "offload_optimizer"):
+            assert memory.estimate(net, nn.MSELoss(), *batch, savings=name, **settings).allocated == plain.allocated
+    plan = memory.plan(net, nn.MSELoss(), *batch, batch_size=512, capacity="10MiB", device_kind="cpu")
+    assert not any("host" in choice.name or "offloaded" in choice.name for choice in plan.choices)
+
+
 def sequences(rows):
     """Rows of 4,096 positions, of which two do not fit."""
     torch.manual_seed(1)

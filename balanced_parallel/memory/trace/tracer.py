@@ -196,6 +196,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
     pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
     micro_batches = pieces[:TRACED]
+    host = host_of(request.devices) if request.kind.like_cuda else None  # nothing is offloaded from a CPU
     with (
         count,
         fakes.counting_resizes(count),
@@ -204,7 +205,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
     ):
         with count.paused() if is_sharded else contextlib.nullcontext():  # whole parameters, released before the first update
             layout = request.layout(request, module, criterion)
-        change_optimizers(layout.optimizers, request.savings, host_of(request.devices))
+        change_optimizers(layout.optimizers, request.savings, host)
         count.see_all(_tensors_of(modules), "parameters")
         try:
             # the first update makes the state of the optimizer
@@ -212,8 +213,8 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
                 gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
                 count.mark(name)
                 count.flops = 0
-                with around_update(request.savings, host_of(request.devices)), layout.window():
-                    _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
+                with around_update(request.savings, host), layout.window():
+                    _update(layout, count, update, host)
         finally:
             layout.close()
 
