@@ -350,20 +350,21 @@ def plan_optimizers(capacity, **settings):
 
 @pytest.mark.slow
 def test_an_optimizer_with_less_state_is_shown_but_not_chosen():
-    plan = plan_optimizers("190KiB", precision="fp16")  # fewer options
+    settings = {"precision": "fp16", "devices": 2}  # fewer options; one device may have its optimizer on the host
+    plan = plan_optimizers("150KiB", **settings)
     assert not plan.fits
     first, *_, last = plan.choices
     assert first.optimizer is None
     assert (last.optimizer, last.exact) == ("Adafactor", False)
     (sgd,) = [choice for choice in plan.choices if choice.optimizer == "SGD"]
     assert sgd.fits
-    assert sgd.allocated[0] <= 190 * 1024
+    assert sgd.allocated[0] <= 150 * 1024
     assert "another optimizer" in str(plan)
     assert plan.verdict.endswith("; or optimizer=SGD, which makes another result")
     with pytest.raises(ValueError, match="does not fit"):
         plan.apply(nn.Linear(2, 2), nn.MSELoss())
     assert MemoryPlan.from_json(plan.to_json()) == plan
-    assert plan_optimizers("190KiB", optimizer=torch.optim.SGD).fits
+    assert plan_optimizers("150KiB", optimizer=torch.optim.SGD, **settings).fits
 
 
 @pytest.mark.parametrize(
