@@ -325,7 +325,8 @@ def forget_whole_gradients(units: Iterable[Any]) -> None:
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):  # from torch 2.15 on it is that of the whole parameter
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 

@@ -381,7 +381,8 @@ class ShardedGradients:
             reference, version = self._whole_gradients.pop(number, (None, 0))
             before = None if reference is None else reference()
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                dtype = getattr(parameter, "grad_dtype", None)  # from torch 2.15 on that of the reduction
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             elif is_dummy:
                 if parameter.grad is not before:
                     parameter.grad.zero_()
