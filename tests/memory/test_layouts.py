@@ -141,7 +141,7 @@ def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
     settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "micro_batch_size": rows}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows * accumulate), **settings)
     # in bf16 the products of oneDNN take memory for themselves, which depends on the processor and is not counted
-    assert report.allocated[0] == pytest.approx(max(used), rel=0.02 if precision == "fp32" else 0.08)
+    assert report.allocated[0] == pytest.approx(max(used), rel=0.025 if precision == "fp32" else 0.08)
 
 
 @pytest.mark.usefixtures("one_trace")
