@@ -6,8 +6,8 @@ A number depends on the seed of the update, the number of the draw in the forwar
     number j of it  =  word j % 4 of philox4x32-10(key = seed of the line, counter = j // 4)
 
 A line is the last dimension of a tensor. Coordinates of the other dimensions are separate, so a row that is padded to another
-length has the same numbers where it has data. Integer operators and the Triton kernel of ``dropout_kernel`` make the same bits:
-those of torch's stateless numbers (``torch.func._random``, pytorch#177229, whose kernels come with torch 2.15).
+length has the same numbers where it has data. torch's stateless numbers (``torch.func._random``, pytorch#177229, from torch 2.14
+on), integer operators where it has no kernel, and the Triton kernel of ``dropout_kernel`` make the same bits.
 
 torch's kernels that draw are replaced during an update. A replaced kernel looks for the forward that runs, so modules, functions,
 composites in C++ (``nn.LSTM``) and worker threads are covered. A call with ``generator=`` runs torch's kernel.
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .torch_private import DRAWS_OF_ONE_FORM, attention_in_parts, has_kernel, remove_kernels
+from .torch_private import DRAWS_OF_ONE_FORM, attention_in_parts, has_kernel, remove_kernels, stateless_numbers
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # of a ticket, for the number of a draw
@@ -80,6 +80,8 @@ def philox(seeds: Tensor, words: int) -> Tensor:
 
 def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Returns numbers in [0, 1), ``[..., length]`` for seeds ``[..., 1]``, in float32 (24 bits) or float64 (53 bits)."""
+    if (numbers := stateless_numbers(seeds, length, dtype)) is not None:
+        return numbers
     if dtype == torch.float64:
         high, low = philox(seeds, 2 * length).unflatten(-1, (length, 2)).unbind(-1)
         bits: Tensor = ((high << 32) | low) & (2**53 - 1)

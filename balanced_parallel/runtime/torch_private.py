@@ -303,6 +303,15 @@ def has_kernel(name: str, key: str) -> bool:
     return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
+def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
+    """Returns uniform numbers ``[..., length]`` of seeds ``[..., 1]``, as ``torch.func._random``; None where it has no kernel."""
+    if not has_kernel("_philox_uniform_", {"cpu": "CPU", "cuda": "CUDA"}.get(seeds.device.type, "PrivateUse1")):
+        return None  # before torch 2.14
+    keys = torch.stack([seeds, torch.zeros_like(seeds)], -1).view(torch.uint64)
+    result = torch.empty(*seeds.shape[:-1], length, dtype=dtype, device=seeds.device)
+    return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
+
+
 # operators that draw in ways that have no other form; dropout between the layers of an LSTM is inside of cuDNN
 DRAWS_OF_ONE_FORM = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout")
 
