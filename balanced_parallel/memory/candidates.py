@@ -315,29 +315,30 @@ class Search:
         self.skipped: dict[str, str] = {}
         self._failing: set[Saving] = set()
         self._options: dict[tuple[Saving, ...], Option] = {}
-        layouts = [each for each in savings_of("layout") if each is not OFFLOAD_OPTIMIZER and request.with_savings([each])]
-        self._layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in layouts)]
-        self._least = self._layouts[-1]
-        # of several devices, shards of FSDP2 need no more of each than an optimizer on the host leaves
-        suits = len(capacity) == 1 and request.with_savings([OFFLOAD_OPTIMIZER])
-        self._on_host: list[list[tuple[Saving, ...]]] = [[(OFFLOAD_OPTIMIZER,)]] if suits else []
-        self._traffic = min(option.traffic(1, 0)[0] for option in self._make(self._layouts))
+        suited = [saving for saving in savings_of("layout") if request.with_savings([saving])]
+        layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in suited if saving is not OFFLOAD_OPTIMIZER)]
+        self._groups = [layouts]  # those of a group are tried together
+        if OFFLOAD_OPTIMIZER in suited and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
+            self._groups.append([(OFFLOAD_OPTIMIZER,)])
+        self._least = layouts[-1]
+        self._traffic = min(option.traffic(1, 0)[0] for option in self._make(layouts))
         # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much
         module, optimizer = request.module, request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
         state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
-        for layout in [each for each in self._layouts if each != self._least or self._on_host]:
+        *sized, _ = [layout for group in self._groups for layout in group]  # the last one is traced in any case
+        for layout in sized:
             (option,) = self._make([layout])
             held = size + state // (option.request.devices if option.request.balanced else 1)
             if held > max(self.capacity) * 4 // 5:
-                self._layouts.remove(layout)
+                layouts.remove(layout)
                 self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
 
     def run(self) -> bool:
         """Traces options. Returns False if none fits; then optimizers with less state are traced as well."""
         ladders = self._ladders()
-        if any(self._climb(layouts, ladder) for ladder in ladders for layouts in [self._layouts, *self._on_host]):
+        if any(self._climb(layouts, ladder) for ladder in ladders for layouts in self._groups if layouts):
             return True
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
         others = [saving for saving in savings_of("optimizer") if self.request.with_savings([saving])]
@@ -347,7 +348,7 @@ class Search:
 
     def untried(self) -> list[str]:
         """Returns the names of options that were not traced."""
-        layouts = [layout for each in (self._layouts, *self._on_host) for layout in each]
+        layouts = [layout for group in self._groups for layout in group]
         combinations = [(*layout, *step) for ladder in self._ladders() for step in ladder for layout in layouts]
         options = self._make(combinations)
         return [option.name for option in options if option not in self.choices and option.name not in self.skipped]
@@ -383,8 +384,6 @@ class Search:
 
     def _climb(self, layouts: list[tuple[Saving, ...]], ladder: list[tuple[Saving, ...]]) -> bool:
         """Traces a ladder until a step fits and is fast. After its first step, the layout of the least memory comes first."""
-        if not layouts:
-            return False
         if self._fit_fast(layouts, ladder[0]):
             return True
         firsts = {layout: self._make([(*layout, *ladder[0])]) for layout in layouts}
@@ -395,8 +394,8 @@ class Search:
             results = [self._fits(option) for option in last]
             if not any(results) and any(option in self.choices for option in last):
                 return False
-        steps = [(group, step) for group in ([least], others[::-1]) for step in ladder[1:]]
-        return any(self._fit_fast(group, step) for group, step in steps) or self._any_fits()
+        steps = [(chosen, step) for chosen in ([least], others[::-1]) for step in ladder[1:]]
+        return any(self._fit_fast(chosen, step) for chosen, step in steps) or self._any_fits()
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())

@@ -106,13 +106,13 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
         defaults = {name: value for name, value in recipe.defaults.items() if name != "lr"}
         recipe = Recipe(recipe.optimizer_class, groups, defaults)
     whole, sharded = (_update_samples(recipe, shard, dtype, is_cut=is_cut) for is_cut in (False, True))
-    return bool(sharded) and all(map(torch.equal, whole, sharded))
+    return whole is not None and sharded is not None and all(map(torch.equal, whole, sharded))
 
 
-def _update_samples(recipe: Recipe, shard: str, dtype: torch.dtype, *, is_cut: bool) -> list[Tensor]:
+def _update_samples(recipe: Recipe, shard: str, dtype: torch.dtype, *, is_cut: bool) -> list[Tensor] | None:
     """Returns small tensors, at most two for each group, after updates by one optimizer, or sharded.
 
-    There are none if the optimizer has state besides that of each parameter, such as a number of steps: it has no owner.
+    Returns None if the optimizer has state besides that of each parameter, such as a number of steps: it has no owner.
     """
     samples = [(place, parameter) for place, group in enumerate(recipe.groups) for parameter in group["params"][:2]][:16]
     limit = 96 if shard == "elements" else 8  # a matrix has more elements than a block of quantized state
@@ -142,4 +142,4 @@ def _update_samples(recipe: Recipe, shard: str, dtype: torch.dtype, *, is_cut: b
         for optimizer in optimizers:
             optimizer.step()
     has_other_state = any(not isinstance(key, Tensor) for optimizer in optimizers for key in optimizer.state)
-    return [] if has_other_state else values
+    return None if has_other_state else values

@@ -6,7 +6,7 @@ the same random numbers and reads the same buffers, which ``torch.utils.checkpoi
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import buffers_of, children_of, parameters_of, versions
 from ..runtime.values import check_type
-from .saving import Saving, sorted_names
+from .saving import Saving
 
 EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
 
@@ -298,10 +298,8 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
     return outputs
 
 
-def _checkpoint(name: str, step: Any) -> Mapping[str, Any] | None:
-    has_parts = bool(find_blocks(step.module) or _outermost_sequentials(step.module))
-    is_possible = has_parts and name not in step.savings
-    return {"savings": sorted_names([*step.savings, name])} if is_possible else None
+def _has_parts(step: Any) -> bool:
+    return bool(find_blocks(step.module) or _outermost_sequentials(step.module))
 
 
 SELECTIVE = Saving(
@@ -311,7 +309,7 @@ SELECTIVE = Saving(
     cost="a second run of the cheap operations of these blocks",
     needs="repeated blocks, or an `nn.Sequential`",
     order=300,
-    change=functools.partial(_checkpoint, "checkpoint_activations(selective=True)"),
+    suits=_has_parts,
     change_module=functools.partial(checkpoint_activations, selective=True),
     lines=("savings.checkpoint_activations(module, selective=True)",),
 )
@@ -322,7 +320,7 @@ CHECKPOINT = Saving(
     cost="a second forward of these blocks",
     needs="repeated blocks, or an `nn.Sequential`",
     order=310,
-    change=functools.partial(_checkpoint, "checkpoint_activations"),
+    suits=_has_parts,
     change_module=checkpoint_activations,
     instead_of=(SELECTIVE.name,),
     lines=("savings.checkpoint_activations(module)",),

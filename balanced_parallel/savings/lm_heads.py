@@ -178,11 +178,7 @@ LOGITS = Saving(
     cost="nothing; the logits do not exist",
     needs="a causal model of transformers, with labels among its inputs",
     order=200,
-    change=lambda step: (
-        {"savings": ("replace_lm_head", *step.savings)}
-        if "labels" in step.inputs.kwargs and "replace_lm_head" not in step.savings
-        else None
-    ),
+    suits=lambda step: "labels" in step.inputs.kwargs,
     change_module=replace_lm_head,
     lines=("savings.replace_lm_head(module)",),
 )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..runtime.devices import current_stream, on_device
 from ..runtime.torch_private import StorageReference, base_of, versions
 from ..runtime.values import parse_bytes
-from .saving import Saving, sorted_names
+from .saving import Saving
 
 AHEAD = 2
 
@@ -297,11 +297,6 @@ def offload_in_trace(host: torch.device) -> Iterator[None]:
     offload.settle()
 
 
-def _offload(step: Any) -> dict[str, Any] | None:
-    is_possible = step.kind.like_cuda and OFFLOAD.name not in step.savings  # nothing is offloaded from a CPU
-    return {"savings": sorted_names([*step.savings, OFFLOAD.name])} if is_possible else None
-
-
 OFFLOAD = Saving(
     name="offload_activations",
     option="offloaded activations",
@@ -309,7 +304,7 @@ OFFLOAD = Saving(
     cost="traffic to the host and back",
     needs="pinned memory of the host",
     order=400,
-    change=_offload,
+    suits=lambda step: step.kind.like_cuda,  # nothing is offloaded from a CPU
     surround=offload_activations,
     surround_trace=offload_in_trace,
     lines=("with savings.offload_activations():",),

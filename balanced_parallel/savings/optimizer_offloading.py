@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..runtime.torch_private import is_sharded, map_tensors
-from .saving import Saving, sorted_names
+from .saving import Saving
 
 
 def offload_optimizer(optimizer: Optimizer) -> None:
@@ -133,12 +133,6 @@ def _replace(optimizer: Optimizer, others: dict[Tensor, Tensor]) -> None:
     optimizer.state.update(state)
 
 
-def _offload(step: Any) -> dict[str, Any] | None:
-    is_possible = step.kind.like_cuda and not step.balanced and not step.layout.is_sharded
-    is_possible = is_possible and OFFLOAD_OPTIMIZER.name not in step.savings
-    return {"savings": sorted_names([*step.savings, OFFLOAD_OPTIMIZER.name])} if is_possible else None
-
-
 OFFLOAD_OPTIMIZER = Saving(
     name="offload_optimizer",
     option="optimizer on the host",
@@ -147,7 +141,7 @@ OFFLOAD_OPTIMIZER = Saving(
     needs="whole parameters, and 16 bytes of host memory for each with AdamW",
     order=105,
     stage="layout",
-    change=_offload,
+    suits=lambda step: step.kind.like_cuda and not step.balanced and not step.layout.is_sharded,
     change_optimizer=_HostStep,
     lines=("savings.offload_optimizer(optimizer)",),
 )

@@ -36,8 +36,9 @@ class Saving:
         order: of savings that are applied together, the smallest first. A plan tries them in this order.
         stage: where a plan tries it.
         result: what becomes of loss, gradients and update.
-        change: takes a step that is to be traced, and returns the fields of it that differ with the saving. ``None`` if it does
-            not suit the step or is applied already. By default the step has its name among ``savings``.
+        change: of a setting. Takes a step that is to be traced, and returns the fields of it that differ with the saving, or
+            ``None`` if it does not suit the step or is applied already. A function adds its name to ``savings`` of the step.
+        suits: of a function. Takes a step that is to be traced, and returns True if the function suits it.
         change_module: applies it to a module in place. A trace calls it with a fake copy.
         change_optimizer: applies it to an optimizer in place. In a trace, the second argument is the fake device of the host.
         surround: makes a block around an update.
@@ -56,6 +57,7 @@ class Saving:
     stage: Stage = "exact"
     result: Result = "exact"
     change: Callable[[Any], Mapping[str, Any] | None] | None = None
+    suits: Callable[[Any], bool] = lambda step: True
     change_module: Callable[[nn.Module], object] | None = None
     change_optimizer: Callable[[torch.optim.Optimizer, torch.device | None], object] | None = None
     surround: Callable[[], AbstractContextManager[Any]] | None = None
@@ -68,7 +70,7 @@ class Saving:
         """Returns the fields of a traced step that differ with the saving, or None if it does not suit the step."""
         if self.change is not None:
             return self.change(step)
-        is_possible = self.is_function and self.name not in step.savings
+        is_possible = self.is_function and self.name not in step.savings and self.suits(step)
         return {"savings": sorted_names([*step.savings, self.name])} if is_possible else None
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .saving import Saving, sorted_names
+from .saving import Saving
 
 
 def _spread_state(step: Any) -> Mapping[str, Any] | None:
@@ -33,9 +33,8 @@ def use_bf16_parameters(module: nn.Module) -> None:
             tensor.data = tensor.data.to(torch.bfloat16)
 
 
-def _store_bf16(step: Any) -> Mapping[str, Any] | None:
-    is_possible = step.precision != "fp16" and any(each.dtype == torch.float32 for each in step.module.parameters())
-    return {"savings": sorted_names([*step.savings, "module.to(torch.bfloat16)"])} if is_possible else None
+def _stores_fp32(step: Any) -> bool:
+    return step.precision != "fp16" and any(each.dtype == torch.float32 for each in step.module.parameters())
 
 
 def _use_optimizer(make: Callable[..., torch.optim.Optimizer], smaller: tuple[str, ...], step: Any) -> Mapping[str, Any] | None:
@@ -95,7 +94,7 @@ BF16_PARAMETERS = Saving(
     order=510,
     stage="arithmetic",
     result="other arithmetic",
-    change=_store_bf16,
+    suits=_stores_fp32,
     change_module=use_bf16_parameters,
     lines=("module.to(torch.bfloat16)",),
 )

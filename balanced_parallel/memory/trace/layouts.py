@@ -204,7 +204,8 @@ class SingleDevice:
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
-        return self.request.optimizer.plain(self.parameters)
+        optimizer = self.request.optimizer
+        return optimizer.balanced(self.module, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
@@ -308,9 +309,8 @@ class ReplicaLayout(SingleDevice):
         # gradients on devices with streams live until another stream has read them
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
-        self.model = TracedModel(module, self.replicas[0], request)
         self.parallel_criterion = traced_criterion(criterion, self.replicas[1], request)
-        super().__init__(request, module, criterion)
+        super().__init__(request, TracedModel(module, self.replicas[0], request), criterion)
 
     def coupled_criterion(self) -> Any:
         """Returns the criterion on fake devices."""
@@ -318,12 +318,7 @@ class ReplicaLayout(SingleDevice):
 
     def outputs(self, arguments: Arguments) -> Any:
         """Runs the forward of one micro-batch."""
-        return self.model(*arguments.inputs, **arguments.kwargs)
-
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Makes the optimizers of the layout."""
-        optimizer = self.request.optimizer
-        return optimizer.balanced(self.model, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
+        return self.module(*arguments.inputs, **arguments.kwargs)
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
@@ -332,11 +327,11 @@ class ReplicaLayout(SingleDevice):
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Leaves gradients with the replicas."""
-        return window(self.model, self.parallel_criterion, deferred=True)
+        return window(self.module, self.parallel_criterion, deferred=True)
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Refreshes the copies of the parameters once."""
-        return window(self.model, self.parallel_criterion)
+        return window(self.module, self.parallel_criterion)
 
 
 class DDP(SingleDevice):
@@ -364,10 +359,9 @@ class DDP(SingleDevice):
                 parameter.register_post_accumulate_grad_hook(functools.partial(copy_gradient, view))
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Makes the optimizers of the layout."""
-        if not self._is_sharded:
-            return super().make_optimizers()
-        return self.request.optimizer.plain(busiest_owner(self._trained, self.request.devices)[1])
+        """Makes the optimizers of the parameters that the rank owns."""
+        _, owned = busiest_owner(self._trained, self.request.devices) if self._is_sharded else (0, self.parameters)
+        return self.request.optimizer.plain(owned)
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""
@@ -419,16 +413,11 @@ class FSDP(SingleDevice):
             )
         with _disable_current_modes():
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            rank = busiest_owner(trained, request.devices)[0] if request.balanced else 0
+            rank, _ = busiest_owner(trained, request.devices) if request.balanced else (0, trained)
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
         self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
         super().__init__(request, module, criterion)
-
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Makes the optimizers of the layout."""
-        optimizer = self.request.optimizer
-        return optimizer.balanced(self.module, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -59,13 +59,9 @@ class OptimizerChoice:
 
     def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
-        make: Any = self.make
-        settings: dict[str, Any] = {}
-        if isinstance(make, functools.partial):
-            make, settings = make.func, make.keywords
-        if not isinstance(make, type):
+        if not isinstance(self.plain_make, type):
             raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
-        optimizer = BalancedOptimizer(model, make, parameters, **settings)
+        optimizer = BalancedOptimizer(model, self.plain_make, parameters, **getattr(self.make, "keywords", {}))
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 

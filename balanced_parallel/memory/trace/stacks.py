@@ -288,6 +288,7 @@ def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:
                 name, number = names[id(piece.parameter)]
                 yield Entry((name, piece.index == 0, piece.owner, piece.values.numel()), number)
     elif request.devices > 1 and request.balanced:
-        for parameter in busiest_owner(parameters, request.devices)[1]:
+        _, owned = busiest_owner(parameters, request.devices)
+        for parameter in owned:
             name, number = names[id(parameter)]
             yield Entry((name,), number)
