@@ -128,9 +128,12 @@ def _rank_main(pipe, environment, rank, world_size, port):
 def _reset():
     """Undoes settings that the function before may have left."""
     import torch
+    import torch.distributed as dist
 
     from balanced_parallel.batch import samplers
 
+    if dist.is_initialized():
+        dist.group.WORLD.bound_device_id = None  # of a simulated device, for which groups of CPUs have no backend
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
