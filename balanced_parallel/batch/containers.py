@@ -48,6 +48,8 @@ def open_container(node: Any) -> Container | None:
         return _open_sequence(node)
     if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
+    if hasattr(type(node), "batch_dims"):  # tensordict: a mapping that iterates over rows, and classes that keep their size
+        return None
     if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping has no entries that are None
         return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):

@@ -1,6 +1,7 @@
 """Inputs that are neither tensors nor containers: an object with tensors is never sent whole without a word."""
 
 import functools
+from collections import UserDict
 
 import pytest
 import torch
@@ -33,12 +34,31 @@ class MoreSlots(Slots):
     __slots__ = ("__name",)
 
 
+class Rowwise(UserDict):
+    """A mapping that iterates over its rows, with one size for all entries, as a ``TensorDict``."""
+
+    batch_dims = 1
+
+    def __init__(self, x):
+        super().__init__(x=x)
+        self.batch_size = x.shape[:1]
+
+    def __iter__(self):
+        return iter(range(len(self["x"])))
+
+    def values(self):
+        return self.data.values()
+
+    def __call__(self, *names):
+        return [self[name] for name in names]
+
+
 class Sum(nn.Module):
     def forward(self, given, function=None):
         return sum(entry.x.sum() if isinstance(entry, Slots) else entry("x")[0].sum() for entry in given)
 
 
-@pytest.mark.parametrize("kind", [Graphs, Slots, MoreSlots])
+@pytest.mark.parametrize("kind", [Graphs, Slots, MoreSlots, Rowwise])
 def test_objects_that_hold_tensors_are_refused(kind):
     model, x = DataParallelModel(Sum(), CPUS), torch.ones(6, 4)
     with pytest.raises(TypeError, match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)"):
