@@ -401,8 +401,15 @@ class _ParameterRanks(_ElementRanks):
         self._owners = assign_owners(self._parameters, world_size())
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._sharded = [each for each in self._parameters if each.requires_grad and is_sharded(each)]
-        self._gathered = {each: _empty(each).requires_grad_() for each in self._sharded if self._owners[each] == rank()}
-        values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
+        frozen = [each for each in owned if is_sharded(each) and not each.requires_grad]  # they stay where they are
+        stand_ins = {each: torch.empty(0, *each.shape[1:], dtype=each.dtype) for each in frozen}
+        self._gathered: dict[Any, Tensor] = {}
+        for parameter in self._sharded:
+            value = _whole(parameter)  # an optimizer may look at values when it is made
+            if self._owners[parameter] == rank():
+                self._gathered[parameter] = value.requires_grad_()
+        others = {**self._gathered, **stand_ins}
+        values = {parameter: others.get(parameter, parameter) for parameter in owned}
         self._optimizers = OwnerOptimizers(recipe, self.inner, [values] if values else [])
         self._release()
 
@@ -461,10 +468,6 @@ class _ParameterRanks(_ElementRanks):
 def _whole(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole.detach()
-
-
-def _empty(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _distributed(value: Tensor, like: Any) -> Tensor:

@@ -52,3 +52,23 @@ def train(model, optimizer, steps=4, clip=None):
         if clip:
             clip()
         optimizer.step()
+
+
+class ToStart(torch.optim.Optimizer):
+    """SGD that pulls parameters to the values that they had when it was made, as L2-SP does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self.state[parameter]["start"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    pull = parameter - self.state[parameter]["start"]
+                    parameter.sub_(parameter.grad + pull, alpha=group["lr"])

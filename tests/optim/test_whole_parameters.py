@@ -44,6 +44,10 @@ def matrices(net):
     return [parameter for parameter in net.parameters() if parameter.dim() == 2]
 
 
+def trained(net):
+    return [parameter for parameter in net.parameters() if parameter.requires_grad]
+
+
 def muon_groups(net):
     others = [parameter for parameter in net.parameters() if parameter.dim() != 2]
     return [{"params": matrices(net), "use_muon": True}, {"params": others, "use_muon": False, "lr": 0.003}]
@@ -62,6 +66,7 @@ KINDS = {  # class, settings, function that makes the parameters of a net
     "SOAP": ("pytorch_optimizer.SOAP", {"lr": 0.05, "precondition_frequency": 2}, layer_groups),
     "Shampoo": ("pytorch_optimizer.Shampoo", {"lr": 0.05, "preconditioning_compute_steps": 2}, nn.Module.parameters),
     "Muon with AdamW": ("pytorch_optimizer.Muon", {"lr": 0.05}, muon_groups),
+    "values when it is made": ("helpers.optimizers.ToStart", {"lr": 0.05}, trained),
     "schedule-free": ("schedulefree.AdamWScheduleFree", {"lr": 0.05, "warmup_steps": 3}, layer_groups),
 }
 resolve = pkgutil.resolve_name  # imports pytorch_optimizer where it is used: this takes a second
@@ -125,7 +130,10 @@ def check_ranks(rank, expected):
         assert 0 < len(optimizer.state) < len(state["state"])  # its part alone
 
 
-FEW, OTHERS = ["Muon", "schedule-free"], ["SOAP", "Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"]
+FEW, OTHERS = (
+    ["Muon", "schedule-free", "values when it is made"],
+    ["SOAP", "Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"],
+)
 
 
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
@@ -135,6 +143,18 @@ def test_ranks_equal_the_plain_optimizer(kinds):
         net, state = plain(kind)
         expected[kind] = dict(net.state_dict()), state
     run_ranks(2, check_ranks, expected)
+
+
+def check_frozen_state(rank):
+    model, _ = parallelize(Mixed(), nn.MSELoss(), ["cpu"], strategy="fsdp")
+    optimizer = BalancedOptimizer(model, resolve("helpers.optimizers.ToStart"))
+    return {number: tuple(state["start"].shape) for number, state in optimizer.state_dict()["state"].items()}
+
+
+def test_state_of_frozen_shards_is_empty():
+    """Shards in it would be gathered by one rank alone, which would wait for the others."""
+    shapes = {**dict(enumerate(tuple(parameter.shape) for parameter in Mixed().parameters())), 6: (0,)}
+    assert run_ranks(2, check_frozen_state) == [shapes] * 2
 
 
 INEXACT = {
