@@ -102,6 +102,8 @@ class ShardedModel(RankModel):
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
         outputs = self._run(None, None, 0)
+        if not torch.is_grad_enabled():  # the first of two passes
+            return torch.zeros(())
         return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
 
     @contextlib.contextmanager

@@ -248,7 +248,7 @@ class TrainStep:
                 self.model.devices[0],
                 self.precision,
                 self._weight_before,
-                is_mean=self.criterion.reduction != "sum",
+                is_mean=self.criterion.reduction != "sum" and not self.criterion.is_coupled,
             )
         return self._sums
 
@@ -317,7 +317,7 @@ class TrainStep:
             may_split = self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
             loss.is_split = may_split or not is_single
             if passes.takes_one(is_single):
-                self._run(self._runs[0], BatchLosses(passes.at_once, is_mean=False))
+                self._run(self._runs[0], BatchLosses(passes.at_once))
                 return
             self._begin()
             with passes.undone(batches, self._before):
@@ -325,7 +325,7 @@ class TrainStep:
                     self._forward(shards, passes.collect, None)
             passes.differentiate()
         for run in self._runs:
-            self._run(run, BatchLosses(loss.hand_back, is_mean=False))
+            self._run(run, BatchLosses(loss.hand_back))
 
     @contextmanager
     def _dropping_on_failure(self) -> Iterator[None]:

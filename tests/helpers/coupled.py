@@ -103,21 +103,24 @@ def split_update(kind, devices, micro_batch_size, adds=None):
     return step.apply(), gradients_of(module, criterion)
 
 
-def rank_update(rank, kind, sizes, micro_batch_size, strategy, by_hand=False):
-    """Returns loss and gradients of an update over ranks, with ``sizes[rank]`` rows on each."""
+def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
+    """Returns loss and gradients of an update over ranks, with ``sizes[rank]`` rows on each: at once, by hand, or added."""
     module, criterion, inputs, targets = coupled_problem(kind)
     if strategy == "fsdp":
         criterion.module.requires_grad_(False) if isinstance(criterion.module, nn.Module) else None
     model, criterion = parallelize(module, criterion, strategy=strategy)
     optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
     inputs, targets = inputs.split(sizes)[rank], targets.split(sizes)[rank]
-    if by_hand:
+    if way == "by hand":
         loss = criterion(model(inputs), targets)
         loss.backward()
-        loss = loss.detach()
-    else:
-        loss = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)(inputs, targets)
-    return loss, gradients_of(module, criterion)
+        return loss.detach(), gradients_of(module, criterion)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)
+    if way == "at once":
+        return step(inputs, targets), gradients_of(module, criterion)
+    for batch in zip(inputs.split(4), targets.split(4), strict=True) if len(inputs) else ():
+        step.add(*batch)
+    return step.apply(), gradients_of(module, criterion)
 
 
 def assert_same_update(found, expected):

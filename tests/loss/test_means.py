@@ -198,6 +198,41 @@ def test_ranks_equal_the_plain_program(seed, sizes, micro_batch_size, strategy, 
         assert_same_gradients(gradients_of_rank, [one for one in expected if one is not None or strategy == "ddp"])
 
 
+def rank_that_adds(rank, strategy, criterion):
+    """Returns losses and parameters of two updates, to which only the first rank adds rows."""
+    torch.set_default_dtype(torch.float64)
+    module, _, inputs, targets = make_problem(1, 6, ignored=0)
+    model, split = parallelize(module, criterion, ["cpu"], strategy=strategy)
+    step = TrainStep(model, split, torch.optim.SGD(model.parameters(), lr=0.3), micro_batch_size=2)
+    losses = []
+    for _ in range(2):
+        for part in (slice(4), slice(4, 6)) if rank == 0 else ():
+            step.add(inputs[part], tuple(target[part] for target in targets))
+        losses.append(step.apply())
+    parameters = [getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)() for parameter in model.parameters()]
+    torch.set_default_dtype(torch.float32)
+    return losses, [parameter.detach().clone() for parameter in parameters]
+
+
+def sum_of_two_means(output, *targets):
+    return output.pow(2).mean() + 0.5 * F.l1_loss(output, torch.ones_like(output))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_add_no_rows_have_the_same_divisor(strategy):
+    module, _, inputs, targets = make_problem(1, 6, ignored=0)
+    optimizer, expected = torch.optim.SGD(module.parameters(), lr=0.3), []
+    for _ in range(2):
+        loss = sum_of_two_means(module(inputs), *targets)
+        module.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach())
+    for losses, parameters in run_ranks(2, rank_that_adds, strategy, sum_of_two_means):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(parameters, list(module.parameters()), rtol=1e-10, atol=1e-10)
+
+
 def two_outputs(criterion, rows=8):
     """Returns the loss of two replicas, and that of one."""
     torch.manual_seed(0)

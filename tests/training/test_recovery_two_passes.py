@@ -40,17 +40,18 @@ def test_replicas_and_micro_batches_give_the_update_of_the_plain_program(kind, d
 
 @pytest.mark.parametrize("kind", ["pairs", "correlation"])
 @pytest.mark.parametrize(
-    ("sizes", "micro_batch_size", "by_hand"), [([4, 4, 3], None, False), ([7, 0, 4], 2, False), ([7, 1, 3], None, True)]
+    ("sizes", "micro_batch_size", "way"),
+    [([4, 4, 3], None, "at once"), ([7, 0, 4], 2, "at once"), ([7, 1, 3], None, "by hand"), ([7, 0, 4], 2, "added")],
 )
-def test_ranks_give_the_update_of_the_plain_program(kind, sizes, micro_batch_size, by_hand):
-    for found in run_ranks(3, rank_update, kind, sizes, micro_batch_size, "ddp", by_hand):
+def test_ranks_give_the_update_of_the_plain_program(kind, sizes, micro_batch_size, way):
+    for found in run_ranks(3, rank_update, kind, sizes, micro_batch_size, "ddp", way):
         assert_same_update(found, plain_update(kind))
 
 
 @pytest.mark.parametrize("kind", ["pairs", "correlation"])
 def test_shards_give_the_update_of_the_plain_program(kind):
-    for sizes, micro_batch_size in (([6, 5], None), ([11, 0], 4)):
-        for found in run_ranks(2, rank_update, kind, sizes, micro_batch_size, "fsdp"):
+    for sizes, micro_batch_size, way in (([6, 5], None, "at once"), ([11, 0], 4, "at once"), ([11, 0], 2, "added")):
+        for found in run_ranks(2, rank_update, kind, sizes, micro_batch_size, "fsdp", way):
             assert_same_update(found, plain_update(kind))
 
 
