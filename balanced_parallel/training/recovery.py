@@ -88,7 +88,7 @@ class Recovery:
         self.has_failed = True
         is_elsewhere = isinstance(error, ElsewhereOutOfMemory)
         self._is_local = not is_elsewhere if is_local else self._is_local
-        self._reason = self._reason or ("" if is_elsewhere else str(error))
+        self._reason = self._reason or str(error)
 
     def restart(self, largest: Sequence[tuple[float, float]]) -> float:
         """Puts everything back. Returns a smaller limit, the same on all ranks.

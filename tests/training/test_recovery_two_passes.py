@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.coupled import (
     KINDS,
@@ -23,6 +24,7 @@ from balanced_parallel import (
     ByCost,
     DataParallelCriterion,
     DataParallelModel,
+    DiceLoss,
     TrainStep,
     gather,
     parallelize,
@@ -219,3 +221,24 @@ def test_ranks_agree_on_smaller_micro_batches(kind):
         assert len({size for _, _, size, _ in rank}) > 1
         for *found, _size, _ in rank[1:]:
             assert_same_update(found, rank[0][:2])
+
+
+class FullDevice(nn.Linear):
+    def forward(self, inputs):
+        if dist.get_rank() == 0:
+            raise torch.OutOfMemoryError("the memory of rank 0 is full")
+        return super().forward(inputs)
+
+
+def memory_error(rank):
+    model, criterion = parallelize(FullDevice(4, CLASSES), DataParallelCriterion(DiceLoss(), whole=True), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size="auto")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(torch.randn(4, 4), torch.randint(CLASSES, (4,)))
+    return str(caught.value)
+
+
+def test_errors_name_the_memory_of_another_rank():
+    errors = run_ranks(2, memory_error)
+    for error, reason in zip(errors, ("the memory of rank 0 is full", "another rank ran out of memory"), strict=True):
+        assert error.startswith(f"one row per device does not fit: {reason}. ")
