@@ -253,12 +253,19 @@ def _described(leaf: Any) -> str:
 
 
 def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
+    if type(leaf) is Along:
+        leaf, dim = leaf.leaf, leaf.dim
+        if not isinstance(leaf, torch.Tensor):
+            return len(leaf)
     if isinstance(leaf, torch.Tensor):
-        return _tensor_rows(leaf, dim, place)
-    if type(leaf) is Along and isinstance(leaf.leaf, torch.Tensor):
-        return _tensor_rows(leaf.leaf, leaf.dim, place)
-    if isinstance(leaf, (Along, Rows)):
-        return len(without_mark(leaf))
+        if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
+            raise ValueError(
+                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments with "
+                "rows in another dimension, or wrap it in Whole(...)"
+            )
+        return leaf.size(dim) if leaf.dim() else None
+    if isinstance(leaf, Rows):
+        return len(leaf.entries)
     if isinstance(leaf, PerReplica):
         return None if None in leaf.sizes else sum(size or 0 for size in leaf.sizes)
     if containers.is_row_list(leaf):
@@ -285,17 +292,6 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         state: Any = object.__getstate__(value)  # None, a dictionary of attributes, or also one of __slots__
         value = {} if state is None else state if isinstance(state, dict) else {**(state[0] or {}), **state[1]}
     return any(_holds_tensors(child, depth - 1) for child in (value.values() if isinstance(value, Mapping) else value))
-
-
-def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
-    if tensor.dim() == 0:
-        return None
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(
-            f"{place} is {containers.describe(tensor)}, expected rows in dimension {dim}: give in_dims= for arguments with rows "
-            "in another dimension, or wrap it in Whole(...)"
-        )
-    return tensor.size(dim)
 
 
 def cut(node: Any, parts: Sequence[RowNumbers], dim: int = 0) -> list[Any]:
@@ -454,12 +450,14 @@ class Batch:
         if self.rows is None:
             return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
         if (shards := self.cut_already) is None:
-            return next(self._shards([consecutive(split_sizes(self.rows, weights or len(devices)))], devices))
-        if weights is not None:
+            sizes = split_sizes(self.rows, weights or len(devices))
+        elif weights is not None:
             raise ValueError(f"split={weights!r} of the model and rows that are cut by cost were given, expected one of them")
-        if len(shards) > len(devices):
+        elif len(shards) > len(devices):
             raise ValueError(f"rows in {len(shards)} shards for {len(devices)} devices, expected one for each at most")
-        return next(self._shards([consecutive([size or 0 for size in shards.sizes])], devices))
+        else:
+            sizes = [size or 0 for size in shards.sizes]
+        return next(self._shards([consecutive(sizes)], devices))
 
     def check_weight(self, weigh: Callable[..., Any]) -> None:
         """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that the plan has cut."""
