@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type
-from .plan import Combine, cut_by_cost, sorted_rows, split_sizes
+from .plan import Combine, consecutive, cut_by_cost, sorted_rows, split_sizes
 
 _begun = "no RankBatchSampler"
 
@@ -90,9 +90,8 @@ class RankBatchSampler(Sampler[list[int]]):
 
     def share(self, batch: list[int]) -> list[int]:
         """Returns this rank's rows of an effective batch."""
-        sizes = split_sizes(len(batch), self.ranks)
-        before = sum(sizes[: self.rank])
-        return batch[before : before + sizes[self.rank]]
+        part = consecutive(split_sizes(len(batch), self.ranks))[self.rank]
+        return batch[part.start : part.stop]
 
     def advance(self) -> None:
         """Counts a batch that was trained on."""
