@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica, gather, join, join_tensors, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark_leaves, move_leaves, take, without_mark
+from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark, mark_leaves, move_leaves, take, without_mark
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
@@ -408,7 +408,8 @@ class WholeLoss(CoupledLoss):
         parts = []
         for output, shard in zip(outputs, shards, strict=True):
             marked = containers.spread(mark_leaves(output, outputs.dim, "the output"))
-            parts.append(Arguments((*marked, *shard.targets.inputs), shard.targets.kwargs))
+            targets, kwargs = mark(shard.targets, self.dim, self.criterion.module)
+            parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)
         return parts
 
@@ -428,7 +429,7 @@ class WholeLoss(CoupledLoss):
             self.criterion.is_checked = True
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
         device = self.criterion.output_device or (without_mark(outputs[0]).device if outputs else self.home)
-        join = functools.partial(_join_rows, device=device, dim=self.dim)
+        join = functools.partial(_join_rows, device=device)
         return containers.zip_leaves(join, pieces, "the batch") if pieces else None, device
 
     def _call(self, batch: Arguments, device: torch.device) -> Any:
@@ -508,11 +509,9 @@ class AdditiveLoss(nn.Module):
         return self.finish(self.statistics(*arguments, **kwargs))
 
 
-def _join_rows(place: str, values: list[Any], device: torch.device, dim: int) -> Any:
+def _join_rows(place: str, values: list[Any], device: torch.device) -> Any:
     """Returns the rows of marked values as one on ``device``, or the first value if they have no rows."""
     first = values[0]
-    if isinstance(first, torch.Tensor) and first.dim():
-        return Along(join_tensors(place, values, device, dim), dim)
     if isinstance(first, Along) and isinstance(first.leaf, torch.Tensor):
         return Along(join_tensors(place, [value.leaf for value in values], device, first.dim), first.dim)
     if isinstance(first, PerReplica):
@@ -537,17 +536,15 @@ class RankRows(NamedTuple):
 
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
     """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable."""
-    if refusal and world_size() == 1:
-        raise ValueError(refusal)
     leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
     along = [leaf for leaf in leaves if isinstance(leaf, Along)]
-    if world_size() == 1:
-        return RankRows(batch, [0] * len(along), [0])
     lists = [without_mark(leaf) for leaf in leaves if _is_list(leaf)]
     layout = None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists)
     layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
+    if world_size() == 1:
+        return RankRows(batch, [0] * len(along), [0])
     by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
     tensors: Any = ()
     if any(sizes for sizes, _ in by_rank.values()):
