@@ -285,12 +285,10 @@ def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[An
     With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
     """
     is_mean = criterion.reduction != "sum"
-    weight: Weight | None = 0.0 if targets else None
-    for part in targets:
-        of_part = criterion.weigh_targets(*part)
-        weight = None if weight is None or of_part is None else weight + of_part
-    if weight is not None:
-        return BatchLosses(functools.partial(criterion.run, weighed_sum), weight)
+    weights = [criterion.weigh_targets(*part) for part in targets]
+    counts = [weight for weight in weights if weight is not None]
+    if targets and len(counts) == len(targets):
+        return BatchLosses(functools.partial(criterion.run, weighed_sum), sum(counts, 0.0))
     if not (is_whole and targets and is_mean and isinstance(criterion.weight, (Mapping, list, tuple))):
         return BatchLosses(criterion.loss_sums, is_mean=is_mean)
     parts = [flat_weights(weights_of_targets(criterion.weight, part)) for part in targets]
