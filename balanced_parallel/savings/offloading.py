@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.devices import current_stream, on_device
-from ..runtime.torch_private import StorageReference, base_of, versions
+from ..runtime.torch_private import StorageReference, base_of, is_traced, versions
 from ..runtime.values import parse_bytes
 from .saving import Saving
 
@@ -140,12 +140,8 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
         >>> cluster.moved["sim:0", "cpu"]  # the input and the output of tanh, 4 MiB each
         8388608
     """
-    offload = Offload(parse_bytes(min_bytes))
-    with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
-        try:
-            yield
-        finally:
-            offload.settle()
+    with Offload(parse_bytes(min_bytes)).surrounding():
+        yield
 
 
 class Offloaded(NamedTuple):
@@ -200,10 +196,15 @@ class Offload:
             loaded = saved.stored.load(stream)
         return self.restore(loaded, saved)
 
-    def settle(self) -> None:
-        """Ends the block: the memory of all copied storages is given back."""
-        for link in self._links.values():
-            link.settle()
+    @contextlib.contextmanager
+    def surrounding(self) -> Iterator[None]:
+        """Moves what the block saves. In the end, the memory of all copied storages is given back."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            try:
+                yield
+            finally:
+                for link in self._links.values():
+                    link.settle()
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
         """Returns a saved tensor of a storage that is on the device again."""
@@ -225,7 +226,7 @@ class Offload:
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
         parameter = isinstance(base_of(tensor), nn.Parameter)
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        plain = (type(tensor) in (Tensor, nn.Parameter) or is_traced(tensor)) and tensor.layout == torch.strided
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
         return tensor.untyped_storage().nbytes() < self.min_bytes
@@ -246,7 +247,7 @@ class _TracedOffload(Offload):
         self._host = host
 
     def stream_of(self, device: torch.device) -> Any:
-        return _STREAM
+        return None if device == self._host else _STREAM
 
     def refer(self, storage: torch.UntypedStorage) -> Hashable:
         return weakref.ref(storage)  # lets the Python object of a storage end, whose end a trace counts as a release
@@ -257,10 +258,6 @@ class _TracedOffload(Offload):
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
         # a view: the fake mode keeps every storage that ``set_`` was given
         return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
-
-    def stays(self, tensor: Tensor) -> bool:
-        is_small = tensor.untyped_storage().nbytes() < self.min_bytes
-        return is_small or tensor.device == self._host or isinstance(base_of(tensor), nn.Parameter)
 
 
 class _TracedLink(Link):
@@ -288,15 +285,6 @@ class _Stream(contextlib.nullcontext[None]):
 _STREAM = _Stream()
 
 
-@contextlib.contextmanager
-def offload_in_trace(host: torch.device) -> Iterator[None]:
-    """Runs a block as :func:`offload_activations`, on fake devices: the same copies, without streams."""
-    offload = _TracedOffload(host)
-    with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
-        yield
-    offload.settle()
-
-
 OFFLOAD = Saving(
     name="offload_activations",
     option="offloaded activations",
@@ -305,7 +293,6 @@ OFFLOAD = Saving(
     needs="pinned memory of the host",
     order=400,
     suits=lambda step: step.kind.like_cuda,  # nothing is offloaded from a CPU
-    surround=offload_activations,
-    surround_trace=offload_in_trace,
+    surround=lambda host: offload_activations() if host is None else _TracedOffload(host).surrounding(),
     lines=("with savings.offload_activations():",),
 )

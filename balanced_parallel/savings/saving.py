@@ -41,8 +41,7 @@ class Saving:
         suits: of a function. Takes a step that is to be traced, and returns True if the function suits it.
         change_module: applies it to a module in place. A trace calls it with a fake copy.
         change_optimizer: applies it to an optimizer in place. In a trace, the second argument is the fake device of the host.
-        surround: makes a block around an update.
-        surround_trace: makes the same block for fake devices, of which one is the host.
+        surround: makes a block around an update. In a trace, its argument is the fake device of the host, otherwise ``None``.
         instead_of: names of savings that it replaces.
         lines: the lines of a program that apply it to ``module``.
         bytes_of: for a saving that no trace can run: the bytes that it saves, from the parts of the peak.
@@ -60,8 +59,7 @@ class Saving:
     suits: Callable[[Any], bool] = lambda step: True
     change_module: Callable[[nn.Module], object] | None = None
     change_optimizer: Callable[[torch.optim.Optimizer, torch.device | None], object] | None = None
-    surround: Callable[[], AbstractContextManager[Any]] | None = None
-    surround_trace: Callable[[torch.device], AbstractContextManager[Any]] | None = None
+    surround: Callable[[torch.device | None], AbstractContextManager[Any]] | None = None
     instead_of: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     bytes_of: Callable[[Mapping[str, int]], int] | None = None
@@ -129,10 +127,8 @@ def around_update(names: Iterable[str], host: torch.device | None = None) -> Ite
     """Applies the savings that surround an update. In a trace, ``host`` is the fake device of the host."""
     with contextlib.ExitStack() as blocks:
         for saving in map(find_saving, names):
-            if host is None and saving.surround is not None:
-                blocks.enter_context(saving.surround())
-            elif host is not None and saving.surround_trace is not None:
-                blocks.enter_context(saving.surround_trace(host))
+            if saving.surround is not None:
+                blocks.enter_context(saving.surround(host))
         yield
 
 
