@@ -73,7 +73,6 @@ class _HostStep:
     def __init__(self, optimizer: Optimizer, host: torch.device | None = None) -> None:
         self._is_traced, self._host = host is not None, host or torch.device("cpu")
         self._copies: dict[Tensor, Tensor] = {}
-        self._gradients: dict[Tensor, Tensor] = {}
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
         optimizer.register_load_state_dict_pre_hook(self._to_host)  # torch moves what it loads to the parameters
@@ -100,9 +99,7 @@ class _HostStep:
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             return None if gradient is None else gradient.to(self._host)
-        if parameter not in self._gradients:
-            self._gradients[parameter] = self._empty(gradient)
-        return self._gradients[parameter].copy_(gradient)
+        return self._empty(gradient).copy_(gradient)
 
     def _empty(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=self._host, pin_memory=not self._is_traced)
