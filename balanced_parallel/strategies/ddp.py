@@ -78,8 +78,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def forward_without_rows(self) -> Tensor:
         """Takes part in a reduction without running the module. Returns a zero to run backward from."""
         self.require_forward_param_sync = not self._has_shared_buffers
-        with self._as_wrapped():
-            DistributedDataParallel.forward(self, lambda: None)
+        self._call_in_forward(lambda: None)
         return self.zero()
 
     def rebuild_buckets(self) -> None:
@@ -88,8 +87,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         In the next forward, its collectives would wait for a rank that runs out of memory before.
         """
         self.require_forward_param_sync = False
-        with self.no_sync(), torch.enable_grad(), self._as_wrapped():
-            DistributedDataParallel.forward(self, lambda: None)
+        with self.no_sync(), torch.enable_grad():
+            self._call_in_forward(lambda: None)
         self.require_forward_param_sync = True
 
     def zero(self) -> Tensor:
@@ -132,17 +131,15 @@ class DistributedModel(RankModel, DistributedDataParallel):
             reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
             return watch_output(output, self.zero()) if reduces else output
 
-        with self._computing(), self._as_wrapped():
-            output = DistributedDataParallel.forward(self, call)
-        return PerReplica([output], [rows], self.out_dims)
+        with self._computing():
+            return PerReplica([self._call_in_forward(call)], [rows], self.out_dims)
 
-    @contextlib.contextmanager
-    def _as_wrapped(self) -> Iterator[None]:
-        """Makes ``DistributedDataParallel`` run the module that its reducer was built for."""
+    def _call_in_forward(self, function: Callable[[], Any]) -> Any:
+        """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of its reducer."""
         children = children_of(self)
         before, children["module"] = children["module"], self._wrapped[0]
         try:
-            yield
+            return DistributedDataParallel.forward(self, function)
         finally:
             children["module"] = before
 
