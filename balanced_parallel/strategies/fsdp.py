@@ -26,7 +26,6 @@ Blocks of equal size that run in another order elsewhere would be mixed up witho
 import contextlib
 import functools
 import itertools
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack, cast
@@ -42,7 +41,7 @@ from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import gather_objects, sum_over_ranks, world_size
+from ..runtime.collectives import gather_objects, world_size
 from ..runtime.devices import free_bytes, is_accelerator
 from ..runtime.torch_private import (
     BatchNorm,
@@ -498,19 +497,13 @@ class BlockOrder:
         ran, self.ran = self.ran, []
         if ran == self._compared or not self.names[1:]:  # the root alone has no order
             return
-        digest = zlib.crc32(str(ran).encode()) % 2**20  # its square, summed over the ranks, fits into 64 bits
-        total, squares = sum_over_ranks(torch.tensor([digest, digest * digest]), self._group).tolist()
-        if world_size(self._group) * squares == total * total:  # no variance
-            self._compared = ran
-            return
         orders = gather_objects([self.names[number] for number in ran], self._group)
-        rank, expected, block = next(
-            (rank, *blocks)
-            for rank, order in enumerate(orders)
-            for blocks in itertools.zip_longest(orders[0], order, fillvalue="none")
-            if blocks[0] != blocks[1]
-        )
-        raise RuntimeError(
-            f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same order: the "
-            "loss is wrong. Run a block that only some rows need on every rank, also without rows; or use strategy='ddp'"
-        )
+        for rank, order in enumerate(orders):
+            for expected, block in itertools.zip_longest(orders[0], order, fillvalue="none"):
+                if block != expected:
+                    raise RuntimeError(
+                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same "
+                        "order: the loss is wrong. Run a block that only some rows need on every rank, also without rows; or "
+                        "use strategy='ddp'"
+                    )
+        self._compared = ran
