@@ -109,11 +109,9 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
         # one backend by its name alone: of several, torch chooses no default beside NCCL if a plugin is registered
         backend = "gloo" if name == "gloo" else f"cpu:gloo,{device.type}:{name}"
     try:
-        if environment.shares_store:
-            store, rank, ranks = store_of_this_start(environment, timeout), environment.rank, environment.world_size
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id)
-        else:
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        store = store_of_this_start(environment, timeout) if environment.shares_store else None
+        rank, ranks = environment.rank, environment.world_size
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id)
     except RuntimeError as error:  # torch's names neither the rank nor a remedy
         port, reason = environment.master_port, str(error).partition("\n")[0].removesuffix(".")
         remedy = f"Rank 0 must be running, and its host must accept connections to port {port}"
