@@ -14,10 +14,10 @@ parameters::
 
     parameters ---> module ---> output --+
         |                                +--> _Watch ---> output
-        +---> _Reach ---> zero ----------+
+        +---> zero_of ---> zero ---------+
 
 The backward of ``_Watch`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
-gradient, but its hook runs, and the reducer goes on. ``_Reach`` is the youngest node behind the outputs, so it runs first:
+gradient, but its hook runs, and the reducer goes on. The zero is the youngest node behind the outputs, so it runs first:
 buckets of unused parameters wait for nobody.
 
 The reducer makes zeros of a missing gradient. A hook of each parameter notes whether it got one. Where a rank has unused
@@ -37,7 +37,7 @@ from ..batch.containers import leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import Criterion, LossSum, Weight
+from ..loss.sums import Criterion, LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
@@ -93,7 +93,11 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def zero(self) -> Tensor:
         """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
-        return _zero_of(self.reduced_parameters, self._begin_backward)
+        zero = _zero_of(self.reduced_parameters)
+        node: torch_private.Node = zero.grad_fn
+        leaf, _ = node.next_functions[0]
+        node.register_prehook(lambda gradients: self._begin_backward(leaf))
+        return zero
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
@@ -369,33 +373,16 @@ def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync
     return _DDPSync(model)
 
 
-def _zero_of(parameters: Sequence[Tensor], begin: Callable[[torch_private.Node], None] | None = None) -> Tensor:
+def _zero_of(parameters: Sequence[Tensor]) -> Tensor:
     """Returns a zero that leads to parameters, those that are frozen included: the reducer waits for their hooks too."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
     with torch.enable_grad():
-        zero: Tensor = _Reach.apply(begin, *parameters)
+        zero = zero_of(*parameters)
     for parameter in frozen:
         parameter.requires_grad_(False)
     return zero
-
-
-class _Reach(torch.autograd.Function):
-    """A zero that leads to tensors. Its backward gives them no gradient: one of zero could become nan in a loss that is 0 / 0."""
-
-    @staticmethod
-    def forward(ctx: Any, begin: Callable[[torch_private.Node], None] | None, *tensors: Tensor) -> Tensor:
-        ctx.begin, ctx.count = begin, len(tensors)
-        ctx.set_materialize_grads(False)
-        return torch.zeros((), device=tensors[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        if ctx.begin is not None:
-            ctx.begin(ctx.next_functions[0][0])
-        count: int = ctx.count
-        return (None,) * (1 + count)
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
