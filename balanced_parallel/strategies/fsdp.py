@@ -96,7 +96,6 @@ class ShardedModel(RankModel):
         for unit in self.units:
             self.gradients.add(unit, names.get(id(unit)) or "root")
         self._required = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
-        self._methods: set[str] = set()  # those that gather parameters
 
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
@@ -148,11 +147,6 @@ class ShardedModel(RankModel):
 
     def _call(self, method: str | None, arguments: Arguments) -> Any:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
-        if method is not None and method not in self._methods:
-            from torch.distributed.fsdp import register_fsdp_forward_method
-
-            register_fsdp_forward_method(self.module, method)
-            self._methods.add(method)
         function = self.module if method is None else getattr(self.module, method)
         with self._as_sharded(), self._computing():
             output = function(*inputs, **kwargs)
@@ -183,6 +177,10 @@ class ShardedModel(RankModel):
 
     def _keep_example(self, method: str | None, arguments: Arguments | None, rows: int | None) -> None:
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
+        if method is not None and method not in self._examples:  # its first call
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(self.module, method)
         has_rows = gather_objects(rows != 0, self.group)
         row = first_row(arguments, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
