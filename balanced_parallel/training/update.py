@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from ..runtime.torch_private import foreach_multiply_, is_sharded
 from ..runtime.values import check_type
 from .accumulation import GradientSync
 
-_Kind = TypeVar("_Kind")
 Optimizers = Optimizer | Sequence[Optimizer]
 Schedulers = LRScheduler | Sequence[LRScheduler]
 
@@ -108,7 +107,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
     """Returns a list of one or several optimizers."""
-    each = [optimizers] if isinstance(optimizers, Optimizer) else _listed(optimizers, Optimizer, "optimizer")
+    each = _listed(optimizers, Optimizer, "optimizer")
     if not each:
         raise ValueError("no optimizer was given, expected one or more")
     return each
@@ -125,7 +124,7 @@ def each_scheduler(schedulers: Schedulers | None) -> list[LRScheduler]:
     return each
 
 
-def _listed(value: Any, kind: type[_Kind], name: str) -> list[_Kind]:
+def _listed(value: Any, kind: type, name: str) -> list[Any]:
     listed = list(value) if isinstance(value, (list, tuple)) else [value]
     for entry in listed:
         if not isinstance(entry, kind):
@@ -140,9 +139,8 @@ def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
-def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, scheduler: Any, cut: Any) -> None:
-    """Raises ``TypeError`` for a criterion or a scheduler of another kind, ``ValueError`` for settings out of their range."""
-    each_scheduler(scheduler)
+def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, cut: Any) -> None:
+    """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of their range."""
     if not isinstance(criterion, DataParallelCriterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
