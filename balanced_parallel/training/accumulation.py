@@ -111,17 +111,17 @@ def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
 
 def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
     """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
-    factor, roots, gradients = 1 / divisor, [], []
-    for loss in losses:
-        if loss.requires_grad:
-            roots.append(loss)
-            is_tensor = isinstance(factor, Tensor)
-            gradients.append(move(factor, loss.device).to(loss.dtype) if is_tensor else torch.full_like(loss, factor))  # type: ignore[arg-type]
+    roots = [loss for loss in losses if loss.requires_grad]
     if not roots:
         raise RuntimeError(
             "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside of "
             "torch.no_grad() and inference_mode(), a model that is not frozen, and a criterion that does not detach its result"
         )
+    factor = 1 / divisor
+    gradients = [
+        move(factor, loss.device).to(loss.dtype) if isinstance(factor, Tensor) else torch.full_like(loss, factor)
+        for loss in roots
+    ]
     torch.autograd.backward(roots, gradients)
 
 
