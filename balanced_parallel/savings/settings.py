@@ -22,10 +22,6 @@ def _shard(step: Any) -> Mapping[str, Any] | None:
     return {"layout": "fsdp", "split": None, "balanced": balanced} if is_possible else None
 
 
-def _use_bf16(step: Any) -> Mapping[str, Any] | None:
-    return {"precision": "bf16"} if step.precision == "fp32" else None
-
-
 def use_bf16_parameters(module: nn.Module) -> None:
     """Converts parameters and buffers in place, as ``module.to(torch.bfloat16)``, which refuses the copies of a trace."""
     for tensor in (*module.parameters(), *module.buffers()):
@@ -84,7 +80,7 @@ BF16 = Saving(
     order=500,
     stage="arithmetic",
     result="other arithmetic",
-    change=_use_bf16,
+    change=lambda step: {"precision": "bf16"} if step.precision == "fp32" else None,
 )
 BF16_PARAMETERS = Saving(
     name="module.to(torch.bfloat16)",
