@@ -192,7 +192,6 @@ class RetriedAllocations(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator."""
         try:
             return function(*args, **(kwargs or {}))
         except torch.OutOfMemoryError:
@@ -234,7 +233,6 @@ class TwoPasses:
         self, loss: CoupledLoss, sync: GradientSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool
     ) -> None:
         self.loss, self._sync, self._precision, self._devices, self._is_auto = loss, sync, precision, devices, is_auto
-        self._has_run = False  # a forward of the first pass
         self._is_single = False  # there is one pass
         self._has_agreed = False  # with the other ranks, on going on
 
@@ -243,11 +241,6 @@ class TwoPasses:
         self._is_single = bool(self._sync.smallest(is_single))
         return self._is_single
 
-    def collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Collects the parts of a micro-batch in the first pass."""
-        self._has_run = True
-        return self.loss.collect(outputs, shards)
-
     @contextlib.contextmanager
     def undone(self, batches: Sequence[Batch], before: Snapshot) -> Iterator[None]:
         """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back."""
@@ -255,7 +248,7 @@ class TwoPasses:
         python, recorded = random.getstate(), [entry for batch in batches for entry in record_versions(batch)]
         with torch.no_grad():
             yield
-            for _ in self._sync.forwards_without_rows(is_reduced=self._has_run):
+            for _ in self._sync.forwards_without_rows(is_reduced=False):
                 pass
         before.restore()
         if writes := explain_writes(recorded):

@@ -318,7 +318,7 @@ class TrainStep:
             self._begin()
             with passes.undone(batches, self._before):
                 for shards in itertools.chain.from_iterable(map(self._plan, self._runs)):
-                    self._forward(shards, passes.collect, None)
+                    self._forward(shards, loss.collect, None)
             passes.differentiate()
         for run in self._runs:
             self._run(run, BatchLosses(loss.hand_back))
