@@ -193,7 +193,6 @@ class _Wrapped(nn.Module):
         self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        """Calls ``function`` inside of the forward of ``DistributedDataParallel``."""
         return function()
 
 
