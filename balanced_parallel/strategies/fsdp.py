@@ -90,7 +90,9 @@ class ShardedModel(RankModel):
         self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
         self.gradients = ShardedGradients(self.group)
-        without_compilation(module).register_forward_hook(torch.compiler.disable(avoid_views))
+        # FSDP2 warns of outputs of the root that are views. Callers get those of _call
+        avoid_views = torch.compiler.disable(lambda module, inputs, output: watch_output(output, lambda: None))
+        without_compilation(module).register_forward_hook(avoid_views)
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))  # FSDPModules
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
@@ -402,12 +404,6 @@ class ShardedGradients:
             self.complete(slots, is_dummy=self._is_dummy)
         if self.agrees:
             run_after_backward(self.forget_unused)  # behind FSDP2's
-
-
-def avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Returns outputs of the root that are not views, of which FSDP2 warns. Callers get those of :func:`watch_output`."""
-    values, rebuild = flatten(output)
-    return rebuild(watch(values, lambda: None))
 
 
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
