@@ -215,9 +215,8 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
 
 
 def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows from ``exact``, read at the rows that were traced or ``asked`` for."""
-    rows_to_read: Sequence[int | None] = asked or [None] * request.devices
-    read = list(zip(request.traced_devices, rows_to_read, strict=True))
+    """Makes the report of micro-batches of ``rows`` rows from ``exact``, read there or at the rows ``asked`` for."""
+    read = list(zip(request.traced_devices, asked or [rows] * request.devices, strict=True))
     reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
     assumed = KIND_SOURCES if request.kind.context else {}
     if assumed:
@@ -244,13 +243,13 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
         where=tuple(holders_of(exact, i, at) for i, at in read),
         phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
-        flops=exact.flops(None if asked is None else rows) * request.micro_batches // exact.first.micro_batches,
+        flops=exact.flops(rows) * request.micro_batches // exact.first.micro_batches,
         affine=lines.is_affine,
         batches=OtherBatches(request, exact, lines),
     )
 
 
-def parts_at_peak(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
+def parts_at_peak(lines: Lines, device: int, rows: int) -> dict[str, int]:
     """Returns the bytes of a device's peak by purpose."""
     kind, parts = lines.request.kind, dict.fromkeys(PARTS, 0)
     for block in lines.blocks_at_peak(device, rows):

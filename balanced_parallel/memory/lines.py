@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
 from .trace.allocations import MAYBE, Block
+from .trace.fakes import fake_devices
 from .trace.layouts import Request
 from .trace.tracer import Trace, run_traces
 
@@ -40,7 +41,7 @@ class Lines:
     def __init__(self, request: Request, first: Trace, second: Trace | None = None) -> None:
         self.request, self.first, self.second = request, first, second
         self.start = first.marks["second"]  # the first event of the second update
-        places = {self.device_name(device): device for device in range(request.devices)}
+        places = {str(device): place for place, device in enumerate(fake_devices(request.devices))}
         self._bytes = [np.array([block.size for block in trace.blocks], dtype=np.int64) for trace in (first, second or first)]
         # the host counts as one device more
         self._devices = np.array([places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64)
@@ -54,10 +55,6 @@ class Lines:
         if self.second is None or self.first.events != self.second.events:
             return False
         return all(block.operator == other.operator for block, other in zip(self.first.blocks, self.second.blocks, strict=True))
-
-    def device_name(self, device: int) -> str:
-        """Returns the name of a traced device."""
-        return "cpu" if device == 0 else f"cpu:{device}"
 
     def sizes(self, rows: int | None = None) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
@@ -125,8 +122,8 @@ class Lines:
 
     def fit(self, limits: Sequence[int], rows: int | None = None) -> bool:
         """Returns True if each device reserves at most its limit in bytes."""
-        asked = dict.fromkeys(zip(self.request.traced_devices, limits, strict=True))  # ranks have the same
-        return all(self.reserved(device, rows, limit) is not None for device, limit in asked)
+        limits_of_devices = zip(self.request.traced_devices, limits, strict=True)
+        return all(self.reserved(device, rows, limit) is not None for device, limit in limits_of_devices)
 
     def flops(self, rows: int | None = None) -> int:
         """Returns the operations of the second update."""

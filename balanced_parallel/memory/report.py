@@ -37,7 +37,7 @@ class Holder:
     line: str
 
 
-def holders_of(lines: Lines, device: int, rows: int | None) -> tuple[Holder, ...]:
+def holders_of(lines: Lines, device: int, rows: int) -> tuple[Holder, ...]:
     """Returns the largest holders of a device's peak."""
     sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for block in lines.blocks_at_peak(device, rows):
@@ -62,12 +62,12 @@ class OtherBatches:
 
     def allocated_at(self, rows: int) -> tuple[int, ...]:
         """Returns the allocated bytes of each device for ``rows`` rows."""
-        is_special = rows == 1 or not self.lines.is_affine  # one row broadcasts and has other strides
-        return self.trace(rows).allocated_by_device() if is_special else self.lines.allocated_by_device(rows)
+        lines = self.trace(rows) if rows == 1 else self.at(rows)  # one row broadcasts and has other strides
+        return lines.allocated_by_device(rows)
 
-    def at(self, rows: int) -> tuple[Lines, int | None]:
-        """Returns lines, and the rows at which to read them; None for the traced ones."""
-        return (self.lines, rows) if self.lines.is_affine else (self.trace(rows), None)
+    def at(self, rows: int) -> Lines:
+        """Returns the lines to read for ``rows`` rows."""
+        return self.lines if self.lines.is_affine else self.trace(rows)
 
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
@@ -78,8 +78,7 @@ class OtherBatches:
 
     def fits(self, rows: int, limits: Sequence[int]) -> bool:
         """Returns True if each device reserves at most its limit for ``rows`` rows."""
-        lines, at = self.at(rows)
-        return lines.fit(limits, at)
+        return self.at(rows).fit(limits, rows)
 
     def trace(self, rows: int) -> Lines:
         """Returns the lines of a trace of ``rows`` rows."""
@@ -296,8 +295,8 @@ def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, s
         text += f", {verdict} in {' + '.join(map(format_bytes, sizes))}"
     holders = report.where[hottest]
     if rows != report.rows:
-        lines, at = report.batches.at(rows)
-        holders = holders_of(lines, lines.request.traced_devices[hottest], at)
+        lines = report.batches.at(rows)
+        holders = holders_of(lines, lines.request.traced_devices[hottest], rows)
     return {"peak": text, "holders": holders_table(holders, "html")}
 
 
@@ -337,8 +336,8 @@ def _levels(report: MemoryReport, rows: int) -> Sequence[Sequence[int]]:
     """Returns the timeline of each device for other rows."""
     if rows == report.rows:
         return report.timeline
-    lines, at = report.batches.at(rows)
-    return [lines.levels(device, at)[lines.start :].tolist() for device in lines.request.traced_devices]
+    lines = report.batches.at(rows)
+    return [lines.levels(device, rows)[lines.start :].tolist() for device in lines.request.traced_devices]
 
 
 def _thinned(line: Sequence[int], unit: int) -> tuple[list[int], list[float]]:
