@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -69,13 +70,11 @@ def _find(place: str) -> Any:
     where, _, name = place.rpartition(":")
     if not where or not name:
         raise ValueError(f"{place!r} is not a place, expected my_file.py:name or package.module:name")
-    arguments, sys.argv = sys.argv, [where]  # a script may read its flags at import
     try:
-        result: Any = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        with patch.object(sys, "argv", [where]):  # a script may read its flags at import
+            result: Any = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:  # the file may raise anything
         raise ValueError(f"{where} cannot be imported: {_in_one_line(error)}") from error
-    finally:
-        sys.argv = arguments
     for part in name.split("."):
         if not hasattr(result, part):
             names = [key for key, value in vars(result).items() if getattr(value, "__module__", None) == result.__name__]

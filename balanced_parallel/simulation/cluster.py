@@ -4,9 +4,10 @@ import ctypes
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -294,18 +295,15 @@ def _gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
 @contextmanager
 def _comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
     """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses. The same bytes go between the same devices."""
-    places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (torch._C, "_broadcast_coalesced", functools.partial(_broadcast_coalesced, labels)),
-        (torch._C, "_broadcast", lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices]),
-        (torch._C, "_scatter", _scatter),
-        (torch._C, "_gather", _gather),
-        (nccl, "is_available", lambda tensors: False),  # gradients are added by copies
-    ]
-    with ExitStack() as undo:
-        undo.callback(setattr, _functions, "_streams", _functions._streams)
-        _functions._streams = None  # torch caches one stream per device
-        for owner, name, function in places:
-            original = getattr(owner, name, None)
-            undo.callback(*((delattr, owner, name) if original is None else (setattr, owner, name, original)))
-            setattr(owner, name, function)
+    functions: dict[str, Any] = {
+        "_broadcast_coalesced": functools.partial(_broadcast_coalesced, labels),
+        "_broadcast": lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices],
+        "_scatter": _scatter,
+        "_gather": _gather,
+    }
+    with (
+        patch.multiple(torch._C, create=True, **functions),  # a build for CPUs has none of them
+        patch.object(nccl, "is_available", lambda tensors: False),  # gradients are added by copies
+        patch.object(_functions, "_streams", None),  # torch caches one stream per device
+    ):
         yield

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
             memo[id(tensor)] = fake_like(tensor, mode, device)
         return memo[id(tensor)]
 
-    with _replaced(Tensor, "__deepcopy__", fake), _replaced(nn.Parameter, "__deepcopy__", fake):
+    with patch.object(Tensor, "__deepcopy__", fake), patch.object(nn.Parameter, "__deepcopy__", fake):
         try:
             return copy.deepcopy(thing)
         except TypeError:  # an attribute cannot be copied (a registered operator, a lock): share all plain objects
@@ -124,17 +125,7 @@ def undisturbed() -> Iterator[None]:
                 gc.enable()
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    is_inherited, before = name not in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if is_inherited else setattr(owner, name, before)
-
-
-Context = contextlib.AbstractContextManager[None]
+Context = contextlib.AbstractContextManager[Any]
 
 
 def counting_random_states(count: Count) -> Context:
@@ -146,7 +137,7 @@ def counting_random_states(count: Count) -> Context:
         count.see(state, "temporaries", "get_rng_state")
         return state
 
-    return _replaced(torch, "get_rng_state", get_rng_state)
+    return patch.object(torch, "get_rng_state", get_rng_state)
 
 
 def counting_resizes(count: Count) -> Context:
@@ -158,7 +149,7 @@ def counting_resizes(count: Count) -> Context:
         count.resize(storage)
         return result
 
-    return _replaced(torch.UntypedStorage, "resize_", resize)
+    return patch.object(torch.UntypedStorage, "resize_", resize)
 
 
 def shapes_of_shards_uncounted(count: Count) -> Context:
@@ -171,7 +162,7 @@ def shapes_of_shards_uncounted(count: Count) -> Context:
         with count.paused():
             return compute(*args)
 
-    return _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", compute_uncounted)
+    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", compute_uncounted)
 
 
 def devices_that_mix() -> Context:
@@ -188,7 +179,7 @@ def devices_that_mix() -> Context:
                 raise
             return indexed[0], False
 
-    return _replaced(FakeTensor, "_find_common_device", staticmethod(find_common_device))
+    return patch.object(FakeTensor, "_find_common_device", staticmethod(find_common_device))
 
 
 def rows_of_one_sequence() -> Context:
@@ -199,12 +190,12 @@ def rows_of_one_sequence() -> Context:
     masks = sys.modules.get("transformers.masking_utils")
     if not hasattr(masks, "find_packed_sequence_indices"):
         return contextlib.nullcontext()
-    return _replaced(masks, "find_packed_sequence_indices", lambda position_ids: None)
+    return patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 def part_of_batch(share: float) -> Context:
     """Tells the loss without logits that the traced batch is this part of the largest one, which may be less than a chunk."""
-    return _replaced(linear_cross_entropy, "traced_share", share)
+    return patch.object(linear_cross_entropy, "traced_share", share)
 
 
 FORKS = sys.platform == "linux"

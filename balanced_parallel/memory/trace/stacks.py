@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +49,10 @@ class Stack:
     def cut(self, count: int) -> Iterator[None]:
         """Leaves only ``count`` of the blocks in the container, until the end of the block."""
         children = children_of(self.container)
-        whole = dict(children)
-        for name in list(whole)[self.start + count : self.start + self.length]:
-            del children[name]
-        try:
+        with patch.dict(children):
+            for name in list(children)[self.start + count : self.start + self.length]:
+                del children[name]
             yield
-        finally:
-            children.clear()
-            children.update(whole)
 
     def correct_counts(self, module: nn.Module, count: int) -> None:
         """Sets numbers of layers in the attributes and the configurations of a copy with ``count`` blocks."""
