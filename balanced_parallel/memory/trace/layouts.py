@@ -210,7 +210,7 @@ class SingleDevice:
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
-            output = self.module(*arguments.inputs, **arguments.kwargs)
+            (output,) = self.outputs(arguments)
             result: Tensor = ShardLoss(self.criterion, 1, output, targets, {}).call()
             return result
 
@@ -222,24 +222,23 @@ class SingleDevice:
             raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
         with Precision(self.request.precision).autocast([HOME]):
             loss = couple(self.coupled_criterion(), HOME)
-            if self.request.micro_batches == 1:
-                return [functools.partial(self._loss_at_once, loss, *micro_batch) for micro_batch in micro_batches]
-            with torch.no_grad():
-                for arguments, targets in micro_batches:
-                    loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
-                fill(loss, self.request.rows_of_update)
+            if self.request.micro_batches > 1:  # the first of two passes
+                with torch.no_grad():
+                    for arguments, targets in micro_batches:
+                        loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+                    fill(loss, self.request.rows_of_update)
+                loss.differentiate(None)
+        return [functools.partial(self._coupled_loss, loss, *micro_batch) for micro_batch in micro_batches]
+
+    def _coupled_loss(self, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        if self.request.micro_batches > 1:
+            sums = loss.hand_back(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+        else:
+            parts = loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+            fill(loss, self.request.rows_of_update)
             loss.differentiate(None)
-            return [functools.partial(self._loss_of_second_pass, loss, *micro_batch) for micro_batch in micro_batches]
-
-    def _loss_at_once(self, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        parts = loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
-        fill(loss, self.request.rows_of_update)
-        loss.differentiate(None)
-        return add_up([part.total for part in loss.hand_back_parts(parts)], HOME)
-
-    def _loss_of_second_pass(self, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        parts = loss.hand_back(*loss.criterion.cut(self.outputs(arguments), targets, {}))
-        return add_up([part.total for part in parts], HOME)
+            sums = loss.hand_back_parts(parts)
+        return add_up([each.total for each in sums], HOME)
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
@@ -360,7 +359,7 @@ class DDP(SingleDevice):
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the parameters that the rank owns."""
-        _, owned = busiest_owner(self._trained, self.request.devices) if self._is_sharded else (0, self.parameters)
+        _, owned = busiest_owner(self._trained, self.request.devices) if self.request.balanced else (0, self.parameters)
         return self.request.optimizer.plain(owned)
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
@@ -373,12 +372,8 @@ class DDP(SingleDevice):
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
         super().zero_grad()
-        if self._is_sharded:  # zero_grad() of a balanced optimizer covers the parameters of all ranks
+        if self.request.balanced:  # zero_grad() of a balanced optimizer covers the parameters of all ranks
             self.module.zero_grad()
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self.request.balanced and self.request.devices > 1
 
     @property
     def _trained(self) -> list[Tensor]:
