@@ -335,16 +335,15 @@ class Search:
                 layouts.remove(layout)
                 self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
 
-    def run(self) -> bool:
-        """Traces options. Returns False if none fits; then optimizers with less state are traced as well."""
+    def run(self) -> None:
+        """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
         if any(self._climb(layouts, ladder) for ladder in ladders for layouts in self._groups if layouts):
-            return True
+            return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
         others = [saving for saving in savings_of("optimizer") if self.request.with_savings([saving])]
         for option in self._make([(saving, *self._least, *exact) for saving in others]):
             self._fits(option)
-        return False
 
     def untried(self) -> list[str]:
         """Returns the names of options that were not traced."""
@@ -441,10 +440,9 @@ class Search:
         def needs(count: int) -> int | None:
             request = dataclasses.replace(self.request, devices=count, split=None)
             search = Search(request, [capacity] * count, count)
-            for layout in layouts:
-                for option in search._make([(layout, *functions)]):
-                    if search._fits(option) or option in search.choices:
-                        return option.needs()
+            for option in search._make([(layout, *functions) for layout in layouts]):
+                if search._fits(option) or option in search.choices:
+                    return option.needs()
             return None
 
         few, many = needs(2 * devices), needs(4 * devices)

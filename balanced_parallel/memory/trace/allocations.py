@@ -220,8 +220,8 @@ def _user_line() -> str:
         if name.startswith(_OPTIMIZERS):
             return ""  # also an optimizer of another package, whose step() torch wraps
         if not line and not name.startswith((_TORCH, _MEMORY, "<")):
-            line = "" if name.startswith(_HERE) else f"{name}:{frame.f_lineno}"
-            if not line:
+            if name.startswith(_HERE):
                 return ""
+            line = f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return line
