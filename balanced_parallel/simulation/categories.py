@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..runtime.torch_private import leaves_of_tree
+from ..runtime.torch_private import leaves_of_tree, local_tensors
 
 
 class Category(IntEnum):
@@ -61,8 +61,7 @@ class MemoryLabels:
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
         """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""
-        for tensor in tensors:
-            local = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+        for local in local_tensors(tensors):
             if isinstance(local, torch.Tensor) and local.device.type == "sim" and local.layout == torch.strided:
                 self.native.simulation_tag(local.untyped_storage()._cdata, category)
 
