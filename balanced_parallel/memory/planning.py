@@ -10,7 +10,6 @@ Each trace is logged before it starts (``logging``, level ``INFO``), since a sea
 """
 
 import dataclasses
-import functools
 import html
 import json
 import textwrap
@@ -37,6 +36,7 @@ from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import lines_of, make_report, make_request, parts_at_peak
 from .report import MemoryReport, unit_of, write_page
 from .trace.layouts import plain_criterion
+from .trace.optimizers import OptimizerChoice
 from .trace.tracer import keeping_children
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -205,8 +205,7 @@ class MemoryPlan:
     def to_json(self) -> str:
         """Returns the plan as JSON, without its report."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "report"}
-        values |= {"verdict": self.verdict, "choices": [dataclasses.asdict(choice) for choice in self.choices]}
-        return json.dumps(values, indent=2)
+        return json.dumps(values | {"verdict": self.verdict}, indent=2, default=dataclasses.asdict)
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
@@ -394,9 +393,8 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
     chosen = plan.chosen
     functions = [find_saving(name) for name in chosen.savings]
     blocks = [line for saving in functions if saving.surround for line in saving.lines]
-    make, settings = (optimizer.func, optimizer.keywords) if isinstance(optimizer, functools.partial) else (optimizer, {})
-    name = getattr(make, "__name__", repr(make))
-    name = f"torch.optim.{name}" if getattr(torch.optim, name, None) is make else name
+    choice, settings = OptimizerChoice(optimizer, foreach=False), getattr(optimizer, "keywords", {})
+    name = f"torch.optim.{choice.name}" if getattr(torch.optim, choice.name, None) is choice.plain_make else choice.name
     learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
     parallel: dict[str, Any] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
     parallel |= {"dim": plan.dim} if plan.dim else {}

@@ -56,7 +56,7 @@ class TrickTable:
 
     def to_json(self) -> str:
         """Returns the table as JSON."""
-        return json.dumps({"peak": self.peak, "tricks": [dataclasses.asdict(trick) for trick in self.tricks]}, indent=2)
+        return json.dumps({"peak": self.peak, "tricks": self.tricks}, indent=2, default=dataclasses.asdict)
 
     def __str__(self) -> str:
         rows = [

@@ -179,9 +179,7 @@ class MemoryReport:
         """Returns the report as JSON, without its timeline."""
         hidden = {"timeline", "batches"}
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in hidden}
-        return json.dumps(
-            values | {"where": [[dataclasses.asdict(holder) for holder in holders] for holders in self.where]}, indent=2
-        )
+        return json.dumps(values, indent=2, default=dataclasses.asdict)
 
     def __str__(self) -> str:
         notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
