@@ -20,8 +20,6 @@ from torch.cuda import nccl
 from . import torch_private
 from .devices import is_accelerator, move
 
-# NCCL copies these dtypes in every version. It knows neither int16 nor complex numbers.
-_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # torch has one communicator for each list of devices, and NCCL takes one call at a time on it.
 _communicating = threading.Lock()
 
@@ -48,32 +46,17 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
 
 def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``. Equal slices in their order are fastest."""
-    slices = [tensor.split([output.numel() for output in outputs]) for tensor in tensors]
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
-    if in_order and not _have_nccl(tensors):
-        _reduce_scatter_in_rounds(slices, outputs)
-    elif in_order and len(set(map(torch.numel, outputs))) == 1:
+    if in_order and _have_nccl(tensors) and len(set(map(torch.numel, outputs))) == 1:
         _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
-    else:
-        for output, parts in zip(outputs, zip(*slices, strict=True), strict=True):
-            reduce(parts, output)
-
-
-def _reduce_scatter_in_rounds(slices: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
-    received = [{place: slices[place][place]} for place in range(len(slices))]
-    added = [0] * len(slices)
-
-    def add(target: int) -> None:  # as soon as the slices of all earlier devices are there
-        while (part := received[target].pop(added[target], None)) is not None:
-            outputs[target].add_(part) if added[target] else copy(outputs[target], part)
-            added[target] += 1
-
-    add(0)
-    for left, right in pairs(len(slices)):
-        for source, target in ((left, right), (right, left)):
-            part = slices[source][target]
-            received[target][source] = move(part, outputs[target].device) if source else part  # the first is copied by add()
-            add(target)
+        return
+    sizes = [output.numel() for output in outputs]
+    slices = [list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)]  # by output
+    for left, right in pairs(len(tensors)) if in_order and not _have_nccl(tensors) else ():
+        slices[left][right] = move(slices[left][right], outputs[left].device)
+        slices[right][left] = move(slices[right][left], outputs[right].device)
+    for output, parts in zip(outputs, slices, strict=True):
+        reduce(parts, output)
 
 
 def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -101,7 +84,7 @@ def _run(collective: Callable[..., None], *arguments: object, **settings: object
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.itemsize])
+    return tensor.view(torch.uint8)  # NCCL knows neither int16 nor complex numbers
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -173,17 +156,11 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
     copied: list[list[Any]] = [[None] * len(tensors) for _ in devices]
-    for chunk in chunks(tensors, BUFFER_BYTES) if devices else ():
+    for chunk in chunks(tensors, BUFFER_BYTES):
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])
-        others = [device for device in dict.fromkeys(devices) if device != flat.device]
-        received = {device: torch.empty_like(flat, device=device) for device in others}
-        broadcast(flat, list(received.values()))
-        received[flat.device] = flat
-        fresh = set(others) if len(chunk) == 1 else {*others, flat.device}  # a single tensor was not copied yet
         for device, on_device in zip(devices, copied, strict=True):
-            buffer = received[device] if device in fresh else received[device].clone()
-            fresh.discard(device)
+            buffer = flat.to(device, non_blocking=is_accelerator(device), copy=True)
             for i, piece in zip(chunk, unpack(layouts, buffer), strict=True):
                 on_device[i] = piece
     return copied
