@@ -227,8 +227,8 @@ class Bucket:
         """Forgets the gradients that the replicas and the owners hold."""
         with self._lock:
             self.held, self._local = {}, {}
-            if self.owners is not None:
-                self.owners.forget()
+            for piece in () if self.owners is None else self.owners.pieces:
+                piece.values.grad = None
 
     @property
     def _home(self) -> torch.device:
@@ -417,20 +417,15 @@ class BucketOwners:
             parameter, copied = parameters[index], copies[index]
             splits = owners is None and all(copy.is_contiguous() for copy in copied.values())
             start, size = 0, parameter.numel()
-            while start < size or start == 0:
+            while True:
                 owner = min(position // max(share, 1), len(devices) - 1) if owners is None else owners[parameter]
                 stop = min(size, start + share * (owner + 1) - position) if splits else size
                 self.pieces.append(Piece(parameter, index, slice(start, stop), devices[owner], copied))
                 start, position = stop, position + stop - start
-                if size == 0:
+                if start == size:
                     break
         self._owned = [[piece for piece in self.pieces if piece.owner == device] for device in devices]
         self._is_cut = {piece.index for piece in self.pieces if not piece.is_whole}  # parameters of which no piece is the whole
-
-    def forget(self) -> None:
-        """Clears the gradients of all pieces."""
-        for piece in self.pieces:
-            piece.values.grad = None
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
@@ -458,12 +453,6 @@ class BucketOwners:
 
         return compute
 
-    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
-        """Takes the pieces' memory from ``copies`` of some parameters, which have moved."""
-        for piece in self.pieces:
-            if piece.parameter in copies:
-                piece.repoint(copies[piece.parameter])
-
     @torch.no_grad()
     def fetch(self) -> None:
         """Copies the values of the module's own parameters to the owners, each the pieces that it owns."""
@@ -481,14 +470,12 @@ class BucketOwners:
             torch.autograd.graph.increment_version([place for row in places for place in row])
             return
         gathered = [row[0].new_empty(sum(sizes)) for row in places]
-        unpacked = [transport.unpack(self._layouts(self.pieces), flat) for flat in gathered]
-        for device, row, packed in zip(self._devices, places, unpacked, strict=True):
-            owned = [i for i, piece in enumerate(self.pieces) if piece.owner == device]
-            torch_private.foreach_copy_([packed[i] for i in owned], [row[i] for i in owned])
-        transport.all_gather(_own_slices(gathered, sizes), gathered)
-        for device, row, packed in zip(self._devices, places, unpacked, strict=True):
-            others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
-            torch_private.foreach_copy_([row[i] for i in others], [packed[i] for i in others])
+        slices = _own_slices(gathered, sizes)
+        for owned, flat in zip(self._owned, slices, strict=True):
+            torch_private.foreach_copy_(transport.unpack(self._layouts(owned), flat), [piece.values for piece in owned])
+        transport.all_gather(slices, gathered)
+        for row, flat in zip(places, gathered, strict=True):
+            torch_private.foreach_copy_(row, transport.unpack(self._layouts(self.pieces), flat))
 
     def _layout(self, index: int) -> transport.MemoryLayout:
         parameter = self._parameters[index]

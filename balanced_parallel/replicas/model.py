@@ -187,7 +187,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
             work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
-            together = len(work) > 1 and any(isinstance(part, AllRowsBatchNorm) for part in self.replicas.modules_of(self.module))
+            tree = self.replicas.tree  # always there if several replicas run
+            together = tree is not None and any(isinstance(part, AllRowsBatchNorm) for part in tree.modules)
             outputs = self.replicas.workers(work, devices, together=together)
         return PerReplica(outputs, sizes, self.out_dims)
 

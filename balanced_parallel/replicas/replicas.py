@@ -95,10 +95,6 @@ class Replicas:
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
 
-    def modules_of(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the modules under ``module``, each once, without another walk if they are known."""
-        return list(module.modules()) if self.tree is None or self.tree.modules[0] is not module else self.tree.modules
-
     def shard(
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
@@ -159,9 +155,9 @@ class Replicas:
             flatten_weights(tree.rnns, copies.by_device[device])
         if moved and self.gradients.is_sharded:
             renewed_copies = {tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved}
-            for bucket in self.gradients.buckets:
-                if bucket.owners is not None:
-                    bucket.owners.repoint(renewed_copies)
+            owners = [bucket.owners for bucket in self.gradients.buckets if bucket.owners is not None]
+            for piece in (piece for each in owners for piece in each.pieces if piece.parameter in renewed_copies):
+                piece.repoint(renewed_copies[piece.parameter])
 
     def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
@@ -286,7 +282,7 @@ class ParameterCopies:
             for device, copies in self.by_device.items():
                 for i in written:
                     if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
-                        copies[i], is_renewed = _empty_copy(parameters[i], device), True
+                        copies[i], is_renewed = torch.empty_like(parameters[i], device=device), True
                 targets.append([copies[i] if i in recorded else copies[i].data for i in places])
             transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
         except BaseException:  # for example, memory runs out: some devices have the new values
@@ -298,7 +294,7 @@ class ParameterCopies:
         """Makes copies on those of ``devices`` that have none, and returns these."""
         missing = [device for device in dict.fromkeys(devices) if device not in (parameters[0].device, *self.by_device)]
         with torch.inference_mode(False), torch.no_grad():
-            copies = {device: [_empty_copy(parameter, device) for parameter in parameters] for device in missing}
+            copies = {device: [torch.empty_like(each, device=device) for each in parameters] for device in missing}
             # each by itself: buffers would need more memory than the copies
             transport.copy_coalesced(list(copies.values()), [parameter.detach() for parameter in parameters], buffer_bytes=0)
         self.by_device |= copies
@@ -321,7 +317,3 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> 
     for device, by_buffer in zip(devices, copies, strict=True) if others else ():
         by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in buffers if id(buffer) in others)
     return copies
-
-
-def _empty_copy(parameter: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(parameter.detach(), device=device)
