@@ -99,7 +99,7 @@ def shared_pool() -> WorkerPool:
     return _shared.setdefault(WorkerPool, WorkerPool())
 
 
-Exchange = Callable[[int, int, Any], list[Any]]  # takes replica, round and value; returns the values of all replicas
+Exchange = Callable[[int, Any], list[Any]]  # takes replica and value; returns the values of all replicas
 
 
 class Meeting:
@@ -112,14 +112,12 @@ class Meeting:
     """
 
     def __init__(self, lanes: Sequence[Hashable]) -> None:
-        self.size = len(lanes)
         self._changed = threading.Condition()
         turns: dict[Hashable, deque[int]] = {}
         for index, lane in enumerate(lanes):
             turns.setdefault(lane, deque()).append(index)
         self._turns = [turns[lane] for lane in lanes]  # by replica: those of its lane that run, the next one first
-        self._rounds: dict[int, dict[int, Any]] = {}  # by round, the values by replica
-        self._returned: dict[int, int] = {}  # by round, how many replicas have its values
+        self._values: list[list[Any]] = [[] for _ in lanes]  # by replica, one of each exchange
         self._ended: set[int] = set()
 
     def begin(self, index: int) -> bool:
@@ -128,26 +126,22 @@ class Meeting:
             self._changed.wait_for(lambda: index in self._ended or self._turns[index][0] == index)
             return index not in self._ended
 
-    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
-        """Adds ``value`` to round ``number``, waits for the other replicas, and returns all values in their order."""
+    def exchange(self, index: int, value: Any) -> list[Any]:
+        """Waits until all replicas have exchanged as often as replica ``index``, and returns their values in order."""
         with self._changed:
-            values = self._rounds.setdefault(number, {})
-            values[index] = value
-            turns = self._turns[index]
+            self._values[index].append(value)
+            turns, count = self._turns[index], len(self._values[index])
             turns.rotate(-1)
             self._changed.notify_all()
-            while len(values) < self.size or index in self._ended or turns[0] != index:
-                if missing := (self._ended - values.keys()) or (self._ended & {index}):
+            while min(map(len, self._values)) < count or index in self._ended or turns[0] != index:
+                behind = {other for other, values in enumerate(self._values) if len(values) < count}
+                if missing := (self._ended & behind) or (self._ended & {index}):
                     raise RuntimeError(
                         f"replica {min(missing)} ended without the exchange that replica {index} waits in: every replica has "
                         "to run the same synchronised layers"
                     )
                 self._changed.wait()
-            in_order = [values[other] for other in range(self.size)]
-            self._returned[number] = self._returned.get(number, 0) + 1
-            if self._returned[number] == self.size:
-                del self._rounds[number]
-            return in_order
+            return [values[count - 1] for values in self._values]
 
     def leave(self, *indices: int) -> None:
         """Marks replicas as ended. Replicas that wait for them fail, and those that have not begun will not begin."""
@@ -164,7 +158,6 @@ class Replica:
 
     index: int
     meeting: Exchange | None  # None if the replicas run one after the other
-    exchanges: int = 0
 
     def exchange(self, value: Any) -> list[Any]:
         """Returns ``value`` of every replica, in their order. All replicas must call this equally often."""
@@ -173,8 +166,7 @@ class Replica:
                 f"replica {self.index} waits for the others in a synchronised layer, and they run one after the other: expected "
                 "such layers in the model, not in the criterion"
             )
-        self.exchanges += 1
-        return self.meeting(self.index, self.exchanges, value)
+        return self.meeting(self.index, value)
 
 
 _thread = threading.local()

@@ -164,7 +164,7 @@ T = TypeVar("T")
 
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
     """Runs replicas one after the other: a fake mode belongs to one thread. In an exchange, each receives its own values."""
-    return run_in_turn(work, devices, lambda index, number, value: [value] * len(work))
+    return run_in_turn(work, devices, lambda index, value: [value] * len(work))
 
 
 class TracedModel(DataParallelModel):
