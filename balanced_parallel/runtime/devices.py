@@ -37,8 +37,7 @@ def visible_devices() -> list[torch.device]:
 def accelerators() -> list[torch.device]:
     """Returns all accelerators that this process can see."""
     accelerator = torch.accelerator.current_accelerator()
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    return [torch.device(accelerator.type, index) for index in range(count)] if accelerator else []
+    return [] if accelerator is None else [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
 
 
 def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
@@ -56,25 +55,23 @@ def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
 
 def resolve_device(device: DeviceLike) -> torch.device:
     """Converts one device to a ``torch.device`` with an index (the CPU has none). Raises as :func:`resolve_devices` does."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    available = f"this machine has {count} {accelerator.type} devices" if accelerator else "this machine has no accelerator"
+    present = accelerators()
+    available = f"this machine has {len(present)} {present[0].type} devices" if present else "this machine has no accelerator"
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"{device!r} is not a device, expected an integer, a string such as 'cuda:1' or 'cpu', or a torch.device")
     if isinstance(device, int):
-        if accelerator is None or not 0 <= device < count:
+        if not 0 <= device < len(present):
             raise ValueError(f"there is no device {device}: {available}; device_ids may repeat the CPU, as in ['cpu', 'cpu']")
-        return torch.device(accelerator.type, device)
+        return present[device]
     try:
         named = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"{device!r} is not a device, expected a name such as 'cuda:1' or 'cpu'") from error
     if named.type == "cpu":
         return torch.device("cpu")
-    if accelerator is None or named.type != accelerator.type or (named.index or 0) >= count:
+    if torch.device(named.type, named.index or 0) not in present:
         raise ValueError(f"there is no device {str(device)!r}: {available}")
-    index = torch.accelerator.current_device_index() if named.index is None else named.index
-    return torch.device(named.type, index)
+    return present[torch.accelerator.current_device_index() if named.index is None else named.index]
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
