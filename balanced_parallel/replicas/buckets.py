@@ -114,13 +114,10 @@ def _merged(fresh: Gradients, before: Gradients | None) -> Gradients:
     """Returns elementwise sums. No argument is changed."""
     if before is None:
         return fresh
-    merged = [right if left is None else left for left, right in zip(before, fresh, strict=True)]
-    both = [i for i, (left, right) in enumerate(zip(before, fresh, strict=True)) if left is not None and right is not None]
-    lefts: list[Any] = [before[i] for i in both]
-    rights: list[Any] = [fresh[i] for i in both]
-    for i, total in zip(both, foreach_add(lefts, rights), strict=True):
-        merged[i] = total
-    return merged
+    pairs = list(zip(before, fresh, strict=True))
+    both = [(left, right) for left, right in pairs if left is not None and right is not None]
+    totals = iter(foreach_add([left for left, _ in both], [right for _, right in both]))
+    return [right if left is None else left if right is None else next(totals) for left, right in pairs]
 
 
 def _is_dense(tensor: Any) -> bool:
@@ -430,6 +427,8 @@ class BucketOwners:
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
         chosen = [i for i in self._order if any(gradients[i] is not None for gradients in replicas)]
+        if not chosen:
+            return lambda: None
         learned = set(chosen)
         pieces = [[piece for piece in owned if piece.index in learned] for owned in self._owned]
         sizes = _sizes(pieces, len(chosen))
@@ -441,11 +440,9 @@ class BucketOwners:
                 pairs = zip(layouts, dense, strict=True)
                 filled = [first.new_zeros(layout.shape) if gradient is None else gradient for layout, gradient in pairs]
                 flat.append(transport.pack(layouts, filled, sum(sizes)))
-        sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)] if flat else []
+        sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)]
 
         def compute() -> None:
-            if not flat:
-                return
             transport.reduce_scatter(flat, sums)
             for owned, total in zip(pieces, sums, strict=True):
                 for piece, gradient in zip(owned, transport.unpack(self._layouts(owned), total), strict=True):
