@@ -189,7 +189,7 @@ class Statistics(NamedTuple):
     """Statistics of some rows. They are zeros if there are no rows."""
 
     size: int  # values per channel, a number on the host
-    moments: Tensor  # [2, channels]: mean, and sum of squared differences from the mean
+    moments: Tensor  # [3, channels]: mean, sum of squared differences from the mean, and the size
     stream: torch.Stream | None = None  # that the moments are computed on, in the thread of their replica
 
 
@@ -198,7 +198,8 @@ def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
     count = values.numel() // max(values.size(1), 1)
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
-    local = Statistics(count, torch.stack([mean, squares]), current_stream(values.device))
+    moments = torch.stack([mean, squares, torch.full_like(mean, count)])  # a fill: the host does not wait
+    local = Statistics(count, moments, current_stream(values.device))
     replica = current_replica()
     parts: list[Statistics] = [local] if replica is None else replica.exchange(local)
     for part in parts:
@@ -206,19 +207,16 @@ def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
     moved = [Statistics(part.size, part.moments.to(local.moments.device)) for part in parts]
     if world_size() == 1:
         return moved
-    packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
+    packed = torch.stack([part.moments for part in moved])
     gathered = gather_rows(packed, [len(packed)] * world_size(), 0, second_group("statistics"))
     sizes = gathered[:, 2, 0].tolist()  # the host waits once
-    return [Statistics(int(size), part[:2]) for size, part in zip(sizes, gathered, strict=True)]
+    return [Statistics(int(size), part) for size, part in zip(sizes, gathered, strict=True)]
 
 
 def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
     """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
     count = sum(part.size for part in statistics)
-    means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
-    counts = means.new_full((len(statistics), 1), statistics[0].size)
-    for number, part in enumerate(statistics):
-        if part.size != statistics[0].size:
-            counts[number] = part.size  # a fill; a copy of a tensor from the host would wait for the device
+    means, squares, sizes = torch.stack([part.moments for part in statistics]).unbind(1)
+    counts = sizes.detach()
     mean = (counts / max(count, 1) * means).sum(0)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)
