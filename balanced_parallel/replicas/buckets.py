@@ -72,10 +72,8 @@ def _have_same_strides(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def prepare_sums(
-    leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, is_copy: bool = False
-) -> Callable[[], Gradients]:
-    """Returns a function that sums a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
+def prepare_sums(leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_copy: bool = False) -> Callable[[], Gradients]:
+    """Returns a function that sums a bucket's gradients over the replicas, on the device and with the strides of ``leaves``.
 
     Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. The function may run on
     side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
@@ -84,12 +82,12 @@ def prepare_sums(
     together = len(replicas) > 1 and not torch.is_grad_enabled()
     places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
     columns = [None if i in places else [gradients[i] for gradients in replicas] for i in range(len(leaves))]
-    sums = [None if column is None else _add_in_turn(column, device, is_copy) for column in columns]
+    sums = [None if column is None else _add_in_turn(column, leaves[0].device, is_copy) for column in columns]
     if not places:
         return lambda: sums
     layouts = [transport.layout_of(leaves[i]) for i in places]
     flat = [transport.pack(layouts, [gradients[i] for i in places]) for gradients in replicas]  # type: ignore[misc]
-    total = torch.empty_like(flat[0], device=device)
+    total = torch.empty_like(flat[0], device=leaves[0].device)
 
     def compute() -> Gradients:
         transport.reduce(flat, total)
@@ -167,7 +165,7 @@ class Bucket:
         returned: Gradients = [None] * len(wanted)
         if None in wanted:
             passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
-            returned = prepare_sums(self.parameters, passed_on, self._home)()
+            returned = prepare_sums(self.parameters, passed_on)()
         accumulated = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
         self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
@@ -207,7 +205,7 @@ class Bucket:
             for place in local:
                 self.parameters[place].grad = None
             return self.owners.take(list(held.values()))
-        compute = prepare_sums(self.parameters, list(held.values()), self._home, is_copy=True)
+        compute = prepare_sums(self.parameters, list(held.values()), is_copy=True)
 
         @torch.no_grad()
         def add_sums() -> None:
@@ -277,7 +275,7 @@ class _Broadcast(torch.autograd.Function):
                 schedule.side.begin()
             on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
             if not (schedule.deferred or bucket.owners or bucket.held or on_side_stream):  # autograd accumulates the sums
-                return (None, None, None, *prepare_sums(bucket.parameters, replicas, bucket.parameters[0].device)())
+                return (None, None, None, *prepare_sums(bucket.parameters, replicas)())
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [  # a parameter without requires_grad has no node
                 None if has_gradient_hooks(parameter) else node is not None and will_run(node)
