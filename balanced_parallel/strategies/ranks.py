@@ -37,7 +37,14 @@ class RankModel(nn.Module):
 
     module: nn.Module
 
-    def _set_rows(self, device: torch.device, dim: int, precision: str | Precision | None, in_dims: Dims, out_dims: Dims) -> None:
+    def _set_rows(
+        self,
+        device: torch.device,
+        dim: int = 0,
+        precision: str | Precision | None = None,
+        in_dims: Dims = None,
+        out_dims: Dims = None,
+    ) -> None:
         self.devices, self.split = [device], None
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
