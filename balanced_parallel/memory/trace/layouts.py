@@ -134,21 +134,19 @@ def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> 
 def fill(loss: CoupledLoss, rows: int) -> None:
     """Collects outputs and targets of further rows, on the devices of the last ones, without a forward."""
 
-    def more(leaf: Any, count: int, dim: int, present: int) -> Any:
-        if isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor):
-            return Along(more(leaf.leaf, count, leaf.dim, present), leaf.dim)
-        if not isinstance(leaf, Tensor) or not leaf.dim():
+    def more(leaf: Any, count: int, present: int) -> Any:
+        if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
             return leaf
-        shape = list(leaf.shape)
-        shape[dim] = shape[dim] * count // max(present, 1)
-        return leaf.new_empty(shape)
+        shape = list(leaf.leaf.shape)
+        shape[leaf.dim] = shape[leaf.dim] * count // max(present, 1)
+        return Along(leaf.leaf.new_empty(shape), leaf.dim)
 
     if not isinstance(loss, WholeLoss):
         return
     missing = max(rows - sum(map(_rows, loss.pieces)), 0)
     last = list({_along(piece).leaf.device: piece for piece in loss.pieces}.values())
     for piece, count in zip(last, split_sizes(missing, len(last)), strict=True):
-        loss.pieces.append(map_leaves(functools.partial(more, count=count, dim=loss.dim, present=_rows(piece)), piece))
+        loss.pieces.append(map_leaves(functools.partial(more, count=count, present=_rows(piece)), piece))
 
 
 def _along(piece: Arguments) -> Along:
