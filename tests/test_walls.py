@@ -238,8 +238,11 @@ CLASSES_OF_TORCH = ("nn", "dist", "Tensor", "Parameter", "Module", "Optimizer")
 SETTINGS_OF_TORCH = ("torch.backends.", "backends.")  # flags that torch's documentation tells users to set
 
 
+SETTERS = ("setattr", "delattr", "type.__setattr__", "patch.object", "patch.multiple", "mock.patch.object")
+
+
 def patches_of_torch(source):
-    """Returns the lines that assign to an attribute of a module or a class of torch, also by ``setattr`` and ``del``."""
+    """Returns the lines that assign to an attribute of a module or a class of torch, also by ``del`` and by ``SETTERS``."""
     tree = ast.parse(source)
     names = {"torch", *CLASSES_OF_TORCH}
     for node in ast.walk(tree):
@@ -251,7 +254,7 @@ def patches_of_torch(source):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             owner = ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "type.__setattr__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in SETTERS:
             owner = ast.unparse(node.args[0]) + "."
         else:
             continue
@@ -275,6 +278,7 @@ def test_nothing_replaces_a_function_of_torch():
         ("import torch.distributed as d\nd.all_reduce = f", [2]),
         ("setattr(torch.Tensor, name, f)", [1]),
         ("del Tensor.grad", [1]),
+        ("with patch.object(torch.Tensor, name, f):\n    pass", [1]),
         ("torch.backends.cudnn.allow_tf32 = False", []),
         ("parameter.grad = None\nself.module = module\nsetattr(part, name, buffer)", []),
         ("class Layer(nn.Module):\n    inplace = True", []),

@@ -315,10 +315,10 @@ class Search:
         self.skipped: dict[str, str] = {}
         self._failing: set[Saving] = set()
         self._options: dict[tuple[Saving, ...], Option] = {}
-        suited = [saving for saving in savings_of("layout") if request.with_savings([saving])]
-        layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in suited if saving is not OFFLOAD_OPTIMIZER)]
+        savings = [saving for saving in savings_of("layout") if request.with_savings([saving])]
+        layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in savings if saving is not OFFLOAD_OPTIMIZER)]
         self._groups = [layouts]  # those of a group are tried together
-        if OFFLOAD_OPTIMIZER in suited and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
+        if OFFLOAD_OPTIMIZER in savings and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
             self._groups.append([(OFFLOAD_OPTIMIZER,)])
         self._least = layouts[-1]
         self._traffic = min(option.traffic(1, 0)[0] for option in self._make(layouts))
@@ -327,8 +327,8 @@ class Search:
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
         state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
-        *sized, _ = [layout for group in self._groups for layout in group]  # the last one is traced in any case
-        for layout in sized:
+        *others, _ = [layout for group in self._groups for layout in group]  # the last one is traced in any case
+        for layout in others:
             (option,) = self._make([layout])
             held = size + state // (option.request.devices if option.request.balanced else 1)
             if held > max(self.capacity) * 4 // 5:
@@ -393,8 +393,8 @@ class Search:
             results = [self._fits(option) for option in last]
             if not any(results) and any(option in self.choices for option in last):
                 return False
-        steps = [(chosen, step) for chosen in ([least], others[::-1]) for step in ladder[1:]]
-        return any(self._fit_fast(chosen, step) for chosen, step in steps) or self._any_fits()
+        steps = [(group, step) for group in ([least], others[::-1]) for step in ladder[1:]]
+        return any(self._fit_fast(group, step) for group, step in steps) or self._any_fits()
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())

@@ -393,8 +393,8 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
     chosen = plan.chosen
     functions = [find_saving(name) for name in chosen.savings]
     blocks = [line for saving in functions if saving.surround for line in saving.lines]
-    choice, settings = OptimizerChoice(optimizer, foreach=False), getattr(optimizer, "keywords", {})
-    name = f"torch.optim.{choice.name}" if getattr(torch.optim, choice.name, None) is choice.plain_make else choice.name
+    maker = OptimizerChoice(optimizer, foreach=False)
+    name = f"torch.optim.{maker.name}" if getattr(torch.optim, maker.name, None) is maker.plain_make else maker.name
     learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
     parallel: dict[str, Any] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
     parallel |= {"dim": plan.dim} if plan.dim else {}
@@ -413,7 +413,7 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
         "",
         *(line for saving in functions if saving.change_module for line in saving.lines),
         f"model, criterion = parallelize(module, criterion{_text(parallel)})",
-        f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(settings)})",
+        f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(maker.settings)})",
         *(line for saving in functions if saving.change_optimizer for line in saving.lines),
         f"step = TrainStep(model, criterion, optimizer{_text(training)})",
         *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),

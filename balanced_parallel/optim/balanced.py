@@ -401,15 +401,13 @@ class _ParameterRanks(_ElementRanks):
         self._owners = assign_owners(self._parameters, world_size())
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._sharded = [each for each in self._parameters if each.requires_grad and is_sharded(each)]
-        frozen = [each for each in owned if is_sharded(each) and not each.requires_grad]  # they stay where they are
-        stand_ins = {each: torch.empty(0, *each.shape[1:], dtype=each.dtype) for each in frozen}
-        self._gathered: dict[Any, Tensor] = {}
+        frozen = [each for each in owned if is_sharded(each) and not each.requires_grad]  # an empty tensor stands for each
+        self._gathered: dict[Any, Tensor] = {each: torch.empty(0, *each.shape[1:], dtype=each.dtype) for each in frozen}
         for parameter in self._sharded:
             value = _whole(parameter)  # an optimizer may look at values when it is made
             if self._owners[parameter] == rank():
                 self._gathered[parameter] = value.requires_grad_()
-        others = {**self._gathered, **stand_ins}
-        values = {parameter: others.get(parameter, parameter) for parameter in owned}
+        values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
         self._optimizers = OwnerOptimizers(recipe, self.inner, [values] if values else [])
         self._release()
 

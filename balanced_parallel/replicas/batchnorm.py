@@ -217,6 +217,6 @@ def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
     """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
     count = sum(part.size for part in statistics)
     means, squares, sizes = torch.stack([part.moments for part in statistics]).unbind(1)
-    counts = sizes.detach()
+    counts = sizes.detach()  # stacked with statistics that have gradients
     mean = (counts / max(count, 1) * means).sum(0)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)

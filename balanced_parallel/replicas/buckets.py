@@ -469,8 +469,10 @@ class BucketOwners:
         for owned, flat in zip(self._owned, slices, strict=True):
             torch_private.foreach_copy_(transport.unpack(self._layouts(owned), flat), [piece.values for piece in owned])
         transport.all_gather(slices, gathered)
-        for row, flat in zip(places, gathered, strict=True):
-            torch_private.foreach_copy_(row, transport.unpack(self._layouts(self.pieces), flat))
+        for device, row, flat in zip(self._devices, places, gathered, strict=True):
+            unpacked = transport.unpack(self._layouts(self.pieces), flat)
+            others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
+            torch_private.foreach_copy_([row[i] for i in others], [unpacked[i] for i in others])
 
     def _layout(self, index: int) -> transport.MemoryLayout:
         parameter = self._parameters[index]

@@ -180,6 +180,7 @@ class TrainStep:
         return self.model.mark(as_arguments(inputs)), marked, (self.model.dim, dim)
 
     def _plan(self, run: BatchRun) -> list[list[Shard]]:
+        """Returns the shards of each micro-batch."""
         plan = list(run.batch.plan(self.model.devices, self.model.split, self._limit, self._sync.count_micro_batches))
         return plan if run.random is None else [[shard._replace(random=run.random) for shard in shards] for shards in plan]
 
@@ -212,6 +213,7 @@ class TrainStep:
             return None
 
     def _run(self, run: BatchRun, losses: BatchLosses | None = None) -> None:
+        """Runs forward and backward of each micro-batch."""
         plan, sums = self._plan(run), self._begin()
         losses = losses or losses_of_batch(self.criterion, run.batch.counted_targets, is_whole=run.is_whole)
         if run.batch.pads:
@@ -223,6 +225,7 @@ class TrainStep:
                 sums.backward(self._forward(shards, losses.compute, run.outputs), followers, last=last)
 
     def _forward(self, shards: list[Shard], compute: Callable[..., Any], collected: list[PerReplica] | None) -> list[LossSum]:
+        """Runs the model and the criterion. Returns a loss for each shard."""
         if self._is_compiled:  # it has graphs of its own for views, and for each kind of offset
             shards = [shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards]
         with self.precision.autocast(self.model.devices):

@@ -130,10 +130,8 @@ def check_ranks(rank, expected):
         assert 0 < len(optimizer.state) < len(state["state"])  # its part alone
 
 
-FEW, OTHERS = (
-    ["Muon", "schedule-free", "values when it is made"],
-    ["SOAP", "Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"],
-)
+FEW = ["Muon", "schedule-free", "values when it is made"]
+OTHERS = ["SOAP", "Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"]
 
 
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])

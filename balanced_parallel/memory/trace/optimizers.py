@@ -31,6 +31,11 @@ class OptimizerChoice:
         return getattr(self.plain_make, "__name__", repr(self.plain_make))
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a ``functools.partial``."""
+        return self.make.keywords if isinstance(self.make, functools.partial) else {}
+
+    @property
     def needs_whole_parameters(self) -> bool:
         """True for classes that are not elementwise, such as Muon and Adafactor: shards are not enough for them."""
         return isinstance(self.plain_make, type) and not is_elementwise(self.plain_make)
@@ -61,7 +66,7 @@ class OptimizerChoice:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
         if not isinstance(self.plain_make, type):
             raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
-        optimizer = BalancedOptimizer(model, self.plain_make, parameters, **getattr(self.make, "keywords", {}))
+        optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 
