@@ -18,8 +18,6 @@ import functools
 import logging
 import os
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -238,39 +236,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-class Progress(logging.StreamHandler[Any]):
-    """Prints what is logged to a terminal, and the seconds since then."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-        self._begin, self._end = time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._count, daemon=True)
-
-    def __enter__(self) -> "Progress":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Prints one message, in a line of its own."""
-        self._begin = time.monotonic()
-        super().emit(record)
-
-    def _count(self) -> None:
-        while not self._end.wait(1):
-            self.stream.write(f"\r{time.monotonic() - self._begin:.0f} s \r")
-            self.stream.flush()
-
-
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
     """Prints what a command does to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
     package, fakes = (logging.getLogger(name) for name in ("balanced_parallel", "torch._subclasses.fake_tensor"))
     with contextlib.ExitStack() as undo:
-        handler = undo.enter_context(Progress()) if sys.stderr.isatty() else logging.NullHandler()
+        handler = logging.StreamHandler() if sys.stderr.isatty() else logging.NullHandler()
         for logger, level in ((package, logging.INFO), (fakes, logging.CRITICAL)):
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(level)

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import sys
-import time
 import warnings
 from types import SimpleNamespace
 
@@ -253,9 +252,8 @@ def test_the_version_is_printed(capsys):
     assert re.fullmatch(r"balanced_parallel \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_progress_counts_seconds_on_a_terminal(capsys, monkeypatch):
+def test_progress_is_printed_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with logs_of_a_command():
         logging.getLogger("balanced_parallel.memory").info("trying: it")
-        time.sleep(1.2)
-    assert re.fullmatch(r"trying: it\n\r1 s \r", capsys.readouterr().err)
+    assert capsys.readouterr().err == "trying: it\n"

@@ -5,11 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch.containers import leaves, map_leaves
 from ..batch.plan import count_micro_batches, split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
@@ -24,7 +22,7 @@ from ..savings.settings import SHARDED
 from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
-from .candidates import BASE, SCALARS
+from .candidates import SCALARS
 from .devices import DeviceKind, find_kind
 from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
@@ -32,9 +30,6 @@ from .remedies import saved_bytes
 from .report import Holder, MemoryReport, OtherBatches
 from .trace.layouts import Request, copies_of, gradients_of, is_coupled, states_of
 from .trace.optimizers import ExistingOptimizers, inner_optimizers
-from .trace.tracer import run_traces
-
-CONFIRMED = 5  # shards of the largest cost that are traced in the end
 
 
 def fit(
@@ -43,8 +38,6 @@ def fit(
     targets: Any,
     *,
     capacity: int | str | Sequence[int | str] | None = None,
-    lengths: tuple[int, int] | None = None,
-    trim: int = 1,
 ) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
 
@@ -57,12 +50,9 @@ def fit(
         inputs, targets: an effective batch, as for the step; meta tensors suffice.
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is the memory that is free now, and
             that of the step's own tensors. For the CPU it must be given.
-        lengths: the shortest and the longest row to come, with ``cut=ByCost(...)``. Sets ``step.micro_batch_cost`` in place of
-            ``step.micro_batch_size``: the largest budget such that every shard with ``rows x longest`` within it fits.
-        trim: the dimension of the lengths, that of all tensors with the batch's length there.
 
     Returns:
-        The report of an update with these micro-batches. With lengths, micro-batches are as many of the longest rows as fit.
+        The report of an update with these micro-batches.
 
     Raises:
         ValueError: not one row fits; the message names the largest holders, and the saving that would help most. Or the model is
@@ -76,11 +66,12 @@ def fit(
         >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
-    _check_unit(step, lengths)
+    try:
+        step.micro_batch_size = step.micro_batch_size
+    except ValueError as error:
+        raise ValueError(f"{error}: micro_batch_size='auto' finds a cost that fits as it trains") from error
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
-    if lengths is not None:
-        return _fit_cost(step, dataclasses.replace(request, micro_batches=2), limits, trim, lengths)
     shares = request.split or request.layout.devices_per_process(request.devices)
     lines = trace_exactly(request, request.rows)
     if lines.fit(limits):
@@ -88,7 +79,7 @@ def fit(
     else:
         most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
         rows = _per_device(most, shares)
-    rows = _smallest_of_ranks(step, rows)
+    rows = rows if isinstance(step.model, DataParallelModel) else -max_over_ranks(-rows)  # the smallest of all ranks
     if rows == 0:
         raise ValueError(f"not one row fits: {explain(request, limits)}")
     step.micro_batch_size = rows
@@ -109,84 +100,6 @@ def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
     if coupled:
         return most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2), lines
     return batches.largest(limits) if min(limits) > 0 else 0, lines
-
-
-def _fit_cost(step: TrainStep, request: Request, limits: list[int], dim: int, lengths: tuple[int, int]) -> MemoryReport:
-    """Sets ``step.micro_batch_cost`` to the largest budget that fits, a number of the longest rows.
-
-    The bytes of a block grow as ``rows * (a + b * length + c * length ** 2)``: embeddings with the length, attention scores with
-    its square. With ``rows = budget / length`` that is convex in the length, so few of the longest rows or many of the shortest
-    need the most. Two numbers of rows are traced at both ends. Traces of some shards in between confirm the result.
-    """
-    _check_lengths(request, dim, lengths)
-    shortest, longest = lengths
-    counts = BASE * request.row_step, 2 * BASE * request.row_step
-    traces = run_traces([(_with_length(request, dim, length), count) for length in lengths for count in counts])
-    ends = Lines(request, *traces[:2]), Lines(request, *traces[2:])
-    if not all(lines.is_affine for lines in ends):
-        raise ValueError(
-            f"the module runs other operators with {counts[0]} and {counts[1]} rows, so that its memory for other numbers is not "
-            "known: see memory.estimate for a batch of each length"
-        )
-
-    def ends_fit(rows: int) -> bool:
-        sizes = rows * longest // shortest, rows
-        return all(lines.fit(limits, size * request.row_step) for lines, size in zip(ends, sizes, strict=True))
-
-    def shards_fit(rows: int) -> bool:
-        sizes = np.unique(np.geomspace(rows, rows * longest // shortest, CONFIRMED).astype(np.int64)).tolist()
-        jobs = [(_with_length(request, dim, min(longest, rows * longest // size)), size * request.row_step) for size in sizes]
-        return all(Lines(request, trace).fit(limits) for trace in run_traces(jobs))
-
-    rows = most_that_fit(ends_fit) if min(limits) > 0 else 0  # of the longest, per device
-    while rows and not shards_fit(rows):
-        rows -= max(1, rows // 1000)
-    rows, of_longest = _smallest_of_ranks(step, rows), _with_length(request, dim, longest)
-    if rows == 0:
-        raise ValueError(f"not one row of {longest} fits: {explain(of_longest, limits)}")
-    step.micro_batch_cost = rows * longest
-    rows *= request.row_step
-    return make_report(of_longest, rows, ends[1], ends[1], [rows] * request.devices)
-
-
-def _check_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> None:
-    if len(lengths) != 2 or lengths[0] < 1 or lengths[0] + 2 > lengths[1]:
-        raise ValueError(f"lengths={lengths!r}, expected (shortest, longest), such as (1, 512), with a difference of 2 or more")
-    if dim == request.dim or not _with_dim(request, dim):
-        raise ValueError(f"trim={dim}, expected the dimension of the lengths: in some tensor, and not that of the rows")
-    if request.split is not None:
-        raise ValueError(f"split={request.split} with lengths={lengths!r}, expected equal devices: cost is spread evenly")
-
-
-def _with_length(request: Request, dim: int, length: int) -> Request:
-    """Returns the request for rows of another length, in all tensors that have the batch's length along ``dim``."""
-    whole = max(tensor.size(dim) for tensor in _with_dim(request, dim))
-
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.size(dim) != whole:
-            return leaf
-        return leaf.new_empty([*leaf.shape[:dim], length, *leaf.shape[dim + 1 :]], device="meta")
-
-    inputs, targets = map_leaves(resize, (request.inputs, request.targets))
-    return dataclasses.replace(request, inputs=inputs, targets=targets)
-
-
-def _with_dim(request: Request, dim: int) -> list[Tensor]:
-    return [leaf for _, leaf in leaves((request.inputs, request.targets)) if isinstance(leaf, Tensor) and dim < leaf.dim()]
-
-
-def _smallest_of_ranks(step: TrainStep, number: int) -> int:
-    return number if isinstance(step.model, DataParallelModel) else -max_over_ranks(-number)
-
-
-def _check_unit(step: TrainStep, lengths: tuple[int, int] | None) -> None:
-    """Raises an error if the step limits its micro-batches by the other unit."""
-    unit = "micro_batch_size" if lengths is None else "micro_batch_cost"
-    try:
-        setattr(step, unit, getattr(step, unit))
-    except ValueError as error:
-        what = "lengths=(shortest, longest)" if lengths is None else "TrainStep(cut=ByCost(...)), without micro_batch_size"
-        raise ValueError(f"{error}: give {what}") from error
 
 
 def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, request: Request) -> list[int]:

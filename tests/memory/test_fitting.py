@@ -11,6 +11,7 @@ from torch import nn
 
 from balanced_parallel import (
     BalancedOptimizer,
+    ByCost,
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
@@ -209,3 +210,11 @@ def test_ranks_agree(balanced):
     assert 1 < found[0][0] < 25
     assert max(peak for _, _, peak in found) <= 2 * 2**20
     assert max(peak for _, _, peak in found) == pytest.approx(found[0][1], rel=0.03)
+
+
+def test_a_step_that_is_limited_by_cost_is_refused():
+    model = DataParallelModel(LanguageModel(), ["cpu"])
+    cut = ByCost(lambda tokens: tokens.bool().sum(1))
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), adamw(model), cut=cut)
+    with pytest.raises(ValueError, match="limited by cost.*: micro_batch_size='auto' finds a cost that fits as it trains"):
+        memory.fit(step, *batch(2), capacity="1GiB")
