@@ -10,10 +10,8 @@ that are behind.
 import contextlib
 import ctypes
 import re
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -185,18 +183,7 @@ def by_value(values: Sequence[str | None]) -> str:
 
 
 _KEY = "balanced_parallel/updates of rank {}"
-_updates = 0  # of this process, the present one included
-
-
-def updates() -> int:
-    """Returns the number of the last update whose reduction this rank has begun."""
-    return _updates
-
-
-def continue_from(number: int) -> None:
-    """Continues with the number of a checkpoint."""
-    global _updates
-    _updates = number
+_updates = 0  # since the start of this process, the present one included
 
 
 def begin_reduction() -> None:
@@ -227,9 +214,6 @@ def naming_ranks() -> Iterator[None]:
         raise
 
 
-_TASKS = Path("/proc/self/task")  # Linux alone has it
-
-
 def keep_backends() -> None:
     """Keeps gloo's backends of all running process groups until the process has ended.
 
@@ -239,32 +223,3 @@ def keep_backends() -> None:
         if backend.name() == "gloo":
             # a reference that the interpreter does not know, and so cannot give up
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-
-
-def wait_until_idle(seconds: float = 5.0) -> None:
-    """Waits until gloo's threads have released the tensors of their last collectives, which takes long on a busy machine.
-
-    A thread that does so while the interpreter shuts down aborts the process ("terminate called without an active exception",
-    https://github.com/pytorch/pytorch/issues/190489). A sleeping thread may still wait for the interpreter's lock. So the
-    threads must sleep twice in a row. The lock is free in between.
-    """
-    if not _TASKS.exists():
-        time.sleep(0.2)
-        return
-    end, seen = time.monotonic() + seconds, 0
-    while seen < 2 and time.monotonic() < end:
-        seen = seen + 1 if "R" not in thread_states() else 0
-        time.sleep(0.01)
-
-
-def thread_states() -> list[str]:
-    """Returns the state of each of gloo's threads, as proc(5) has it: ``"R"`` is running, or ready to run."""
-    states = []
-    for task in _TASKS.iterdir():
-        try:
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:  # the thread has ended
-            continue
-        if name.startswith("pt_gloo"):
-            states.append(rest.split()[0])
-    return states

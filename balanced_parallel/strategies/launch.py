@@ -130,9 +130,12 @@ def end_process_group() -> None:
     collectives.keep_backends()
     if dist.is_initialized() and not hasattr(sys, "last_value"):  # set by an exception that nothing has caught
         dist.destroy_process_group()
-    collectives.wait_until_idle()
+    # A thread of gloo that releases the tensors of its last collective while the interpreter shuts down aborts the process
+    # (https://github.com/pytorch/pytorch/issues/190489). On a busy machine it gets a core late.
+    time.sleep(RELEASE_SECONDS)
 
 
+RELEASE_SECONDS = 0.2
 _NAME = "balanced_parallel"
 
 

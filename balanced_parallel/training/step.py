@@ -398,8 +398,7 @@ class TrainStep:
         """
         if self._sums is not None or self._runs:
             raise RuntimeError("rows were added that are not in an update yet, expected apply() before state_dict()")
-        progress = {"updates": collectives.updates(), "weight_before": self._weight_before, "limit": {self._unit: self._limit}}
-        return {**self._state().save(), **progress}
+        return {**self._state().save(), "weight_before": self._weight_before, "limit": {self._unit: self._limit}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state, which any number of devices or ranks may have saved.
@@ -412,14 +411,13 @@ class TrainStep:
         """
         self.check_state_dict(state_dict)
         self._state().load(state_dict)
-        collectives.continue_from(state_dict["updates"])
         self._weight_before, self._failure = state_dict["weight_before"], ""
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
             self._limit = state_dict["limit"].get(self._unit)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises the errors of :meth:`load_state_dict`, without changing anything."""
-        self._state().check(state_dict, {"updates", "weight_before", "limit"})
+        self._state().check(state_dict, {"weight_before", "limit"})
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
