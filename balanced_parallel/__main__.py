@@ -29,8 +29,8 @@ import torch
 from . import memory
 from .diagnostics.reasons import examine, is_note
 from .memory.devices import find_kind
+from .memory.fitting import measure_tricks
 from .memory.problem import build_problem
-from .memory.remedies import measure_tricks
 from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .runtime.values import parse_bytes

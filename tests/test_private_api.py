@@ -12,7 +12,7 @@ from torch import nn
 import balanced_parallel
 
 PACKAGE = Path(balanced_parallel.__file__).parent
-ALLOWED = ("runtime/torch_private.py", "memory/trace/", "memory/operators/", "simulation/")
+ALLOWED = ("runtime/torch_private.py", "memory/trace/", "memory/operators.py", "simulation/")
 
 OBJECTS = (
     torch,

@@ -231,7 +231,7 @@ def test_only_the_launch_reads_the_environment():
 
 REPLACES_FUNCTIONS_OF_TORCH = (
     "memory/trace/",
-    "memory/operators/",
+    "memory/operators.py",
     "simulation/",
 )
 CLASSES_OF_TORCH = ("nn", "dist", "Tensor", "Parameter", "Module", "Optimizer")

@@ -18,8 +18,7 @@ from ..batch.plan import consecutive, proportional_sizes
 from ..batch.rows import as_arguments, count_rows, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
-from ..loss.shards import call_weight
-from ..loss.sums import Criterion, ShardLoss, call_spread, flat_weights, loss_of
+from ..loss.sums import Criterion, ShardLoss, call_spread, call_weight, flat_weights, loss_of
 from ..replicas.workers import current_replica
 from ..runtime import row_random
 

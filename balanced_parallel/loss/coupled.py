@@ -24,8 +24,19 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .shards import copy_criterion, devices_of
-from .sums import LossSum, ShardLoss, add_up, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
+from .sums import (
+    LossSum,
+    ShardLoss,
+    add_up,
+    call_spread,
+    copy_criterion,
+    devices_of,
+    hand_back,
+    loss_of,
+    replace_value,
+    weighted_sum,
+    widen,
+)
 
 Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
 

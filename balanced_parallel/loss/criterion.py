@@ -19,20 +19,25 @@ from ..runtime.values import Precision
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss, check_coupled
 from .means import LossOfMeans, single_mean
 from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, weight_of_targets
-from .shards import Divisor, call_weight, check_settings, copy_criterion, devices_of, weights_of_targets
 from .sums import (
     Criterion,
+    Divisor,
     LossSum,
     MeanAndWeight,
     ShardLoss,
     Weight,
     add_means,
+    call_weight,
+    check_settings,
+    copy_criterion,
+    devices_of,
     divide_once,
     flat_weights,
     merge,
     sum_and_weight,
     total_of,
     weighed_sum,
+    weights_of_targets,
 )
 
 

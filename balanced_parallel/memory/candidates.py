@@ -16,13 +16,11 @@ from torch import nn
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import batch_norms
 from ..runtime.values import format_bytes
-from ..savings.optimizer_offloading import OFFLOAD_OPTIMIZER
-from ..savings.saving import Saving, savings_of
-from ..savings.settings import BALANCED, SHARDED
+from ..savings.offloading import OFFLOAD_OPTIMIZER
+from ..savings.saving import BALANCED, SHARDED, Saving, savings_of
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
-from .trace.layouts import Request, is_coupled
-from .trace.optimizers import OptimizerChoice
+from .trace.layouts import OptimizerChoice, Request, is_coupled
 from .trace.tracer import try_traces
 
 _log = logging.getLogger(__name__)

@@ -17,13 +17,10 @@ from ..replicas.module_tree import check_module
 from ..runtime.values import Precision, check_number
 from ..savings.saving import sorted_names
 from .devices import KIND_SOURCES, find_kind
-from .errors import UnknownMemory
 from .lines import Lines
-from .operators.cuda import CONVOLUTIONS
-from .operators.recurrent import SOURCE as RECURRENCE
+from .operators import CONVOLUTIONS, SOURCE, UnknownMemory
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
-from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
-from .trace.optimizers import OptimizerChoice
+from .trace.layouts import LAYOUTS, OptimizerChoice, Request, is_coupled, plain_criterion
 from .trace.tracer import run_traces
 
 
@@ -220,7 +217,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
     assumed = KIND_SOURCES if request.kind.context else {}
     if assumed:
-        sources = {"recurrence": {"recurrent layers": RECURRENCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
+        sources = {"recurrence": {"recurrent layers": SOURCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
         for name, source in sources.items():
             if any(name in block.operator for block in exact.first.blocks):
                 assumed = assumed | source

@@ -35,8 +35,7 @@ from ..training.step import TrainStep
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import lines_of, make_report, make_request, parts_at_peak
 from .report import MemoryReport, unit_of, write_page
-from .trace.layouts import plain_criterion
-from .trace.optimizers import OptimizerChoice
+from .trace.layouts import OptimizerChoice, plain_criterion
 from .trace.tracer import keeping_children
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]

@@ -2,10 +2,8 @@
 
 from .checkpointing import checkpoint_activations
 from .evaluation import RunningLoss, inference
-from .linear_cross_entropy import LinearCrossEntropy
-from .lm_heads import replace_lm_head
-from .offloading import offload_activations
-from .optimizer_offloading import offload_optimizer
+from .linear_cross_entropy import LinearCrossEntropy, replace_lm_head
+from .offloading import offload_activations, offload_optimizer
 
 __all__ = [
     "LinearCrossEntropy",

@@ -1,28 +1,39 @@
-"""``simulate``: devices ``sim:0``, ``sim:1``, ... for the duration of a ``with`` block, with their memory and traffic."""
+"""``simulate``: devices ``sim:0``, ``sim:1``, ... for the duration of a ``with`` block, with their memory and traffic.
+
+The native ledger counts bytes, and detects inputs, activations, and waits of the host: calls for which a GPU would have to finish
+its work first. Hooks label the tensors of modules and optimizers.
+"""
 
 import ctypes
 import functools
+import inspect
+import itertools
+import os
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from enum import IntEnum
+from types import FrameType
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import _functions
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+from ..runtime.torch_private import current_backward_id, leaves_of_tree, local_tensors
 from ..runtime.values import check_type, format_bytes, parse_bytes
 from . import device_module
-from .categories import Category, MemoryLabels
-from .compilation import load_native
-from .waits import LISTENER, Wait, Waits, describe_steps
+from .compilation import LISTENER, load_native
 
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
@@ -83,7 +94,7 @@ class Cluster:
         return [(self._names[ends // (MAX_DEVICES + 1)], self._names[ends % (MAX_DEVICES + 1)]) for ends in codes]
 
     @property
-    def waits(self) -> list[Wait]:
+    def waits(self) -> "list[Wait]":
         """Calls for which a GPU would have made the host wait, in their order, the last 10,000 of them. See :class:`Wait`."""
         return list(self._waits.record)
 
@@ -257,7 +268,7 @@ def _rename_backend() -> None:
 
 
 def _broadcast_coalesced(
-    labels: MemoryLabels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+    labels: "MemoryLabels", tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
     """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one buffer share its memory."""
     results: list[list[Tensor]] = [list(tensors)]
@@ -293,7 +304,7 @@ def _gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
 
 
 @contextmanager
-def _comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
+def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
     """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses. The same bytes go between the same devices."""
     functions: dict[str, Any] = {
         "_broadcast_coalesced": functools.partial(_broadcast_coalesced, labels),
@@ -307,3 +318,164 @@ def _comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
         patch.object(_functions, "_streams", None),  # torch caches one stream per device
     ):
         yield
+
+
+class Category(IntEnum):
+    """Category of an allocation. The numbers are those of ``native/ledger.h``, which calls the last one ``Other``."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER_STATE = 2
+    INPUTS = 3
+    ACTIVATIONS = 4
+    TEMPORARIES = 5
+
+    @property
+    def title(self) -> str:
+        """Name in tables: ``optimizer state``."""
+        return self.name.lower().replace("_", " ")
+
+
+class MemoryLabels:
+    """Labels memory of parameters, gradients and optimizer state in the ledger, by hooks on all modules and optimizers.
+
+    A label applies to past peaks as well: a peak in the backward shows gradients, although the optimizer labels them later.
+    """
+
+    def __init__(self, native: ctypes.CDLL) -> None:
+        self.native = native
+        self.steps = 0  # finished: a forward has followed the optimizer's update
+        self._has_updated = False
+        self.modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Installs the hooks for the duration of the block."""
+        with (
+            register_module_forward_pre_hook(self._before_forward),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            yield
+
+    def label_gradients(self) -> None:
+        """Labels the gradients of all modules that ran, for a peak before the first step of an optimizer."""
+        for module in list(self.modules.values()):
+            leaves = [parameter for parameter in module.parameters(recurse=False) if parameter.is_leaf]
+            self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
+
+    def label(self, tensors: Iterable[Any], category: Category) -> None:
+        """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""
+        for local in local_tensors(tensors):
+            if isinstance(local, torch.Tensor) and local.device.type == "sim" and local.layout == torch.strided:
+                self.native.simulation_tag(local.untyped_storage()._cdata, category)
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():  # the compiler would make the hook a part of its graphs
+            return
+        self.native.simulation_in_optimizer(False)  # _after_step does not run if a step fails
+        self.steps, self._has_updated = self.steps + self._has_updated, False
+        is_new = self.modules.get(id(module)) is not module
+        self.modules[id(module)] = module
+        # The first time with all submodules: some modules use parameters of their children without calling the children.
+        self.label(module.parameters() if is_new else module._parameters.values(), Category.PARAMETERS)
+        self.label(module.buffers() if is_new else module._buffers.values(), Category.PARAMETERS)
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for group in optimizer.param_groups:
+            self.label(group["params"], Category.PARAMETERS)
+            self.label([parameter.grad for parameter in group["params"]], Category.GRADIENTS)
+        self.native.simulation_in_optimizer(True)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.native.simulation_in_optimizer(False)
+        self._has_updated = True
+        self.label(leaves_of_tree(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
+
+
+MAX_WAITS = 10_000  # that are kept, about 3 MB
+_SKIPPED = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+_ADVICE = {
+    "item": "keep the number in a tensor on the device, or read it after the step",
+    "copy to the host": "copy with non_blocking=True, and read the copy later, after an event",
+    "pageable copy to the host": "copy into pinned memory, torch.empty(..., pin_memory=True)",
+    "copy from the host": "create the tensor on the device (torch.full), or copy it from pinned memory with non_blocking=True",
+    "pageable copy from the host": "pin the memory, with DataLoader(pin_memory=True) or tensor.pin_memory(), and copy whole rows",
+    "boolean mask": "use torch.where, or multiply by the mask",
+    "synchronize": "let one stream wait for another, with stream.wait_stream(other) or stream.wait_event(event)",
+}
+
+
+class Wait(NamedTuple):
+    """A call for which a GPU would have made the host wait.
+
+    Attributes:
+        device: the device that the host waits for.
+        kind: ``"item"`` (also ``bool(tensor)``), ``"copy to the host"``, ``"copy from the host"``, the same with ``"pageable "``
+            in front, ``"boolean mask"``, ``"synchronize"``, or the name of an operator such as ``"nonzero"``.
+        file, line: those of the caller, the first outside of torch; ``"backward"`` and 0 for a thread without Python code.
+        step: number of the step, from 1. A step ends with the first forward after an optimizer's update.
+    """
+
+    device: torch.device
+    kind: str
+    file: str
+    line: int
+    step: int
+
+    @property
+    def advice(self) -> str:
+        """A way to avoid the wait."""
+        return _ADVICE.get(self.kind, "use an operator whose result has a known size, such as torch.where")
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{self.kind} on {self.device} in {place}"
+
+
+class Waits:
+    """A record of the last waits of one cluster, in their order."""
+
+    def __init__(self, labels: MemoryLabels) -> None:
+        self.record: deque[Wait] = deque(maxlen=MAX_WAITS)
+        self.counts: Counter[tuple[torch.device, int]] = Counter()  # by device and step
+        self._lock = threading.Lock()
+        self._labels = labels  # which know the number of finished steps
+        self.forbidding_blocks = 0
+        self.listener = LISTENER(self._note)
+
+    def per_step(self, device: torch.device) -> list[int]:
+        """Returns the number of waits for a device in each step."""
+        return [self.counts[device, step] for step in range(1, self._labels.steps + 2)]
+
+    def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
+        wait = Wait(torch.device("sim", device), kind.decode(), *_caller(inspect.currentframe()), self._labels.steps + 1)
+        with self._lock:
+            self.record.append(wait)
+            self.counts[wait.device, wait.step] += 1
+        if self.forbidding_blocks:
+            message = (
+                f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {wait.advice}"
+            )
+            ctypes.memmove(buffer, encoded := message.encode()[: size - 1] + b"\0", len(encoded))
+
+
+def _caller(frame: FrameType | None) -> tuple[str, int]:
+    """Returns file and line of the innermost caller outside of torch and of this package."""
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    if frame is None:
+        return "a thread without Python code" if current_backward_id() is None else "backward", 0
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def describe_steps(numbers: list[int]) -> str:
+    """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1: 41, steps 2-20: 5 each``."""
+    if not any(numbers):
+        return "none"
+    texts, first = [], 1
+    for number, run in itertools.groupby(numbers):
+        last = first + len(list(run)) - 1
+        texts.append(f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each")
+        first = last + 1
+    return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from .waits import LISTENER
-
 SOURCES = Path(__file__).parent / "native"
 TORCH = Path(torch.__file__).parent
+# Arguments: device, kind, and a buffer of some size for the message of an error. An empty message allows the wait.
+LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
 # Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse them twice only.
 UNITS = (("waits", "streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
 COMPILERS = ("c++", "g++", "clang++")

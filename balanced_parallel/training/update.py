@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..batch.containers import describe
 from ..batch.rows import Cut
 from ..loss.criterion import DataParallelCriterion
-from ..loss.shards import SEVERAL
-from ..loss.sums import Weight
+from ..loss.sums import SEVERAL, Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
 from ..runtime.torch_private import foreach_multiply_, is_sharded
 from ..runtime.values import check_type

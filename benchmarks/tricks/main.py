@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import trick_claims
 from trick_models import Problem, problems
 
-from balanced_parallel.memory.remedies import Trick, TrickTable, measure_tricks
+from balanced_parallel.memory.fitting import Trick, TrickTable, measure_tricks
 from balanced_parallel.runtime.values import format_bytes
 
 PAGE = Path(__file__).parent / "README.md"

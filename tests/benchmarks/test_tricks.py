@@ -7,7 +7,7 @@ from helpers.benchmarks import load
 from helpers.pages import ROOT
 from torch import nn
 
-from balanced_parallel.memory.remedies import measure_tricks
+from balanced_parallel.memory.fitting import measure_tricks
 
 
 def numbers(claim):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, gather
-from balanced_parallel.loss.shards import copy_criterion
+from balanced_parallel.loss.sums import copy_criterion
 from balanced_parallel.replicas.replicas import Replicas
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -18,8 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
 from ..devices import DeviceKind
-from ..operators.cuda import IN_PLACE, MATRIX_PRODUCTS, convolution_workspace, is_in_place
-from ..operators.values import answer, keep_elements, selected
+from ..operators import IN_PLACE, MATRIX_PRODUCTS, answer, convolution_workspace, is_in_place, keep_elements, selected
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])

@@ -22,14 +22,11 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch
 from ...savings.saving import around_update, change_module, change_optimizers
-from ..errors import HINT, UnknownMemory
-from ..operators import cuda, values
-from ..operators.recurrent import autograd_kernels
+from ..operators import CUDA_KERNELS, HINT, VALUE_KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from . import fakes
 from .allocations import Block, Count
 from .fakes import HOME, Child, host_of
-from .layouts import Request, SingleDevice, TracedBatch, copies_of, states_of
-from .optimizers import ExistingOptimizers, refuse_merges
+from .layouts import ExistingOptimizers, Request, SingleDevice, TracedBatch, copies_of, refuse_merges, states_of
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
@@ -170,13 +167,13 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
-    choices = cuda.cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
+    choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         fakes.undisturbed(),
         fakes.devices_that_mix(),
         fakes.rows_of_one_sequence(),
         fakes.part_of_batch(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
-        autograd_kernels(cuda.CUDA_KERNELS | values.VALUE_KERNELS),
+        autograd_kernels(CUDA_KERNELS | VALUE_KERNELS),
         choices,
         mode,
         _unknown_memory(),

@@ -9,7 +9,7 @@ from torch import nn
 
 from balanced_parallel import simulate
 from balanced_parallel.__main__ import main
-from balanced_parallel.memory.remedies import measure_tricks
+from balanced_parallel.memory.fitting import measure_tricks
 from balanced_parallel.savings.saving import all_savings
 
 

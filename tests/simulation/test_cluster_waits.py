@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from balanced_parallel import simulate
-from balanced_parallel.simulation import waits
+from balanced_parallel.simulation import cluster as module
 
 LENGTHS = torch.tensor([1, 2, 1])
 
@@ -199,7 +199,7 @@ def test_the_table_has_the_waits_of_each_step():
 
 
 def test_a_long_run_keeps_the_last_waits_and_counts_all(monkeypatch):
-    monkeypatch.setattr(waits, "MAX_WAITS", 5)
+    monkeypatch.setattr(module, "MAX_WAITS", 5)
     with simulate(1) as cluster:
         parameter = torch.ones(4, device="sim:0", requires_grad=True)
         layer, optimizer = nn.Flatten(0), torch.optim.SGD([parameter], lr=0.1)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
-from balanced_parallel.memory.operators import recurrent
+from balanced_parallel.memory.operators import KEPT
 
 
 class Last(nn.Module):
@@ -67,7 +67,7 @@ def test_cudnn_reserve_equals_the_sizes_of_pytorch_2895(name, printed):
     steps = torch.empty(250, 100, 123, device="meta")
     weights = [torch.empty(1, device="meta")]
     hidden = [torch.empty(4, 100, 320, device="meta")] * (2 if name == "lstm" else 1)
-    *_, kept = torch.ops.balanced_parallel.recurrence(steps, hidden, weights, recurrent.KEPT[name], 1)
+    *_, kept = torch.ops.balanced_parallel.recurrence(steps, hidden, weights, KEPT[name], 1)
     assert kept.nbytes == printed
 
 

@@ -1,0 +1,431 @@
+"""Operators that fake CPU tensors would run otherwise: those of CUDA, those in place, and those whose memory depends on values.
+
+On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. Recurrent layers are one operator there,
+with a reserve for its backward. On every device torch avoids operators in place under a dispatch mode, and so in a trace
+(``isTensorSubclassLike`` in ATen): ``IN_PLACE`` and ``CUDA_KERNELS`` are the places where it writes to an argument without one.
+
+An operator whose memory depends on values is counted in its worst case, or is an error with its name. The tables of the CTC loss
+are those of the longest targets that fit. Some losses keep the memory of their elements in a scalar result, because torch reduces
+them in place.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..runtime.torch_private import current_node, map_tensors
+
+_aten = torch.ops.aten
+HINT = "give memory.estimate a module without it (a size as a plain number, a mask that multiplies)"
+
+
+class UnknownMemory(ValueError):
+    """The memory of an operator depends on values, and fake tensors have none."""
+
+
+# torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, without those that the CPU's has too
+_FP32 = (  # noqa: SIM905
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
+    "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim "
+    "cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss "
+    "smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
+    "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
+    "upsample_nearest2d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
+).split()
+_FP32_UNLESS_TOLD = (  # noqa: SIM905
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm sum sum.dim_IntList"
+).split()
+
+
+@contextlib.contextmanager
+def cuda_choices(fuses: bool) -> Iterator[None]:
+    """Gives fake CPU tensors in this block the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
+    fused: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, **RECURRENCE}
+    # no public function reads or changes the lists of autocast
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    with autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}) as library:
+        for name in (*_FP32, *_FP32_UNLESS_TOLD):
+            base, _, overload = name.partition(".")
+            operator = getattr(getattr(_aten, base, None), overload or "default", None)
+            if operator is not None and not has_kernel(operator.name(), "AutocastCPU"):
+                library.impl(name, _in_float32(operator, unless_told=name in _FP32_UNLESS_TOLD), "AutocastCPU")
+        for name in registrations("AutocastCPU"):
+            if name.startswith("aten::") and not has_kernel(name, "AutocastCUDA"):
+                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+        yield
+
+
+def _in_float32(operator: Any, unless_told: bool) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # no public name
+
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):  # torch.autocast(enabled=False) would also change the code of the model
+            if unless_told and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+                return operator(*args, **kwargs)
+            return operator(*map_tensors(widen, args), **map_tensors(widen, kwargs))
+
+    return kernel
+
+
+@torch.library.custom_op("balanced_parallel::fused_attention", mutates_args=())
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Fused attention: an output, and one float32 per query and head for the backward."""
+    raise NotImplementedError
+
+
+@fused_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    *rows, heads, length, _ = query.shape
+    # the layout of the query, as in the flash kernel
+    same = query.shape[-1] == value.shape[-1]
+    out = torch.empty_like(query) if same else query.new_empty((*rows, length, heads, value.shape[-1])).transpose(-3, -2)
+    return out, query.new_empty((*rows, heads, length), dtype=torch.float32)
+
+
+def _attention_buffers(query: Tensor, key: Tensor) -> list[int]:
+    """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of flash_api.cpp)."""
+    *rows, heads, length, width = query.shape
+    outer = torch.Size(rows).numel() * heads
+    sums = 4 * outer * -(-length // 128) * 128
+    if query.dtype == torch.float32:
+        return [sums]
+    expanded = outer * key.shape[-2] * width * query.itemsize
+    return [sums, sums * -(-width // 32) * 32, *([expanded] * 2 if key.shape[-3] != heads else [])]
+
+
+CONVOLUTIONS = (
+    "not counted: workspaces of cuDNN, which chooses a method. at_most adds those of Winograd's method to 3 x 3 convolutions "
+    "in float32. Published CNNs use 10 to 40 % more than nvidia_smi says here"
+)
+
+
+def convolution_workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Returns the most bytes that cuDNN takes for a 3 x 3 convolution in float32, 2.25 times its input and output.
+
+    They are those of Winograd's method, whose tiles of 6 x 6 values overlap. cuDNN chooses it or another one.
+    """
+    if func is _aten.convolution.default:
+        output, (input, weight, _, stride, _, dilation, _, _, groups) = result, args
+    elif func is _aten.convolution_backward.default:
+        output, input, weight, _, stride, _, dilation, _, _, groups, _ = args
+    else:
+        return 0
+    is_winograd = list(weight.shape[2:]) == [3, 3] and {*stride, *dilation, groups} == {1} and weight.dtype == torch.float32
+    return 9 * (input.nbytes + output.nbytes) // 4 if is_winograd else 0
+
+
+def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    query, key, value, mask, *_results = ctx.saved_tensors
+    of_mask = mask.new_empty(mask.shape) if ctx.needs_input_grad[3] else None
+    gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    buffers = [query.new_empty(size, dtype=torch.uint8) for size in _attention_buffers(query, key)]
+    del buffers
+    return *gradients, of_mask
+
+
+fused_attention.register_autograd(_attention_backward, setup_context=_save_attention)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if train and 0 < p < 1:
+        return torch.native_dropout(input, p, True)[0]
+    return input * 0 if train and p == 1 else input
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.dim() < 4:
+        return _attention(query[None], key[None], value[None], attn_mask)[0]
+    mask = None if attn_mask is None else _kernel_mask(attn_mask, query, key)
+    fused: Tensor = fused_attention(query, key, value, mask)[0]
+    return fused
+
+
+def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Returns the mask that the memory-efficient kernel saves: floating, its last dimension padded to a multiple of 8."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # as large as the mask that torch makes of it
+    if mask.shape[-1] % 8 and mask.shape[-1] > 1:
+        mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+MATRIX_PRODUCTS = {  # of cuBLAS: the first one of a thread allocates the workspace of its handle
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    *(_aten.mv.default, _aten.addmv.default, _aten.dot.default),
+}
+_TORCH = str(Path(torch.__file__).parent)
+_MODES = str(Path(__file__).parent), f"{_TORCH}/_compile", f"{_TORCH}/_dynamo"  # torch wraps modes against compilation
+IN_PLACE = {
+    _aten.add.Tensor,  # sums of the gradients of a tensor: torch/csrc/autograd/input_buffer.cpp
+    _aten.scatter.src,  # backwards of max, topk, gather and of indices: torch/csrc/autograd/FunctionsManual.cpp
+    _aten.scatter.value,
+    _aten.scatter_add.default,
+    _aten.index_add.default,
+    _aten.index_put.default,
+}
+
+
+def is_in_place(func: Any, *, is_of_node: bool) -> bool:
+    """Returns True if autograd calls ``func``, one of ``IN_PLACE``, in place, provided nothing else has its first argument.
+
+    The engine adds gradients, those of earlier nodes or of two edges to one tensor. All else are writes of a node to its own
+    zeros (``is_of_node``).
+    """
+    if (node := current_node()) is None or torch.is_grad_enabled():
+        return False
+    frame: Any = sys._getframe()  # the caller of the operator is the innermost frame that does not belong to a dispatch mode
+    while frame.f_code.co_filename.startswith(_MODES):
+        frame = frame.f_back
+    if frame.f_code.co_name != "_engine_run_backward":
+        return False
+    edges = node.next_functions
+    return not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Adds the bias of a linear layer in place if its input is not contiguous, as torch does without a mode."""
+    if bias is None or input.dim() <= 2 or input.is_contiguous():
+        return torch.ops.aten.linear.default.decompose(input, weight, bias)
+    return torch.matmul(input, weight.t()).add_(bias)
+
+
+CUDA_KERNELS = {"linear": _linear}
+
+
+# cuDNN reports its sizes only to a program that runs on a GPU. pytorch#2895 prints them for 4 layers of 320 units and 25,000
+# steps: 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. These are 5 and 6 values per step, layer and unit, and one
+# between layers. The workspace is 1.5 times the weights. Both are assumed for every GPU.
+KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # sizes of plain layers are not published: the gate, twice
+SOURCE = (
+    "assumed: recurrent layers save as much as cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"
+)
+
+
+def _refuse(name: str, *_: Any) -> Any:
+    raise UnknownMemory(
+        f"{name} runs other operators on simulated devices, which are not counted: estimate it for a kind of GPU, such as "
+        "device_kind='h200'"
+    )
+
+
+def _padded(name: str, input: Tensor, hx: Any, weights: list[Tensor], *settings: Any) -> tuple[Tensor, ...]:
+    _, _, _, train, bidirectional, _ = settings
+    hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        input, hidden, weights = input.to(half), [state.to(half) for state in hidden], [weight.to(half) for weight in weights]
+    workspace = _workspace(weights)
+    out, hy, cy, _ = recurrence(input, hidden, list(weights), KEPT[name] if train else 0, 2 if bidirectional else 1)
+    del workspace
+    return (out, hy, cy) if len(hidden) == 2 else (out, hy)
+
+
+def _workspace(weights: list[Tensor]) -> Tensor:
+    return weights[0].new_empty(3 * sum(weight.nbytes for weight in weights) // 2, dtype=torch.uint8)
+
+
+@torch.library.custom_op("balanced_parallel::recurrence", mutates_args=())
+def recurrence(
+    input: Tensor, hidden: list[Tensor], weights: list[Tensor], values: int, directions: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Recurrent layers of cuDNN: the output, the last states, and the reserve for the backward."""
+    raise NotImplementedError
+
+
+@recurrence.register_fake
+def _(
+    input: Tensor, hidden: list[Tensor], weights: list[Tensor], values: int, directions: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *steps, _ = input.shape
+    layers = hidden[0].shape[0] // directions
+    units = torch.Size(steps).numel() * directions * hidden[-1].shape[-1]
+    reserve = input.new_empty(units * (values * layers + layers - 1) if values else 0)
+    out = input.new_empty((*steps, directions * hidden[0].shape[-1]))
+    return out, torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), reserve
+
+
+def _save_recurrence(ctx: Any, inputs: Any, output: Any) -> None:
+    input, hidden, weights, _, _ = inputs
+    ctx.states = len(hidden)
+    ctx.save_for_backward(input, *hidden, *weights, output[0], output[3])
+
+
+def _recurrence_backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    """Allocates the gradients: of the input, of the states, and of all weights in one tensor."""
+    input, *tensors, _, _ = ctx.saved_tensors
+    hidden, weights = tensors[: ctx.states], tensors[ctx.states :]
+    workspace = _workspace(weights)
+    grad, contiguous = grad.contiguous(), input.contiguous()  # cuDNN takes contiguous tensors only
+    d_input, d_hidden = torch.empty_like(contiguous), [torch.empty_like(state) for state in (hidden[0], hidden[-1])]
+    flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    del workspace
+    pieces = flat.split([weight.numel() for weight in weights])
+    d_weights = [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
+    return d_input, d_hidden[: ctx.states], d_weights, None, None
+
+
+recurrence.register_autograd(_recurrence_backward, setup_context=_save_recurrence)
+
+
+# for simulated devices, and for kinds of devices with cuDNN
+REFUSED = {f"{name}.input": functools.partial(_refuse, name) for name in ("lstm", "gru")}
+RECURRENCE = {f"{name}.input": functools.partial(_padded, name) for name in KEPT}
+
+
+@contextlib.contextmanager
+def autograd_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[torch.library.Library]:
+    """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward. Yields the library."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradCPU")
+        yield library
+    finally:
+        library._destroy()
+
+
+def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: Any) -> Tensor:
+    """Makes tensors of the lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
+    loss: Tensor = _aten.ctc_loss.Tensor(scores, targets, torch.tensor(steps), torch.tensor(lengths), *settings)
+    return loss
+
+
+VALUE_KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
+# no operator has a public name
+_SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
+
+
+def answer(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
+) -> Any:
+    """Returns the result if there is a rule for this call, else ``NotImplemented``. Selections select every element.
+
+    A value that an optimizer or this package reads is one. If the model reads it, in ``user_line()``, it is ``scalar``.
+    """
+    if func in _SCALARS:
+        line = user_line()
+        if line and scalar is None:
+            raise UnknownMemory(
+                f"{line} reads a value of a tensor ({func}), on which sizes may depend: state the largest that it can be with "
+                f"scalar=, or {HINT}"
+            )
+        number = 0.9 if args[0].is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
+        value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else number
+        return type(value)(scalar) if line and scalar is not None else value
+    if func is _aten._pack_padded_sequence.default:
+        raise UnknownMemory(
+            f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
+            "of which packing never needs more"
+        )
+    if func is _aten.mkldnn_rnn_layer.default:
+        raise UnknownMemory(
+            "nn.LSTM on the CPU keeps a workspace of oneDNN, whose bytes no fake tensor has: estimate it for a kind of GPU, "
+            "such as device_kind='h200'"
+        )
+    rule = _RULES.get(func)
+    return NotImplemented if rule is None else rule(*args, **kwargs)
+
+
+def selected(func: Any, args: tuple[Any, ...]) -> int:
+    """Returns the bytes that an operator takes for itself: indices of boolean masks, and the second table of the CTC loss."""
+    if func in _CTC_BACKWARD:
+        return int(args[6].nbytes)
+    indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
+    masks = list(filter(_is_mask, indices))
+    if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
+        return 0  # torch fills the mask with this number
+    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
+
+
+def _is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _integers(tensor: Tensor, *shape: int) -> Tensor:
+    return tensor.new_empty(shape, dtype=torch.int64)
+
+
+def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    if not any(map(_is_mask, indices)):
+        return NotImplemented
+    expanded: list[Tensor | None] = []
+    for index in indices:
+        expanded += [_integers(index, index.numel()) for _ in range(index.dim())] if _is_mask(index) else [index]
+    return _aten.index.Tensor(tensor, expanded)
+
+
+def _ctc(scores: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    steps, rows, _ = scores.shape
+    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
+    return scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1))
+
+
+def _group_norm_backward(gradient: Tensor, inputs: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
+    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for bfloat16."""
+    *_, weight, _, channels, _, _, mask = settings
+    learned = (inputs if weight is None else weight).new_empty(channels)
+    results = (torch.empty_like(inputs), learned, torch.empty_like(learned))
+    return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
+
+
+def _grouped_products(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
+    """Returns the products of groups of rows with a matrix each, as of experts. The fake kernel of torch takes bfloat16 alone."""
+    groups = ends.numel() if ends is not None else len(left)
+    shape = [left.shape[-2], right.shape[-1]]
+    return left.new_empty([groups, *shape] if left.dim() == right.dim() else shape)
+
+
+_CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
+_WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+_INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
+_RULES: dict[Any, Callable[..., Any]] = {
+    _aten.nonzero.default: lambda mask: _integers(mask, mask.numel(), mask.dim()),
+    _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel()),
+    _aten.index.Tensor: _index,
+    _aten._unique2.default: lambda tensor, *settings: (
+        tensor.new_empty(tensor.numel()),
+        _integers(tensor, *tensor.shape),
+        _integers(tensor, tensor.numel()),
+    ),
+    _aten._ctc_loss.default: _ctc,
+    _aten._ctc_loss.Tensor: _ctc,
+    **dict.fromkeys(_CTC_BACKWARD, lambda gradient, scores, *settings: scores.new_empty(scores.shape)),
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten._grouped_mm.default: _grouped_products,
+}
+
+
+# aten/src/ATen/native/{BinaryOps,Loss}.cpp: the elements are written to the result, and it is resized to a scalar
+_LOSSES = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default}
+
+
+def keep_elements(func: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Enlarges the fake storage of such a result to that of its elements."""
+    if func in _LOSSES and result.dim() == 0:
+        tensors = [argument for argument in args[:2] if isinstance(argument, Tensor)]
+        elements = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel()
+        result.untyped_storage().resize_(elements * result.dtype.itemsize)

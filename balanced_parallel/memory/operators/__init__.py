@@ -1,1 +1,0 @@
-"""Allocations of single operators that a trace of fake CPU tensors does not have."""
