@@ -29,8 +29,7 @@ from ...batch.rows import Along, Arguments, count_rows
 from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss
 from ...loss.criterion import DataParallelCriterion, couple
 from ...loss.sums import ShardLoss, add_up
-from ...optim.balanced import BalancedOptimizer, is_elementwise, refuse_closures
-from ...optim.whole_parameters import Recipe, assign_owners
+from ...optim.balanced import BalancedOptimizer, Recipe, assign_owners, is_elementwise, refuse_closures
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, window
 from ...replicas.workers import run_in_turn

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 from torch import nn
 
-from balanced_parallel.memory.problem import build_problem
+from balanced_parallel.__main__ import build_problem
 
 
 def test_problems_are_built_on_the_meta_device_if_possible(nets):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
-from balanced_parallel.optim.whole_parameters import assign_owners
+from balanced_parallel.optim.balanced import assign_owners
 
 pytestmark = pytest.mark.usefixtures("double")
 
