@@ -108,7 +108,7 @@ def _add_step(parser: OneLineParser) -> None:
     add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
-    page = "write a page: memory over the step with a slider for rows, its holders, the options of a plan; needs no network"
+    page = "write a page: memory over the step, the holders of its peak, the options of a plan; needs no network"
     add("--html", type=Path, metavar="FILE.html", help=page)
     add("--json", action="store_true", help="print JSON, and assumptions to stderr")
 

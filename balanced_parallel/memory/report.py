@@ -5,7 +5,6 @@ A :class:`MemoryReport` is plain data, and :class:`OtherBatches` behind it has t
 """
 
 import collections
-import contextlib
 import dataclasses
 import datetime
 import html
@@ -169,7 +168,7 @@ class MemoryReport:
         return self.batches.largest(parse_each(capacity, self.devices))
 
     def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
-        """Writes a page that needs no network: memory over the step, a slider for the rows, and the holders of the peak.
+        """Writes a page that needs no network: memory over the step, and the holders of the peak.
 
         ``capacity``, as for :meth:`largest`, is drawn as a line. This needs plotly.
         """
@@ -201,7 +200,6 @@ class MemoryReport:
 
 
 POINTS = 600  # of a curve
-STEPS = 12  # of the slider
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -224,14 +222,6 @@ pre {{ white-space: pre-wrap; }}
 <div id="holders">{holders}</div>
 {assumed}
 {options}
-<script>
-const pages = {pages};
-document.getElementById("memory").on("plotly_sliderchange", change => {{
-  const page = pages[change.slider.active];
-  document.getElementById("peak").textContent = page.peak;
-  document.getElementById("holders").innerHTML = page.holders;
-}});
-</script>
 </body>
 </html>
 """
@@ -245,18 +235,21 @@ def write_page(
 ) -> None:
     """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a section."""
     limits = () if capacity is None else parse_each(capacity, report.devices)
-    rows = _rows_to_show(report, limits) if report.affine else [report.rows]  # another number would be traced
-    pages = [_page(report, count, limits) for count in rows]
+    hottest = report.allocated.index(max(report.allocated))
+    peak = f"peak {format_bytes(report.allocated[hottest])} on device {hottest}"
+    if limits:
+        sizes = limits if len(set(limits)) > 1 else limits[:1]
+        verdict = "fits" if report.batches.fits(report.rows, limits) else "does not fit"
+        peak += f", {verdict} in {' + '.join(map(format_bytes, sizes))}"
     versions = f"torch {torch.__version__}, balanced_parallel {version('balanced-parallel')}"
-    way = title_of(report).rpartition(", ")[0]  # the slider changes the rows
-    title = f"{type(report.batches.request.module).__name__}: {way} ({versions}, {datetime.date.today()})"
+    title = f"{type(report.batches.request.module).__name__}: {title_of(report)} ({versions}, {datetime.date.today()})"
     text = _PAGE.format(
         title=html.escape(title),
-        figure=_figure(report, rows, limits).to_html({"responsive": True}, full_html=False, div_id="memory"),
+        peak=peak,
+        figure=_figure(report, limits).to_html({"responsive": True}, full_html=False, div_id="memory"),
+        holders=holders_table(report.where[hottest], "html"),
         assumed="".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items()),
         options=options and f"<h2>Options of the plan</h2>\n{options}",
-        pages=json.dumps(pages),
-        **pages[rows.index(report.rows)],
     )
     Path(path).write_text(text, encoding="utf-8")
 
@@ -267,43 +260,17 @@ def title_of(report: MemoryReport) -> str:
     return f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}"
 
 
-def _rows_to_show(report: MemoryReport, limits: Sequence[int]) -> list[int]:
-    """Returns about ``STEPS`` numbers of rows, up to 20 % beyond the largest that fits, which is one of them."""
-    largest = 0
-    if limits:
-        with contextlib.suppress(ValueError):  # any number fits
-            largest = report.largest(limits)
-    most = max(largest * 1.2, 2 * report.rows)
-    rows = {max(1, round(most * step / STEPS / report.devices)) * report.devices for step in range(1, STEPS + 1)}
-    return sorted({*rows, report.rows, largest} - {0})
-
-
 def unit_of(size: int) -> str:
     """Returns the largest unit in which a size is at least one."""
     return next((name for name in ("GiB", "MiB", "KiB") if size >= UNITS[name]), "B")
 
 
-def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, str]:
-    peaks = report.allocated if rows == report.rows else report.at(rows)
-    hottest = peaks.index(max(peaks))
-    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: peak {format_bytes(max(peaks))} on device {hottest}"
-    if limits:
-        sizes = limits if len(set(limits)) > 1 else limits[:1]
-        verdict = "fits" if report.batches.fits(rows, limits) else "does not fit"
-        text += f", {verdict} in {' + '.join(map(format_bytes, sizes))}"
-    holders = report.where[hottest]
-    if rows != report.rows:
-        lines = report.batches.at(rows)
-        holders = holders_of(lines, lines.request.traced_devices[hottest], rows)
-    return {"peak": text, "holders": holders_table(holders, "html")}
-
-
-def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) -> Any:
+def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
     graphs = load_plotly()
     unit = unit_of(max(report.allocated))
-    curves = {count: [_thinned(line, UNITS[unit]) for line in _levels(report, count)] for count in rows}
     figure = graphs.Figure()
-    for device, (x, y) in enumerate(curves[report.rows]):
+    for device, line in enumerate(report.timeline):
+        x, y = _thinned(line, UNITS[unit])
         hue = 180 + 120 * device // report.devices  # from cyan to violet: gray are phases, and red is the capacity
         figure.add_scatter(x=x, y=y, line_shape="hv", line_color=f"hsl({hue}, 70%, 45%)", name=f"device {device}")
     backward = "last backward" if report.micro_batches > 1 else "backward"
@@ -312,30 +279,15 @@ def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) ->
     for limit in dict.fromkeys(limits):
         label = {"annotation_text": f"capacity {format_bytes(limit)}", "annotation_position": "bottom right"}
         figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="red", **label)
-    steps = [
-        {"label": str(count), "method": "restyle", "args": [{"x": [x for x, _ in lines], "y": [y for _, y in lines]}]}
-        for count, lines in curves.items()
-    ]
-    prefix = {"prefix": "rows over all devices: "}
-    slider = {"active": list(rows).index(report.rows), "currentvalue": prefix, "pad": {"t": 60}, "steps": steps}
     figure.update_layout(
         xaxis_title="allocations and releases",
         yaxis_title=f"{unit} of tensors",
         yaxis_rangemode="tozero",
-        sliders=[slider],
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         margin={"t": 40, "l": 50, "r": 10},
         template="plotly_white",
     )
     return figure
-
-
-def _levels(report: MemoryReport, rows: int) -> Sequence[Sequence[int]]:
-    """Returns the timeline of each device for other rows."""
-    if rows == report.rows:
-        return report.timeline
-    lines = report.batches.at(rows)
-    return [lines.levels(device, rows)[lines.start :].tolist() for device in lines.request.traced_devices]
 
 
 def _thinned(line: Sequence[int], unit: int) -> tuple[list[int], list[float]]:

@@ -1,11 +1,10 @@
 """The report of an estimate.
 
-Pages about reports and plans: complete without a network, and the slider shows the numbers of the report.
+Pages about reports and plans: complete without a network, with the numbers of the report.
 """
 
 import dataclasses
 import html
-import json
 import re
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
+from balanced_parallel.memory.report import holders_table
 from balanced_parallel.runtime.values import format_bytes
 
 
@@ -50,33 +50,27 @@ def report():
     return memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
 
 
-def pages_of(path):
-    """Returns what the page shows for each step of the slider."""
-    return json.loads(re.search(r"const pages = (\[.*\]);", path.read_text())[1])
+def peak_of(path):
+    """Returns the line about the peak in a page."""
+    return re.search('<p id="peak">(.*)</p>', path.read_text())[1]
 
 
-@pytest.mark.slow
-def test_page_has_the_peak_and_the_holders_for_each_number_of_rows(report, tmp_path):
-    report.save_html(tmp_path / "page.html", "64KiB")
-    pages = pages_of(tmp_path / "page.html")
-    assert len(pages) > 5
-    for page in pages:
-        rows = int(re.search(r"of (\d+) rows", page["peak"])[1])
-        peak = max(report.at(rows))
-        assert f"peak {format_bytes(peak)} on device" in page["peak"]
-        assert page["peak"].endswith("does not fit in 64.00 KiB" if peak > 2**16 else "fits in 64.00 KiB")
-        assert page["holders"].startswith("<table>")
-    assert f"of {report.largest('64KiB')} rows" in str(pages)
+def test_page_has_the_peak_and_its_holders(report, tmp_path):
+    report.save_html(tmp_path / "page.html", "1MiB")
+    assert peak_of(tmp_path / "page.html") == f"peak {format_bytes(report.allocated[0])} on device 0, fits in 1.00 MiB"
     text = (tmp_path / "page.html").read_text()
-    assert all(name in text for name in ("forward", "backward", "update", "capacity 64.00 KiB"))
+    assert holders_table(report.where[0], "html") in text
+    assert all(name in text for name in ("forward", "backward", "update", "capacity 1.00 MiB"))
+    report.save_html(tmp_path / "page.html", "1KiB")
+    assert peak_of(tmp_path / "page.html").endswith("does not fit in 1.00 KiB")
 
 
 def test_page_has_model_versions_and_date_and_a_meaning_for_each_colour(report, tmp_path):
     report.save_html(tmp_path / "page.html", "64KiB")
     text = (tmp_path / "page.html").read_text()
     title = re.search("<title>(.*)</title>", text)[1]
-    pattern = r"Linear: replicas on 2 x cpu, fp32 \(torch \S+, balanced_parallel \S+, \d{4}-\d\d-\d\d\)"
-    assert re.fullmatch(pattern, title)
+    versions = r"torch \S+, balanced_parallel \S+, \d{4}-\d\d-\d\d"
+    assert re.fullmatch(rf"Linear: replicas on 2 x cpu, fp32, 1 micro-batch\(es\) of 8 rows \({versions}\)", title)
     colours = re.findall(r'"color":"(hsl[^"]*|red|gray)"', text)
     assert colours.count("red") == 1
     assert len(set(colours)) == 2 + report.devices
@@ -96,7 +90,7 @@ def test_page_of_a_plan_has_its_options(tmp_path):
     plan.save_html(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
     assert all(html.escape(choice.name) in text for choice in plan.choices)
-    assert "fits in 1.00 GiB" in pages_of(tmp_path / "plan.html")[0]["peak"]
+    assert "fits in 1.00 GiB" in peak_of(tmp_path / "plan.html")
     assert plan._repr_html_().count("<tr") == len(plan.choices) + 1
     with pytest.raises(ValueError, match="this plan was read from JSON"):
         memory.MemoryPlan.from_json(plan.to_json()).save_html(tmp_path / "other.html")
@@ -106,7 +100,7 @@ def test_page_names_the_capacity_of_each_unequal_device_and_the_last_backward(tm
     settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu", "micro_batch_size": 2}
     report = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
     report.save_html(tmp_path / "page.html", ["2MiB", "1MiB"])
-    assert pages_of(tmp_path / "page.html")[0]["peak"].endswith("fits in 2.00 MiB + 1.00 MiB")
+    assert peak_of(tmp_path / "page.html").endswith("fits in 2.00 MiB + 1.00 MiB")
     assert "last backward" in (tmp_path / "page.html").read_text()
 
 
@@ -118,23 +112,14 @@ def test_notebooks_show_the_tables(report):
 
 
 @pytest.mark.browser
-def test_slider_changes_curve_and_numbers(report, tmp_path):
+def test_page_draws_the_memory_of_each_device(report, tmp_path):
     from selenium import webdriver
-    from selenium.webdriver.common.by import By
 
     report.save_html(tmp_path / "page.html", "64KiB")
-    pages, peaks = pages_of(tmp_path / "page.html"), []
     options = webdriver.ChromeOptions()
     for flag in ("--headless", "--no-sandbox", "--window-size=1200,900"):
         options.add_argument(flag)
     with webdriver.Chrome(options=options) as browser:
         browser.get((tmp_path / "page.html").as_uri())
-        for number, page in enumerate(pages):
-            rail = browser.find_element(By.CSS_SELECTOR, ".slider-rail-touch-rect")
-            place = (rail.size["width"] - 20) * (number / (len(pages) - 1) - 0.5)
-            webdriver.ActionChains(browser).move_to_element_with_offset(rail, round(place), 0).click().perform()
-            assert browser.find_element(By.ID, "peak").text == page["peak"]
-            assert "bytes" in browser.find_element(By.ID, "holders").text
-            peaks.append(browser.execute_script("return Math.max(...document.getElementById('memory').data[0].y)"))
-    assert len(set(peaks)) == len(pages)
-    assert peaks == sorted(peaks)
+        peaks = browser.execute_script("return document.getElementById('memory').data.map(line => Math.max(...line.y))")
+    assert peaks == pytest.approx([size / 1024 for size in report.allocated])
