@@ -331,8 +331,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
     "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
-    "savings.evaluation": "public names",
-    "savings.lm_heads": "a public function",
     "savings.offloading": "a public function",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",

@@ -1,13 +1,12 @@
 """Ways to lower memory without changing the result: of activations, heads of language models, optimizer state, and evaluation."""
 
+from ..replicas.replicas import inference
 from .checkpointing import checkpoint_activations
-from .evaluation import RunningLoss, inference
 from .linear_cross_entropy import LinearCrossEntropy, replace_lm_head
 from .offloading import offload_activations, offload_optimizer
 
 __all__ = [
     "LinearCrossEntropy",
-    "RunningLoss",
     "checkpoint_activations",
     "inference",
     "offload_activations",

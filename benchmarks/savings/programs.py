@@ -95,11 +95,8 @@ class Program:
             for surrounding in self.surroundings:
                 stack.enter_context(surrounding())
             for _ in range(4):
-                if isinstance(self.total, savings.RunningLoss):
-                    self.total.update(forward())
-                else:
-                    self.total = self.total + forward() / 4
-        return torch.tensor(self.total.compute() if isinstance(self.total, savings.RunningLoss) else float(self.total.detach()))
+                self.total = self.total + forward() / 4
+        return self.total.detach()
 
 
 def build(size: Size, dtype: torch.dtype = torch.float32) -> Program:
@@ -136,18 +133,13 @@ def inference(program: Program) -> None:
     program.surroundings.append(lambda: savings.inference(program.net))
 
 
-def running_loss(program: Program) -> None:
-    """Sums losses without their graphs."""
-    program.total = savings.RunningLoss()
-
-
 Change = Callable[[Program], None]
 TRAINING: dict[str, Change] = {
     "checkpoint_activations": checkpoint,
     "offload_activations": offload,
     "LinearCrossEntropy": linear_cross_entropy,
 }
-EVALUATION: dict[str, Change] = {"inference": inference, "RunningLoss": running_loss}
+EVALUATION: dict[str, Change] = {"inference": inference}
 
 
 def run(

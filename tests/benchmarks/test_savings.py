@@ -9,7 +9,7 @@ TRAINING = {  # at most this much of the plain peak
     "offload_activations": 0.9,
     "LinearCrossEntropy": 0.9,
 }
-EVALUATION = {"inference": 0.5, "RunningLoss": 0.6}
+EVALUATION = {"inference": 0.5}
 
 
 @pytest.fixture

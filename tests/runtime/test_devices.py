@@ -14,7 +14,6 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     TrainStep,
-    savings,
     simulate,
     verify,
 )
@@ -103,7 +102,5 @@ def test_devices_without_float64_train(monkeypatch, count, criterion, weight):
         loss.backward()
         optimizer.step()
         step = TrainStep(model, losses, optimizer, micro_batch_size=2, max_grad_norm=1.0)
-        mean = savings.RunningLoss()
-        mean.update(step(*batch), 7)
-        assert 0 < mean.compute() < 10
+        assert 0 < step(*batch).item() < 10
         assert verify(net.eval(), criterion, *batch, weight=weight).equal

@@ -1,0 +1,85 @@
+"""Evaluation without a graph: modes are put back, replicas follow, and training goes on."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import class_targets
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, simulate
+from balanced_parallel.savings import inference
+
+
+def make_net():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 5))
+    net[1].eval()  # frozen
+    return net
+
+
+def test_modes_are_put_back_after_an_error_too():
+    net, other = make_net(), nn.Dropout()
+
+    def fail():
+        with inference(net, other):
+            assert not any(module.training for module in [*net.modules(), other])
+            assert not net(torch.ones(2, 4)).requires_grad
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [module.training for module in net.modules()] == [True, True, False, True, True]
+    assert other.training
+    assert not torch.is_inference_mode_enabled()
+
+    @inference(net)
+    def evaluate():
+        return net(torch.ones(2, 4))
+
+    assert evaluate().is_inference()
+    assert evaluate().is_inference()
+    assert net.training
+
+
+def test_evaluation_between_steps_leaves_training_as_it_is(double):
+    """Replicas are made in the evaluation, and trained afterwards."""
+    inputs, targets = torch.randn(7, 4), class_targets(7, 2)
+    plain = make_net().requires_grad_()
+    plain[2].p = 0.0
+    loss = F.cross_entropy(plain(inputs), targets)
+    loss.backward()
+    with simulate(3) as cluster:
+        net = make_net()
+        net[2].p = 0.0
+        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        for _ in range(2):
+            with inference(model, criterion):
+                outputs = model(inputs)
+                assert all(output.is_inference() for output in outputs)
+                torch.testing.assert_close(gather(outputs, "cpu"), plain.eval()(inputs).detach(), rtol=1e-10, atol=1e-10)
+                assert not criterion(outputs, targets).requires_grad
+            model.zero_grad()
+            found = criterion(model(inputs), targets)
+            found.backward()
+            torch.testing.assert_close(found.detach().cpu(), loss.detach(), rtol=1e-10, atol=1e-10)
+            for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-10, atol=1e-10)
+        assert [module.training for module in net.modules()] == [True, True, False, True, True]
+        assert max(cluster.live) > 0
+
+
+def test_activations_are_not_kept():
+    layers, width, peaks = 12, 64, []
+    for evaluates in (False, True):
+        with simulate(2) as cluster:
+            model = DataParallelModel(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]))
+            inputs = torch.randn(2048, width)
+            if evaluates:
+                with inference(model):
+                    model(inputs)
+            else:
+                model(inputs)
+        peaks.append(max(cluster.peak))
+    size = 1024 * width * 4
+    assert peaks[0] >= layers * size
+    assert peaks[1] <= 4 * size + 2 * layers * (width + 1) * width * 4
