@@ -1,14 +1,13 @@
-"""Memory of a training step before it runs, and problems of a model with replicas.
+"""Memory of a training step before it runs.
 
 What a step needs:     PROGRAM estimate --problem net.py:build --devices 4
 How it fits:           PROGRAM plan --problem net.py:build --batch-size 512 --memory 24GiB
 What would save:       PROGRAM tricks --problem net.py:build --devices 4
-What will go wrong:    PROGRAM doctor --problem net.py:build
 
-``build`` is a function that returns ``(module, criterion, inputs, targets)``. For the doctor it may return a module alone.
+``build`` is a function that returns ``(module, criterion, inputs, targets)``.
 
-No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if nothing fits or the doctor finds a
-problem, and 2, with one line on stderr, if the model or a flag is wrong.
+No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if nothing fits, and 2, with one line
+on stderr, if the model or a flag is wrong.
 """
 
 import argparse
@@ -36,7 +35,6 @@ from torch import Tensor, nn
 from . import memory
 from .batch.containers import describe, map_leaves
 from .batch.rows import as_arguments
-from .diagnostics.reasons import examine, is_note
 from .memory.devices import find_kind
 from .memory.estimation import rows_of
 from .memory.fitting import measure_tricks
@@ -46,7 +44,6 @@ from .runtime.values import parse_bytes
 from .savings import checkpoint_activations
 
 _log = logging.getLogger(__name__)
-_UNCHECKED = "; random numbers, and rows that forward mixes, are not checked: compare with balanced_parallel.verify"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -76,10 +73,9 @@ def make_parser() -> OneLineParser:
     parser.add_argument("--version", action="version", version=f"balanced_parallel {version('balanced-parallel')}")
     subparsers = parser.add_subparsers(dest="command", metavar="|".join(COMMANDS))
     commands = {name: subparsers.add_parser(name, allow_abbrev=False, help=text) for name, (_, text) in COMMANDS.items()}
-    for name, command in commands.items():
+    for command in commands.values():
         _add_problem(command)
-        if name != "doctor":
-            _add_step(command)
+        _add_step(command)
     add = commands["estimate"].add_argument
     add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
     add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
@@ -95,7 +91,7 @@ def make_parser() -> OneLineParser:
 
 def _add_problem(parser: OneLineParser) -> None:
     add = parser.add_argument
-    place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets), or a module"
+    place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets)"
     add("--problem", required=True, metavar="FILE.py:NAME", help=place)
     add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows (default: 0)")
 
@@ -173,15 +169,6 @@ def tricks(flags: argparse.Namespace) -> int:
     return 0
 
 
-def doctor(flags: argparse.Namespace) -> int:
-    """Prints problems of the model with replicas. Returns 1 if there are any problems."""
-    problem = build_problem(flags.problem)
-    findings = examine(problem.module, problem.criterion)
-    none = f"nothing found: {type(problem.module).__name__} runs as replicas{_UNCHECKED}"
-    print("\n".join(f"- {finding}" for finding in findings) or none, file=flags.output)
-    return 0 if all(map(is_note, findings)) else 1
-
-
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Returns a class of ``torch.optim`` by its name, in any case."""
     base = torch.optim.Optimizer
@@ -203,8 +190,6 @@ def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
     _log.info("building %s", flags.problem)
     problem = build_problem(flags.problem)
     _log.info("tracing %s", type(problem.module).__name__)
-    if problem.inputs is None or problem.criterion is None:
-        raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets)")
     return problem, flags.batch_size or problem.rows(flags.dim), settings
 
 
@@ -221,7 +206,6 @@ COMMANDS = {
     "estimate": (estimate, "the memory of an update on each device"),
     "plan": (plan, "the cheapest way to fit the batch"),
     "tricks": (tricks, "the bytes that each known trick saves for the model"),
-    "doctor": (doctor, "problems of the model with replicas"),
 }
 
 
@@ -265,10 +249,10 @@ _NOT_THE_USERS = (*(str(Path(place).parent) for place in (torch.__file__, __file
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Arguments of :func:`estimate` and :func:`plan`. The doctor accepts None for all but the module."""
+    """Arguments of :func:`estimate` and :func:`plan`."""
 
     module: nn.Module
-    criterion: Callable[..., Any] | None
+    criterion: Callable[..., Any]
     inputs: Any
     targets: Any
 
@@ -293,16 +277,14 @@ def build_problem(place: str) -> Problem:
     """Makes the problem at ``place``, on the meta device if the function can run there.
 
     ``my_file.py:build`` or ``package.module:build`` is a function without required arguments that returns
-    ``(module, criterion, inputs, targets)``; for the doctor also a module or ``(module, criterion)``.
+    ``(module, criterion, inputs, targets)``.
     """
     result = _make(place, _find(place))
     parts = result if isinstance(result, tuple) else (result,)
-    module, criterion, inputs, targets = (*parts, *[None] * (4 - len(parts)))[:4]
-    is_problem = len(parts) in (1, 2, 4) and isinstance(module, nn.Module) and (len(parts) == 1 or callable(criterion))
-    if not is_problem:
+    if len(parts) != 4 or not isinstance(parts[0], nn.Module) or not callable(parts[1]):
         returned = ", ".join(map(describe, parts))
         raise ValueError(f"{place} returned {returned}: expected (module, criterion, inputs, targets)")
-    return Problem(module, criterion, inputs, targets)
+    return Problem(*parts)
 
 
 def _find(place: str) -> Any:

@@ -130,7 +130,7 @@ def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
         ("fails", "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", "it ends the program"),
         ("number", "returned int 3: expected (module, criterion, inputs, targets)"),
-        ("net", "returned no inputs: expected (module, criterion, inputs, targets)"),
+        ("net", "returned an object of type Linear: expected (module, criterion, inputs, targets)"),
         ("loses", "KeyError: 'nothing'"),
         ("packs", "packs sequences by their lengths"),
     ],
@@ -150,7 +150,7 @@ def test_missing_problems_print_one_line(capsys, tmp_path):
         f"{tmp_path}/broken.py:build": "cannot be imported: SyntaxError",
         f"{tmp_path}/program.py:build": "put its main part under if __name__ == '__main__'",
     }.items():
-        assert wanted in said(capsys, "doctor", "--problem", place)
+        assert wanted in said(capsys, "estimate", "--problem", place)
 
 
 # plan
@@ -208,23 +208,6 @@ def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
     monkeypatch.setattr(memory, "plan", plan)
     assert main(["plan", "--problem", nets("small")]) == 0
     assert capsys.readouterr().err.endswith("python -m balanced_parallel: warning: twice the rows\n")
-
-
-# doctor
-
-
-def test_doctor_without_findings_exits_with_code_0(nets, capsys):
-    for name in ("net", "small"):
-        assert main(["doctor", "--problem", nets(name)]) == 0
-        output = capsys.readouterr().out
-        assert re.fullmatch("(a model that speaks\n)?nothing found: Linear runs as replicas; random numbers, .*verify\n", output)
-
-
-def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
-    assert main(["doctor", "--problem", nets("with_norm")]) == 1
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("- batch norm: 1: ")
-    assert second.startswith("- note: the loss: distance is exact as it is if it is a sum of means")
 
 
 def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):

@@ -219,7 +219,7 @@ assert memory.plan is plan and balanced_parallel.simulate is simulate
 """
 
 
-def test_import_leaves_out_the_planner_the_simulator_and_the_doctor():
+def test_import_leaves_out_the_planner_the_simulator_and_verify():
     done = subprocess.run([sys.executable, "-c", LOADED_AT_FIRST_USE], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,7 +1,4 @@
-"""Known reasons for a difference between the split and the plain program.
-
-:func:`find_reasons` runs both once more. :func:`examine` reads the modules only, before they train as replicas.
-"""
+"""Known reasons for a difference between the split and the plain program, which :func:`find_reasons` runs once more."""
 
 import inspect
 import math
@@ -16,13 +13,10 @@ from ..batch import containers
 from ..batch.containers import Dims, is_plain
 from ..batch.outputs import join
 from ..batch.rows import as_arguments, move_leaves
-from ..loss.coupled import AdditiveLoss
 from ..loss.criterion import DataParallelCriterion
-from ..loss.rules import is_known, refuse_coupled
 from ..loss.sums import Criterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..replicas.model import DataParallelModel
-from ..replicas.module_tree import refuse_script
 from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
 from .recording import Difference, Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
 
@@ -292,65 +286,3 @@ def unregistered_tensors(module: nn.Module) -> Iterator[str]:
 def described(name: str, layer: nn.Module) -> str:
     """Returns the name and the type of a module."""
     return f"{name} ({type(layer).__name__})" if name else type(layer).__name__
-
-
-def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[str, ...]:
-    """Returns one line per finding, with its place and a fix, except for notes. Runs nothing, so it works on ``meta``."""
-    return (
-        *_weights_without_copies(module),
-        *unregistered_tensors(module),
-        *_batch_norms(module),
-        *_coupled_rows(criterion),
-    )
-
-
-def is_note(finding: str) -> bool:
-    """Returns True if a line of :func:`examine` is information only."""
-    return finding.startswith("note: ")
-
-
-def _weights_without_copies(module: nn.Module) -> Iterator[str]:
-    """Yields modules that cannot be replicated, uninitialized parameters, and weights on several devices."""
-    refused = None
-    for name, layer in module.named_modules():
-        if refused is None or not name.startswith(refused):  # submodules of a script are scripts
-            try:
-                refuse_script(layer)
-            except TypeError as error:
-                refused = f"{name}." if name else ""
-                yield f"weights: {name or 'the model'}: {error}"
-        for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-            if nn.parameter.is_lazy(tensor):
-                yield f"weights: {key} of {described(name, layer)} is not initialised yet: run the model once first"
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != "meta"}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        yield f"weights: they are on {names}: move the model to one device, from which all replicas are copied"
-
-
-def _batch_norms(module: nn.Module) -> Iterator[str]:
-    by_advice: dict[str, list[str]] = {}
-    for name, layer in batch_norms(module, over_all_rows=False).items():
-        by_advice.setdefault(advice(layer), []).append(name)
-    for mend, names in by_advice.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield (
-            f"batch norm: {', '.join(names[:3])}{more}: each replica would use the statistics of its own rows, and a single row "
-            f"has none: {mend}"
-        )
-
-
-def _coupled_rows(criterion: Any) -> Iterator[str]:
-    if criterion is None or isinstance(criterion, AdditiveLoss):
-        return
-    name = getattr(criterion, "__name__", type(criterion).__name__)
-    try:
-        refuse_coupled(criterion)
-    except TypeError as error:
-        yield f"the loss: {error}"
-        return
-    if not is_known(criterion):
-        yield (
-            f"note: the loss: {name} is exact as it is if it is a sum of means, such as F.cross_entropy(output, target). Another "
-            "loss raises an error in the first batch, and needs weight=, reduction='sum' or whole=True"
-        )

@@ -84,9 +84,7 @@ class VerificationReport:
             lines.append(f"first output that differs: {self.first_difference}")
         lines += [f"known reason: {reason}" for reason in self.reasons]
         if not self.equal and not self.reasons:
-            lines.append(
-                "no known reason: compare in float64, then `python -m balanced_parallel doctor`, and docs/troubleshooting.md"
-            )
+            lines.append("no known reason: compare in float64, then see docs/troubleshooting.md")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
