@@ -6,7 +6,6 @@ prefix for each start.
 """
 
 import atexit
-import functools
 import hashlib
 import itertools
 import os
@@ -170,20 +169,22 @@ def _answer(rank: int, start: int) -> str:
     return f"{_NAME}/prefix for start {start} of {rank}"
 
 
-_PACKAGE = Path(__file__).parents[1]
-
-
 def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None:
     """Compares the versions, the script, the module and the settings of all ranks, in one small all-gather.
 
-    Ranks that differ would hang, or train different models. Files are those of this package, the script, and the modules beside
-    the script that every rank has imported. Values of parameters are not compared: they are copied from rank 0 later.
+    Ranks that differ would hang, or train different models. Values of parameters are not compared: rank 0 sends them later.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     details = (f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}" for name, tensor in tensors)
     lines = [type(module).__qualname__, *details]
-    versions = {"torch": str(torch.__version__), "balanced_parallel": _package_digest(), **_script_digests()}
-    facts = {**versions, **settings, "the module": digest("\n".join(lines).encode())}
+    script = Path(getattr(sys.modules["__main__"], "__file__", ""))  # not there in an interactive session
+    facts = {
+        "torch": str(torch.__version__),
+        "balanced_parallel": sys.modules[__package__.partition(".")[0]].__version__,
+        "the script": digest(script.read_bytes()) if script.is_file() else "none",
+        "the module": digest("\n".join(lines).encode()),
+        **settings,
+    }
 
     def explain(name: str, values: Sequence[str | None]) -> Sequence[str | None]:
         """Returns the first lines of the modules that differ: every rank sees the same difference, so all of them take part."""
@@ -198,22 +199,3 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
 def digest(content: bytes) -> str:
     """Returns the first digits of the SHA-256 of bytes. For a file they are those of ``sha256sum``."""
     return hashlib.sha256(content).hexdigest()[:12]
-
-
-@functools.cache
-def _package_digest() -> str:
-    return digest(b"".join(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))))
-
-
-def _script_digests() -> dict[str, str]:
-    """Returns a digest of the script, and of each imported module in its folder that is not installed."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is None:  # an interactive session
-        return {}
-    folder = Path(script).absolute().parent
-    files = {Path(script).absolute()}
-    for imported in list(sys.modules.values()):
-        name = getattr(imported, "__file__", None)
-        if isinstance(name, str) and name.startswith(f"{folder}/") and "-packages/" not in name:  # of pip, or of Debian
-            files.add(Path(name))
-    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in sorted(files) if path.is_file()}
