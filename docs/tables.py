@@ -8,7 +8,7 @@ same on GitHub as on the site. A test compares them. PAGE ``savings`` is the lis
 import re
 from pathlib import Path
 
-from balanced_parallel.savings.saving import savings_table
+from balanced_parallel.savings.saving import all_savings
 
 DOCS = Path(__file__).parent
 PLACE = re.compile(r'(<!-- table (\S+): "(.+?)"(?:, rows "(.+?)")? -->).*?(<!-- end of table -->)', re.DOTALL)
@@ -27,6 +27,16 @@ def table(page: Path, header: str, rows: str | None) -> str:
             if kept:
                 return "".join([*lines[:2], *kept])
     raise ValueError(f"{page} has no table with a header {header!r} and rows {rows!r}, expected the start of both lines")
+
+
+def savings_table() -> str:
+    """Returns the savings as a table in Markdown."""
+    rows = [["saving", "saves", "costs", "result", "needs", "`memory.plan`"]]
+    for saving in all_savings():
+        tried = "as a remark" if saving.bytes_of else "by hand" if saving.stage == "by hand" else "yes"
+        rows.append([f"`{saving.name}`", saving.saves, saving.cost, saving.result, saving.needs or "-", tried])
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def with_tables(page: Path) -> str:

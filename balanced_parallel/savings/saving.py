@@ -138,16 +138,6 @@ def advice() -> str:
     return "; ".join(f"{saving.name} ({saving.cost})" for saving in savings_of("exact", "layout"))
 
 
-def savings_table() -> str:
-    """Returns the savings as a table in Markdown."""
-    rows = [["saving", "saves", "costs", "result", "needs", "`memory.plan`"]]
-    for saving in all_savings():
-        tried = "as a remark" if saving.bytes_of else "by hand" if saving.stage == "by hand" else "yes"
-        rows.append([f"`{saving.name}`", saving.saves, saving.cost, saving.result, saving.needs or "-", tried])
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
-
-
 def _spread_state(step: Any) -> Mapping[str, Any] | None:
     is_possible = step.devices > 1 and step.layout.takes_balanced_optimizer and not step.balanced
     return {"balanced": True} if is_possible else None
