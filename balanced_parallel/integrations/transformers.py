@@ -10,10 +10,9 @@ A window is all rows of one update, of all micro-batches, devices and ranks. Eac
 
 import contextlib
 import copy
-import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,13 +30,11 @@ from ..replicas.model import DataParallelModel
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 
-Inputs = Mapping[str, Any]
-
 
 class Task(nn.ModuleList):
     """Calls a function with the model and the rows of a shard. Its replicas do so on their devices."""
 
-    def forward(self, function: Any, inputs: Inputs) -> Any:
+    def forward(self, function: Any, inputs: dict[str, Any]) -> Any:
         """Returns ``function(model, inputs)``."""
         return function(self[0], inputs)
 
@@ -45,12 +42,12 @@ class Task(nn.ModuleList):
 class BalancedTrainer(Trainer):
     """A ``transformers.Trainer`` whose loss and gradients are those of plain PyTorch with the whole batch on one device.
 
-    In one process it wraps the model in a :class:`DataParallelModel`, where Trainer uses ``nn.DataParallel``. Under torchrun the
-    model is Trainer's ``DistributedDataParallel``. With accumulation too, the loss of an update is that of all its rows at once.
-    Rows that a sampler repeats on the last ranks do not count. ``eval_loss`` is the loss of all rows.
+    In one process it wraps the model in a :class:`DataParallelModel`, under torchrun in Trainer's ``DistributedDataParallel``. With
+    accumulation too, the loss of an update is that of all its rows at once. Rows that a sampler repeats on the last ranks do not
+    count. ``eval_loss`` is the loss of all rows.
 
     Args:
-        model, arguments, settings: those of ``transformers.Trainer``.
+        model, arguments, kwargs: those of ``transformers.Trainer``.
         args: the ``TrainingArguments``, which are copied.
         device_ids: devices of the replicas, as in :class:`DataParallelModel`. A batch has ``per_device_train_batch_size``
             rows for each. ``None`` means the devices that Trainer would use: all GPUs in one process, or one device of each rank.
@@ -65,44 +62,34 @@ class BalancedTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        model: Any = None,
-        args: Any = None,
-        *arguments: Any,
-        device_ids: Sequence[DeviceLike] | None = None,
-        **settings: Any,
+        self, model: Any = None, args: Any = None, *arguments: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any
     ) -> None:
         args = copy.copy(TrainingArguments("tmp_trainer") if args is None else args)
         if device_ids is not None and args.world_size > 1:
-            raise ValueError(
-                f"device_ids={device_ids!r} was given with {args.world_size} ranks, expected None: each has a device"
-            )
+            raise ValueError(f"device_ids={device_ids!r} was given on {args.world_size} ranks, expected None: each has a device")
         count = 1 if getattr(model, "is_quantized", False) else args.n_gpu  # its weights have no copies
         args._n_gpu = count if device_ids is None else len(resolve_devices(device_ids))  # batch sizes are multiples of it
         args.average_tokens_across_devices = False  # would multiply the loss
-        super().__init__(model, args, *arguments, **settings)
+        super().__init__(model, args, *arguments, **kwargs)
         self.devices = [args.device] if args.n_gpu < 2 else resolve_devices(device_ids or range(args.n_gpu))
-        is_elsewhere = self.is_deepspeed_enabled or getattr(self.accelerator, "parallelism_config", None) is not None
-        if is_elsewhere or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
+        parallelism = self.is_deepspeed_enabled or getattr(self.accelerator, "parallelism_config", None)
+        if parallelism or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
             raise ValueError(f"DeepSpeed, a parallelism_config or optim={args.optim!r}, expected none: use transformers.Trainer")
         if args.torch_compile and len(self.devices) > 1:
             raise ValueError(f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun")
         self.model_accepts_loss_kwargs &= bool(args.use_liger_kernel)  # other models compute means, which are counted
         self._loss_shifts_labels |= type(unwrap_peft_model(self.model)).__name__ in CAUSAL.values()
-        # The parts of the loss: a rest, which is a sum, times 0 or 1, and means times their factors. None: unknown
-        self._factors: tuple[float, ...] | None = None
+        self._factors: tuple[float, ...] | None = None  # of a rest of the loss, which is a sum, 0 or 1, and of each mean
         self._has_items = True  # the rest is divided by num_items_in_batch
         self._guess = 0.0  # about the count of a window, if the loss is one mean
         self._divisors = [1.0]  # of the rows that run now: num_items_in_batch, and that of each mean
-        self._evaluated: list[Tensor] = []  # the terms of each batch
+        self._terms = torch.zeros(2)  # of the window, or of all batches of an evaluation
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        if len(self.devices) == 1:
-            return super()._wrap_model(model, training, dataloader)
-        if not isinstance(self.model_wrapped, DataParallelModel):  # it is the same for training and evaluation
+        if len(self.devices) > 1 and not isinstance(self.model_wrapped, DataParallelModel):  # one for training and evaluation
             precision = self.accelerator.mixed_precision.replace("no", "fp32")
             self.model_wrapped = DataParallelModel(Task([self.model]), self.devices, precision=precision)
-        return self.model_wrapped
+        return self.model_wrapped if len(self.devices) > 1 else super()._wrap_model(model, training, dataloader)
 
     def _prepare_input(self, data: Any) -> Any:
         return super()._prepare_input(data) if len(self.devices) == 1 else data  # replicas move their rows
@@ -110,32 +97,31 @@ class BalancedTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any = None) -> Tensor:
         return torch.tensor(self._divisors[0])
 
-    def _count_items(self, inputs: Inputs) -> Any:
+    def _count_items(self, inputs: dict[str, Any]) -> Any:
         """Returns the number of labels, if the loss may be divided by it, or 1."""
         labels = inputs.get("labels")
         if not self._has_items or not isinstance(labels, Tensor):
             return 1.0
         return inputs.get("shift_labels", labels[..., int(self._loss_shifts_labels) :]).ne(-100).sum()
 
-    def _run(self, model: nn.Module, inputs: Inputs, function: Any = None) -> tuple[Any, Tensor]:
-        """Runs each shard. Returns results, and terms: zero and the number of items, the sum and the count of each mean."""
-        function = function or functools.partial(self.compute_loss, num_items_in_batch=torch.tensor(self._divisors[0]))
+    def _run(self, model: nn.Module, inputs: dict[str, Any], function: Any = None) -> tuple[Any, Tensor, Tensor]:
+        """Runs each shard. Returns results, the sum of their losses, and terms: this and the items, sum and count of each mean."""
+        function = function or (lambda *shard: [self.compute_loss(*shard, num_items_in_batch=torch.tensor(self._divisors[0]))])
 
-        def run(replica: nn.Module, rows: Inputs) -> tuple[Any, list[Any]]:
+        def run(replica: nn.Module, rows: dict[str, Any]) -> tuple[Any, list[Any]]:
             with MeansAsSums(self._divisors[1:]) as means:
-                return function(replica, dict(rows)), [0.0, self._count_items(rows), *means.terms]
+                result = function(replica, dict(rows))
+            return result, [0.0 if result[0] is None else result[0], self._count_items(rows), *means.terms]
 
         shards = model(Whole(run), dict(inputs)) if isinstance(model, DataParallelModel) else [run(model, inputs)]
         results, terms = zip(*shards, strict=True)
         if len(self._divisors) > 1 and {len(numbers) for numbers in terms} != {2 * len(self._divisors)}:
             means = f"{max(map(len, terms)) // 2 - 1} means, and {len(self._divisors) - 1} of the first rows"
-            raise ValueError(
-                f"the loss computes {means}, expected the same means of all rows: compute them always, also of nothing"
-            )
-        columns = [add_up(numbers, self.args.device).detach().float() for numbers in zip(*terms, strict=True)]
-        return results, torch.stack(columns).view(-1, 2)
+            raise ValueError(f"the loss computes {means}, expected the same means of all rows: compute them always")
+        totals = [add_up(numbers, self.args.device) for numbers in zip(*terms, strict=True)]
+        return results, totals[0], torch.stack([total.detach().float() for total in totals]).view(-1, 2)
 
-    def _find_parts(self, inputs: Inputs) -> tuple[float, ...]:
+    def _find_parts(self, inputs: dict[str, Any]) -> tuple[float, ...]:
         """Returns the factors of the loss. The first call runs the model on each of a few rows, and on all of them."""
         if self._factors is not None:
             return self._factors
@@ -154,10 +140,10 @@ class BalancedTrainer(Trainer):
             if len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
                 worst = errors.argmax()
                 raise ValueError(
-                    f"the loss of a few rows is {whole[worst]:.4g}, and those of each add up to {apart[worst]:.4g}: a part of it is "
-                    "no sum or mean over them, such as that of a router (output_router_logits=True), or its rows depend on each "
-                    "other. Expected means of torch's losses, or sums over num_items_in_batch, as compute_loss_func can have them. "
-                    "DataParallelCriterion(..., whole=True) and TrainStep compute other losses"
+                    f"the loss of a few rows is {whole[worst]:.4g}, and those of each add up to {apart[worst]:.4g}: a part is no "
+                    "sum or mean over them, as that of a router (output_router_logits=True), or they depend on each other. Expected "
+                    "means of torch's losses, or sums over num_items_in_batch. TrainStep computes others: "
+                    "DataParallelCriterion(..., whole=True)"
                 )
             self._factors = ()
             return ()
@@ -174,30 +160,29 @@ class BalancedTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Returns the micro-batches of the next update, and what their loss divides by if it is told."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not batches:
-            return batches, items
-        self.model.eval()  # training_step undoes it
-        batches[-1], weight = self._split(batches[-1])[0]
-        self._weights = [1.0] * (len(batches) - 1) + [weight]  # of the micro-batches to come: 0 if all rows are repeated
-        factors, counts = self._find_parts(batches[0]), [1.0, self._guess]
-        if not self._guess:
-            terms = [weight * self._count(batch, factors) for weight, batch in zip(self._weights, batches, strict=True)]
-            counts = sum_over_ranks(torch.stack(terms).sum(0)).tolist()
-        self._divisors = [count or 1.0 for count in counts]
-        self._loss = torch.tensor(0.0 if all(counts) else math.nan, device=self.args.device)  # nan: a mean of nothing
-        self._counted = torch.zeros_like(self._loss)
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            self.model.eval()  # training_step undoes it
+            batches[-1], weight = self._split(batches[-1])[0]
+            self._weights = [1.0] * (len(batches) - 1) + [weight]  # of the micro-batches to come: 0 if all rows are repeated
+            factors, counts = self._find_parts(batches[0]), [1.0, self._guess]
+            if not self._guess:
+                terms = [weight * self._count(batch, factors) for weight, batch in zip(self._weights, batches, strict=True)]
+                counts = sum_over_ranks(torch.stack(terms).sum(0)).tolist()
+            self._divisors = [count or 1.0 for count in counts]
+            self._terms = torch.tensor([0.0 if all(counts) else math.nan, 0.0], device=self.args.device)  # nan: a mean of nothing
         return batches, self._get_num_items_in_batch(batches)
 
-    def _count(self, inputs: Inputs, factors: tuple[float, ...]) -> Tensor:
+    @torch.no_grad()
+    def _count(self, inputs: dict[str, Any], factors: tuple[float, ...]) -> Tensor:
         """Returns ``num_items_in_batch`` of a micro-batch, and the count of each mean."""
         if len(factors) < 2:
             return torch.tensor([float(self._count_items(inputs))])
         self._divisors = [1.0] * len(factors)
-        with torch.no_grad(), keep_random_state():
-            return self._run(self.model_wrapped, self._prepare_inputs(inputs))[1][:, 1]
+        with keep_random_state():
+            return self._run(self.model_wrapped, self._prepare_inputs(inputs))[2][:, 1]
 
-    def _split(self, inputs: Inputs) -> list[tuple[Inputs, float]]:
+    def _split(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
         """Returns the rows of a batch with weight 1, and those that a sampler has repeated with weight 0."""
         state, rows = self.accelerator.gradient_state, find_batch_size(inputs)
         is_last = world_size() > 1 and state.end_of_dataloader and state.remainder > 0
@@ -205,30 +190,28 @@ class BalancedTrainer(Trainer):
         pieces = (range(new), 1.0), (range(new, rows), 0.0)
         return [(take(dict(inputs), piece) if 0 < new < rows else inputs, weight) for piece, weight in pieces if piece]
 
-    def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of a micro-batch. Returns zero, and after the last one the loss of the update."""
         model.train()
         self.optimizer.train()
         weight = self._weights.pop(0)
         with model.no_sync() if self._weights and isinstance(model, DataParallelModel) else contextlib.nullcontext():
-            losses, terms = self._run(model, self._prepare_inputs(inputs))
-            loss = add_up(losses, self.args.device) * weight * world_size()  # DDP averages over the ranks
-            self.accelerator.backward(loss)
+            _, loss, terms = self._run(model, self._prepare_inputs(inputs))
+            self.accelerator.backward(loss * weight * world_size())  # DDP averages over the ranks
         steps = self.args.torch_empty_cache_steps
         if steps and self.state.global_step % steps == 0 and torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-        self._loss, self._counted = self._loss + loss.detach(), self._counted + weight * terms[-1, 1]
-        if self._weights:
-            return torch.zeros_like(self._loss)
-        if self._guess:
-            factor = self._divisors[1] / sum_over_ranks(self._counted)  # on the device: the host does not wait
-            self._loss = self._loss * factor
+        self._terms = self._terms + weight * terms
+        loss = self._terms[0, 0] * world_size()
+        if self._guess and not self._weights:
+            factor = self._divisors[1] / sum_over_ranks(self._terms[1, 1])  # on the device: the host does not wait
+            loss = loss * factor
             for gradient in [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]:
                 gradient.mul_(factor.nan_to_num(posinf=0.0).to(gradient.device))
-        return self._loss
+        return torch.zeros_like(loss) if self._weights else loss
 
     @torch.no_grad()
-    def prediction_step(self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **settings: Any) -> tuple[Any, Any, Any]:
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
         names, step = self.label_names, super().prediction_step
         has_loss = (names or self.can_return_loss) and all(inputs.get(name) is not None for name in names)
@@ -236,30 +219,28 @@ class BalancedTrainer(Trainer):
         results, total = list[Any](), torch.zeros(2)
         for rows, weight in self._split(inputs):
             self._divisors = [1.0] * len(factors) or [float(self._count_items(rows))]
-            parts, terms = self._run(model, rows, lambda replica, shard: step(replica, shard, prediction_loss_only, ignore_keys))
+            parts, _, terms = self._run(model, rows, lambda *shard: step(*shard, *arguments, **settings))
             results += parts
-            if factors:
-                terms[0, 0] = add_up([loss for loss, _, _ in parts], self.args.device)
-                total = total + weight * terms.cpu().double()
+            total = total + weight * terms.cpu().double()
         columns = zip(*results, strict=True)
         loss, logits, labels = (None if parts[0] is None else join(parts, self.args.device, 0) for parts in columns)
         if factors:
-            self._evaluated.append(total)
+            self._terms = self._terms + total
             loss = self._divide(total).to(loss)
         return loss if loss is None else loss.mean(), logits, labels
 
     def _divide(self, terms: Tensor) -> Any:
-        """Returns the loss of rows from their terms: the loss as a sum and the number of items, sum and count of each mean."""
-        (total, items), *means = terms
-        parts = [(factor * value, count) for factor, (value, count) in zip((self._factors or ())[1:], means, strict=True)]
-        rest = self._factors[0] * (total - sum(part for part, _ in parts)) / (items if self._has_items else 1)
-        return rest + sum(part / count for part, count in parts)
+        """Returns the loss of rows from their terms, which are sums that are not divided."""
+        has_rest, *factors = self._factors or (0.0,)
+        parts = terms[1:, 0] * torch.tensor(factors)
+        rest = has_rest * (terms[0, 0] - parts.sum()) / (terms[0, 1] if self._has_items else 1)
+        return rest + (parts / terms[1:, 1]).sum()
 
     def evaluation_loop(self, *arguments: Any, **settings: Any) -> Any:
         """Runs all batches, as Trainer does. Their loss is that of all rows, not the mean over batches."""
-        self._evaluated = []
+        self._terms = torch.zeros(2)
         output = super().evaluation_loop(*arguments, **settings)
-        if self._evaluated:
-            loss = self._divide(sum_over_ranks(torch.stack(self._evaluated).sum(0))).item()
-            output.metrics[f"{settings.get('metric_key_prefix', 'eval')}_loss"] = loss
+        name = f"{settings.get('metric_key_prefix', 'eval')}_loss"
+        if name in output.metrics and self._factors:
+            output.metrics[name] = self._divide(sum_over_ranks(self._terms)).item()
         return output
