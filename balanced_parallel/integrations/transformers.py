@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import unwrap_peft_model
+from transformers.trainer import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, clear_device_cache, find_batch_size, unwrap_peft_model
 
 from ..batch.outputs import join
 from ..batch.rows import Whole, move_leaves, take
@@ -42,13 +40,11 @@ class Task(nn.ModuleList):
 class BalancedTrainer(Trainer):
     """A ``transformers.Trainer`` whose loss and gradients are those of plain PyTorch with the whole batch on one device.
 
-    In one process it wraps the model in a :class:`DataParallelModel`, under torchrun in Trainer's ``DistributedDataParallel``. With
-    accumulation too, the loss of an update is that of all its rows at once. Rows that a sampler repeats on the last ranks do not
-    count. ``eval_loss`` is the loss of all rows.
+    In one process the model runs in a :class:`DataParallelModel`, under torchrun in Trainer's ``DistributedDataParallel``. With
+    accumulation, the batch is all rows of an update. Rows that a sampler repeats do not count. ``eval_loss`` is that of all rows.
 
     Args:
-        model, arguments, kwargs: those of ``transformers.Trainer``.
-        args: the ``TrainingArguments``, which are copied.
+        model, args, arguments, kwargs: those of ``transformers.Trainer``. ``args`` are copied.
         device_ids: devices of the replicas, as in :class:`DataParallelModel`. A batch has ``per_device_train_batch_size``
             rows for each. ``None`` means the devices that Trainer would use: all GPUs in one process, or one device of each rank.
 
@@ -74,21 +70,21 @@ class BalancedTrainer(Trainer):
         self.devices = [args.device] if args.n_gpu < 2 else resolve_devices(device_ids or range(args.n_gpu))
         parallelism = self.is_deepspeed_enabled or getattr(self.accelerator, "parallelism_config", None)
         if parallelism or args.optim in ("lomo", "adalomo"):  # LOMO updates inside of the backward
-            raise ValueError(f"DeepSpeed, a parallelism_config or optim={args.optim!r}, expected none: use transformers.Trainer")
+            raise ValueError(f"DeepSpeed, a parallelism_config or LOMO is set (optim={args.optim!r}), expected none: use Trainer")
         if args.torch_compile and len(self.devices) > 1:
             raise ValueError(f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun")
         self.model_accepts_loss_kwargs &= bool(args.use_liger_kernel)  # other models compute means, which are counted
-        self._loss_shifts_labels |= type(unwrap_peft_model(self.model)).__name__ in CAUSAL.values()
-        self._factors: tuple[float, ...] | None = None  # of a rest of the loss, which is a sum, 0 or 1, and of each mean
+        self._loss_shifts_labels |= type(unwrap_peft_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        self._factors: tuple[float, ...] | None = None  # of a rest of the loss, a sum: 0 or 1; and of each mean. None: unknown
         self._has_items = True  # the rest is divided by num_items_in_batch
-        self._guess = 0.0  # about the count of a window, if the loss is one mean
+        self._guess = 0.0  # about the count of a batch, if the loss is one mean
         self._divisors = [1.0]  # of the rows that run now: num_items_in_batch, and that of each mean
         self._terms = torch.zeros(2)  # of the window, or of all batches of an evaluation
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if len(self.devices) > 1 and not isinstance(self.model_wrapped, DataParallelModel):  # one for training and evaluation
             precision = self.accelerator.mixed_precision.replace("no", "fp32")
-            self.model_wrapped = DataParallelModel(Task([self.model]), self.devices, precision=precision)
+            self.model_wrapped: nn.Module = DataParallelModel(Task([self.model]), self.devices, precision=precision)
         return self.model_wrapped if len(self.devices) > 1 else super()._wrap_model(model, training, dataloader)
 
     def _prepare_input(self, data: Any) -> Any:
@@ -105,7 +101,7 @@ class BalancedTrainer(Trainer):
         return inputs.get("shift_labels", labels[..., int(self._loss_shifts_labels) :]).ne(-100).sum()
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], function: Any = None) -> tuple[Any, Tensor, Tensor]:
-        """Runs each shard. Returns results, the sum of their losses, and terms: this and the items, sum and count of each mean."""
+        """Runs each shard. Returns results, the sum of their losses, and terms: this and items, sum and count of each mean."""
         function = function or (lambda *shard: [self.compute_loss(*shard, num_items_in_batch=torch.tensor(self._divisors[0]))])
 
         def run(replica: nn.Module, rows: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -129,33 +125,35 @@ class BalancedTrainer(Trainer):
         sizes = {len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
         places = [[0], [0], [max(sizes) - 1], [0, 0, max(sizes) - 1]]
         samples = [take(inputs, place) for place in places] if len(sizes) == 1 else [inputs, inputs]  # packed rows are one
-        losses = []
-        for (items, divisor), sample in itertools.product([(math.inf, math.inf), (1.0, math.inf), (1.0, 1.0)], samples):
-            with torch.enable_grad(), self.accelerator.autocast(), MeansAsSums(itertools.repeat(divisor)) as means:
-                losses.append(self.compute_loss(self.model, dict(sample), num_items_in_batch=torch.tensor(items)))
-        table = torch.stack(losses).detach().view(3, -1)
-        apart, whole = table[:, :-1].sum(1), table[:, -1]
-        errors = (apart - whole).abs()
-        if not (errors <= 0.02 * whole.abs()).all():
+
+        def run(sample: dict[str, Any], items: float, divisor: float) -> tuple[Tensor, list[Tensor]]:
+            with self.accelerator.autocast(), MeansAsSums(itertools.repeat(divisor)) as means:
+                return self.compute_loss(self.model, dict(sample), num_items_in_batch=torch.tensor(items)), means.terms
+
+        settings = (math.inf, math.inf), (1.0, math.inf), (1.0, 1.0)  # leave a rest that is not divided, any rest, and all parts
+        with torch.no_grad():
+            losses = torch.stack([run(sample, *setting)[0] for setting in settings for sample in samples]).view(3, -1)
+        apart, whole = losses[:, :-1].sum(1), losses[:, -1]
+        if not ((apart - whole).abs() <= 0.02 * whole.abs()).all():
             if len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
-                worst = errors.argmax()
+                part = (apart - whole).abs().argmax()
                 raise ValueError(
-                    f"the loss of a few rows is {whole[worst]:.4g}, and those of each add up to {apart[worst]:.4g}: a part is no "
-                    "sum or mean over them, as that of a router (output_router_logits=True), or they depend on each other. Expected "
-                    "means of torch's losses, or sums over num_items_in_batch. TrainStep computes others: "
-                    "DataParallelCriterion(..., whole=True)"
+                    f"a part of the loss of a few rows is {whole[part]:.4g}, and those of each add up to {apart[part]:.4g}: it is "
+                    "no sum or mean over them, as that of a router (output_router_logits=True), or its rows depend on each other. "
+                    "Expected means of torch's losses, or sums over num_items_in_batch. DataParallelCriterion(..., whole=True) and "
+                    "TrainStep compute other losses"
                 )
             self._factors = ()
             return ()
+        with torch.enable_grad():
+            loss, terms = run(samples[0], 1.0, 1.0)
+            factors = torch.autograd.grad(loss, terms[::2], allow_unused=True, materialize_grads=True) if terms else ()
         rest, rest_over_items, total = whole.tolist()
-        sums, counts = means.terms[::2], means.terms[1::2]
-        factors = torch.autograd.grad(losses[-1], sums, allow_unused=True, materialize_grads=True) if sums else ()
-        has_items = rest_over_items != rest or not (sums or total)  # a total of zero: there are no labels
+        has_items = rest_over_items != rest or not (terms or total)  # a total of zero: there are no labels
         has_rest = has_items or rest != 0
-        is_mean = len(sums) == 1 and not has_rest
-        rows = self.get_total_train_batch_size(self.args) / (len(samples) - 1)
-        parts = (float(has_rest), *map(float, factors)), has_items, rows * max(float(counts[0]), 1.0) if is_mean else 0.0
-        self._factors, self._has_items, self._guess = max(gather_objects(parts))
+        guess = max(float(terms[1]), 1.0) * self.args.train_batch_size if len(factors) == 1 and not has_rest else 0.0
+        parts = (float(has_rest), *map(float, factors)), has_items, guess
+        self._factors, self._has_items, self._guess = max(gather_objects(parts))  # a rank may have no labels
         return self._factors
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -165,22 +163,17 @@ class BalancedTrainer(Trainer):
             self.model.eval()  # training_step undoes it
             batches[-1], weight = self._split(batches[-1])[0]
             self._weights = [1.0] * (len(batches) - 1) + [weight]  # of the micro-batches to come: 0 if all rows are repeated
-            factors, counts = self._find_parts(batches[0]), [1.0, self._guess]
-            if not self._guess:
-                terms = [weight * self._count(batch, factors) for weight, batch in zip(self._weights, batches, strict=True)]
-                counts = sum_over_ranks(torch.stack(terms).sum(0)).tolist()
+            factors = self._find_parts(batches[0])
+            if self._guess or len(factors) < 2:
+                terms = [torch.tensor([float(self._count_items(batch)), self._guess][: len(factors) or 1]) for batch in batches]
+            else:
+                self._divisors = [1.0] * len(factors)
+                with torch.no_grad(), keep_random_state():
+                    terms = [self._run(self.model_wrapped, self._prepare_inputs(batch))[2][:, 1].cpu() for batch in batches]
+            counts = sum_over_ranks(torch.tensor(self._weights) @ torch.stack(terms)).tolist()
             self._divisors = [count or 1.0 for count in counts]
             self._terms = torch.tensor([0.0 if all(counts) else math.nan, 0.0], device=self.args.device)  # nan: a mean of nothing
         return batches, self._get_num_items_in_batch(batches)
-
-    @torch.no_grad()
-    def _count(self, inputs: dict[str, Any], factors: tuple[float, ...]) -> Tensor:
-        """Returns ``num_items_in_batch`` of a micro-batch, and the count of each mean."""
-        if len(factors) < 2:
-            return torch.tensor([float(self._count_items(inputs))])
-        self._divisors = [1.0] * len(factors)
-        with keep_random_state():
-            return self._run(self.model_wrapped, self._prepare_inputs(inputs))[2][:, 1]
 
     def _split(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
         """Returns the rows of a batch with weight 1, and those that a sampler has repeated with weight 0."""
@@ -198,9 +191,8 @@ class BalancedTrainer(Trainer):
         with model.no_sync() if self._weights and isinstance(model, DataParallelModel) else contextlib.nullcontext():
             _, loss, terms = self._run(model, self._prepare_inputs(inputs))
             self.accelerator.backward(loss * weight * world_size())  # DDP averages over the ranks
-        steps = self.args.torch_empty_cache_steps
-        if steps and self.state.global_step % steps == 0 and torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()
         self._terms = self._terms + weight * terms
         loss = self._terms[0, 0] * world_size()
         if self._guess and not self._weights:
