@@ -138,10 +138,10 @@ class BalancedTrainer(Trainer):
             if len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
                 part = (apart - whole).abs().argmax()
                 raise ValueError(
-                    f"a part of the loss of a few rows is {whole[part]:.4g}, and those of each add up to {apart[part]:.4g}: it is "
-                    "no sum or mean over them, as that of a router (output_router_logits=True), or its rows depend on each other. "
-                    "Expected means of torch's losses, or sums over num_items_in_batch. DataParallelCriterion(..., whole=True) and "
-                    "TrainStep compute other losses"
+                    f"a part of the loss of a few rows is {whole[part]:.4g}, and {apart[part]:.4g} added up row by row: it is no "
+                    "sum or mean over them, as that of a router (output_router_logits=True), or its rows depend on each other. "
+                    "Expected means of torch's losses, or sums over num_items_in_batch. For others, use TrainStep, and "
+                    "DataParallelCriterion(..., whole=True)"
                 )
             self._factors = ()
             return ()
