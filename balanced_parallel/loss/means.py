@@ -12,7 +12,7 @@ still depend on each other, as in a contrastive loss. So the terms of the first 
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -190,14 +190,13 @@ class MeanRecorder(TorchFunctionMode):
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are recorded."""
-        reduction = reduction_in(arguments)
-        if reduction not in ("mean", "batchmean"):
+        mean = sum_and_count(function, arguments)
+        if mean is None:
             result: Tensor = function(**arguments)
-            if reduction == "sum":
+            if reduction_in(arguments) == "sum":
                 self._add(result, Term("sum", result, None, None))
             return result
-        count = divisor(RULES[function], function, arguments)
-        total = sum_of_loss(function, arguments, count)
+        total, count = mean
         result = total / count
         self._add(result, Term(function.__name__, total, count, self._key(function, arguments)))
         return result
@@ -242,16 +241,38 @@ def _times(form: Form, factor: Any) -> Form:
     return {number: coefficient * factor for number, coefficient in form.items()}
 
 
-def sum_of_loss(function: Any, arguments: dict[str, Any], count: Any) -> Tensor:
-    """Returns the sum that is divided by ``count`` in the mean of a loss of torch."""
+class MeansAsSums(TorchFunctionMode):
+    """Computes each mean of torch's losses in its block as a sum over the next of ``divisors``, or over its count without one."""
+
+    def __init__(self, divisors: Iterable[float]) -> None:
+        super().__init__()
+        self._divisors = iter(divisors)
+        self.terms: list[Tensor] = []  # the result and the count of each mean
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch, or replaces a mean and records it."""
+        kwargs = kwargs or {}
+        mean = sum_and_count(func, arguments_of(func, *args, **kwargs)) if func in RULES else None
+        if mean is None:
+            return func(*args, **kwargs)
+        total, count = mean
+        result = total / next(self._divisors, count)
+        self.terms += [result, count]
+        return result
+
+
+def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Returns the sum and the divisor of a mean that a loss of torch computes, or None for another reduction."""
+    if reduction_in(arguments) not in ("mean", "batchmean"):
+        return None
+    count = divisor(RULES[function], function, arguments)
     settings = {name: value for name, value in arguments.items() if name not in ("reduction", "size_average", "reduce")}
     if function is F.ctc_loss:  # its sum omits the division by the length of each sequence
         mean = function(**settings)
-        return widen(mean) * count if count else zero_of(mean)
+        return (widen(mean) * count if count else zero_of(mean)), count
     if any(isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in settings.values()):
-        return widen(function(**settings, reduction="none")).sum()  # a sum in float16 overflows
-    total: Tensor = function(**settings, reduction="sum")
-    return total
+        return widen(function(**settings, reduction="none")).sum(), count  # a sum in float16 overflows
+    return function(**settings, reduction="sum"), count
 
 
 class MeanName(NamedTuple):

@@ -8,7 +8,7 @@ from helpers.slow import slow, slow_but
 from helpers.trainers import MODELS, make_arguments, make_model, make_rows, pad, shifted_loss, train, train_plainly
 from torch import nn
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from balanced_parallel import simulate
@@ -114,6 +114,19 @@ def test_compute_loss_func(head, function):
     expected = train_plainly(make_model(head), make_rows(head, 19), 8, loss_of)
     trainer = make_trainer(head, make_arguments(gradient_accumulation_steps=2), compute_loss_func=function)
     check(train(trainer), expected)
+
+
+def test_packed_rows():
+    """A batch is one row of several texts, and a tensor of their borders, which has another length."""
+    rows = [{"input_ids": row["input_ids"][: row["attention_mask"].sum()].tolist()} for row in make_rows("llama", 16)]
+
+    def pack(features):
+        batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
+        return {name: torch.as_tensor(value) for name, value in batch.items() if name not in ("max_length_q", "max_length_k")}
+
+    expected = train_plainly(make_model("llama"), make_rows("llama", 16), 4)
+    arguments = make_arguments(gradient_accumulation_steps=2, remove_unused_columns=False)
+    check(train(BalancedTrainer(make_model("llama"), arguments, train_dataset=rows, data_collator=pack)), expected)
 
 
 class OwnLoss(BalancedTrainer):
