@@ -47,13 +47,7 @@ from .trace.layouts import (
 from .trace.tracer import Trace, try_traces
 
 
-def fit(
-    step: TrainStep,
-    inputs: Any,
-    targets: Any,
-    *,
-    capacity: int | str | Sequence[int | str] | None = None,
-) -> MemoryReport:
+def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Sequence[int | str] | None = None) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
 
     One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with their settings and state, the

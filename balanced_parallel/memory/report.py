@@ -228,10 +228,7 @@ pre {{ white-space: pre-wrap; }}
 
 
 def write_page(
-    path: Path | str,
-    report: MemoryReport,
-    capacity: int | str | Sequence[int | str] | None = None,
-    options: str = "",
+    path: Path | str, report: MemoryReport, capacity: int | str | Sequence[int | str] | None = None, options: str = ""
 ) -> None:
     """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a section."""
     limits = () if capacity is None else parse_each(capacity, report.devices)

@@ -14,16 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..runtime.torch_private import (
-    BUFFERS,
-    CHILDREN,
-    FORWARD_HOOKS,
-    PARAMETERS,
-    buffers_of,
-    children_of,
-    is_compiled,
-    parameters_of,
-)
+from ..runtime.torch_private import BUFFERS, CHILDREN, FORWARD_HOOKS, PARAMETERS, buffers_of, is_compiled, parameters_of
 
 
 class TreePart(NamedTuple):
@@ -63,7 +54,9 @@ class ModuleTree:
         parameters = parameters_of(module)
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
         lists = [name for name, value in module.__dict__.items() if type(value) is list]
-        return TreePart(module, {**children_of(module)}, places, [*map(id, parameters.values())], lists, len(module.__dict__))
+        return TreePart(
+            module, module.__dict__[CHILDREN].copy(), places, [*map(id, parameters.values())], lists, len(module.__dict__)
+        )
 
     def still_is(self, root: nn.Module) -> bool:
         """Returns True if the tree under ``root`` still has the same modules and the same parameters."""

@@ -43,33 +43,12 @@ from ..loss.sums import LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.devices import free_bytes, is_accelerator
-from ..runtime.torch_private import (
-    BatchNorm,
-    current_backward_id,
-    flatten,
-    forget_whole_gradients,
-    is_sharded,
-    local_tensors,
-    run_after_backward,
-    versions,
-    without_compilation,
-)
+from ..runtime.torch_private import BatchNorm, current_backward_id, is_sharded, run_after_backward, without_compilation
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import (
-    RankModel,
-    RankSync,
-    RowSettings,
-    copied,
-    first_row,
-    forget_unused,
-    shared_gradients,
-    undone,
-    watch,
-    watch_output,
-)
+from .ranks import RankModel, RankSync, RowSettings, first_row, forget_unused, shared_gradients, undone, watch, watch_output
 
 
 class ShardedModel(RankModel):
@@ -128,7 +107,7 @@ class ShardedModel(RankModel):
             parameter.grad = None
         if hasattr(self.units[-1], "reset_iter_state"):  # newer than torch 2.11
             self.units[-1].reset_iter_state()
-            forget_whole_gradients(self.units)
+            torch_private.forget_whole_gradients(self.units)
 
     def _run(self, method: str | None, arguments: Arguments | None, rows: int | None) -> PerReplica:
         if self._examples.get(method) is None:
@@ -139,7 +118,7 @@ class ShardedModel(RankModel):
             self.gradients.is_dummy = True
             try:
                 with undone(self.module, self.devices):
-                    outputs = PerReplica([self._call(method, copied(example))], [1], self.out_dims).narrow(0, 0)
+                    outputs = PerReplica([self._call(method, first_row(example, self.dim))], [1], self.out_dims).narrow(0, 0)
             finally:
                 self.gradients.is_dummy = False
             return PerReplica(outputs, outputs.sizes, self.out_dims)
@@ -271,7 +250,7 @@ class _FSDPSync(RankSync):
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         gradients = shared_gradients(tensors, self._shards, "the module")
         if isinstance(factor, Tensor) or factor != 1:
-            torch_private.foreach_multiply_(local_tensors(gradients), factor)
+            torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
 
     def abandon(self) -> bool:
         raise RuntimeError(
@@ -354,7 +333,7 @@ class ShardedGradients:
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
             self.order.ran.append(place)
-            values, rebuild = flatten((inputs, kwargs))  # as FSDP2 does
+            values, rebuild = torch_private.flatten((inputs, kwargs))  # as FSDP2 does
             complete = functools.partial(self.complete, slots, is_dummy=self.is_dummy)
             return rebuild(watch(values, complete))
 
@@ -387,13 +366,13 @@ class ShardedGradients:
             elif is_dummy:
                 if parameter.grad is not before:
                     parameter.grad.zero_()
-            elif number not in self.used and (parameter.grad is not before or versions([before]) != [version]):
+            elif number not in self.used and (parameter.grad is not before or torch_private.versions([before]) != [version]):
                 self.used.add(number)
             gradients.append(parameter.grad)
         if self.keeps_whole:
             numbers = [number for number, _, _ in slots]
-            references = map(TensorWeakRef, gradients)
-            self._whole_gradients.update(zip(numbers, zip(references, versions(gradients), strict=True), strict=True))
+            states = zip(map(TensorWeakRef, gradients), torch_private.versions(gradients), strict=True)
+            self._whole_gradients.update(zip(numbers, states, strict=True))
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, MicroBatch, count_rows, cut, mark_inputs
+from ..batch.rows import Arguments, MicroBatch, count_rows, mark_inputs, take
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import collectives, devices, row_random
@@ -179,13 +179,9 @@ def shared_gradients(tensors: Iterable[Tensor], shared: Container[int], place: s
 
 
 def first_row(arguments: Arguments, dim: int) -> Arguments:
-    """Returns a copy of the first row."""
-    return copied(cut(arguments, [range(1)], dim)[0])
-
-
-def copied(arguments: Arguments) -> Arguments:
-    """Returns copies of the tensors, without their history."""
-    result: Arguments = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments)
+    """Returns a copy of the first row, without its history."""
+    row = take(arguments, range(1), dim)
+    result: Arguments = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, row)
     return result
 
 
