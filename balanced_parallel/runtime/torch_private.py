@@ -312,18 +312,9 @@ def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor 
     return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
 
 
-# operators that draw in ways that have no other form; dropout between the layers of an LSTM is inside of cuDNN
-DRAWS_OF_ONE_FORM = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout")
-
-
 def attention_in_parts(*arguments: Any, **settings: Any) -> Tensor:
     """Computes scaled dot product attention in operators of its own. The public function chooses a fused kernel."""
     return torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0]  # type: ignore[no-any-return]
-
-
-def remove_kernels(library: torch.library.Library) -> None:
-    """Makes kernels torch's own again. The public way is to delete the last reference."""
-    library._destroy()
 
 
 # Process groups.

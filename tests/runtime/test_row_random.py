@@ -9,11 +9,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.by_row import CPU, drawing_by_row
+from helpers.by_row import CPU, drawing_by_row, has_kernels_of_torch
 from torch import nn
 
 from balanced_parallel.runtime import row_random
-from balanced_parallel.runtime.row_random import BatchRandom, UpdateRandom, number_lines, philox, uniform
+from balanced_parallel.runtime.row_random import UpdateRandom, number_lines, philox, uniform
 
 
 def philox_of_python(key, counter):
@@ -82,18 +82,17 @@ DRAWS = {
     "rand": lambda x: x + torch.rand(len(x), 1, 1),
     "randn": lambda x: x + torch.randn(len(x), 3, 4),
     "randint": lambda x: x + torch.randint(5, (len(x), 1, 1)),
-    "random_": lambda x: x + torch.empty(len(x), 1, 1).random_(7),
+    "random_ with a bound": lambda x: x + torch.empty(len(x), 1, 1).random_(7),
     "exponential": lambda x: torch.empty_like(x).exponential_(),
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
     "bernoulli_": lambda x: x * torch.empty(len(x), 1, 1).bernoulli_(0.5),
     "gumbel_softmax": F.gumbel_softmax,
-    "rrelu": lambda x: F.rrelu(x, training=True),
     "multinomial": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2)[:, :1, None],
     "multinomial with replacement": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2, True)[:, :1, None],
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4),
     "time-major": lambda x: F.dropout(x.transpose(0, 1), 0.4).transpose(0, 1),
     "flat": lambda x: F.dropout(x.flatten(0, 1), 0.4).view_as(x),
-    "shared": lambda x: x * F.dropout(torch.ones(3, 4), 0.4) + torch.rand(()) + torch.randperm(4),
+    "shared": lambda x: x * F.dropout(torch.ones(3, 4), 0.4) + torch.rand(()),
     "on another device": lambda x: x * torch.rand(len(x), 1, 1, dtype=torch.float64),
 }
 
@@ -156,13 +155,13 @@ def test_other_draws_of_the_process_are_those_of_torch():
     expected = torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)
     torch.manual_seed(3)
     update = UpdateRandom(1)
-    with BatchRandom(update, 0, {}).drawing("model", range(2), CPU):
+    with update.forward(range(2), CPU, [], {}).drawing():
         numbers = torch.rand(4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close((torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)), expected)
     update.end()
     assert torch.equal(numbers, torch.rand(4, generator=torch.Generator().manual_seed(0)))
-    assert row_random._library is None
     assert not row_random._forwards
+    assert has_kernels_of_torch()
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,8 @@ def test_other_draws_of_the_process_are_those_of_torch():
     [
         (lambda x: torch.poisson(x.abs()), NotImplementedError, "poisson draws in this forward"),
         (lambda x: torch._standard_gamma(x.abs()), NotImplementedError, "_standard_gamma draws in this forward"),
-        (lambda x: [torch.rand(2) for _ in x], ValueError, "draw 2 of the model is nothing of shape"),
-        (lambda x: torch.rand(len(x) ** 2), ValueError, "draw 0 .* has|draw 0 of the model is uniform_ of shape"),
+        (lambda x: [torch.rand(2) for _ in x], ValueError, r"draw 2 is nothing of shape \(\) for 2 rows and uniform_ of shape \(2,\) for 3"),
+        (lambda x: torch.rand(len(x) ** 2), ValueError, r"draw 0 is uniform_ of shape \(4,\) for 2 rows and uniform_ of shape \(9,\) for 3"),
     ],
 )
 def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
@@ -182,9 +181,9 @@ def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (lambda: None, "the model has drawn 0 times, expected 1 times"),
-        (lambda: torch.rand(3), r"draw 0 of the model is uniform_ of shape \(3,\) for 3 rows, expected the draws"),
-        (lambda: [torch.rand(3, 2), torch.rand(3, 2)], "draw 1 of the model is uniform_"),
+        (lambda: None, r"draw 0 is uniform_ of shape \(2, 2\) for 2 rows and nothing of shape \(\) for 3 rows"),
+        (lambda: torch.rand(3), r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows, expected one operator"),
+        (lambda: [torch.rand(3, 2), torch.rand(3, 2)], r"draw 1 is nothing of shape \(\) for 2 rows and uniform_ of shape \(3, 2\) for 3 rows"),
     ],
 )
 def test_a_forward_with_other_draws_than_the_small_ones_raises_an_error(forward, message):
@@ -200,11 +199,11 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
     update = UpdateRandom(1)
 
     def forward():
-        with BatchRandom(update, 0, None).drawing("model", [0], CPU):
+        with update.forward([0], CPU, None, {}).drawing():
             F.dropout(torch.ones(3))
             torch.rand(3)
 
-    with pytest.raises(RuntimeError, match=r"does not know has drawn in the model.*before it were \['bernoulli_.float'\]"):
+    with pytest.raises(RuntimeError, match=r"does not know has drawn.*before it were \['bernoulli_.float'\]"):
         forward()
     update.end()
 
@@ -214,7 +213,7 @@ def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
     update = UpdateRandom(1)
     with (
         pytest.raises(NotImplementedError, match=r"reproducible=True on mps:0, expected CUDA or the CPU"),
-        BatchRandom(update, 0, None).drawing("model", None, torch.device("mps:0")),
+        row_random.Forward(1, torch.zeros(0), torch.device("mps:0"), None, {}, 0).drawing(),
     ):
         pass
     update.end()
