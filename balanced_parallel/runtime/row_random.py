@@ -7,19 +7,16 @@ A number depends on the seed of the update, the number of the draw in the forwar
 
 A line is the last dimension of a tensor. Coordinates of the other dimensions are separate, so a row that is padded to another
 length has the same numbers where it has data. torch's stateless numbers (``torch.func._random``, pytorch#177229, from torch 2.14
-on), integer operators where it has no kernel, and the Triton kernel of ``dropout_kernel`` make the same bits.
+on), integer operators, and the Triton kernel of ``dropout_kernel`` make the same bits.
 
-torch's kernels that draw are replaced during an update. A replaced kernel looks for the forward that runs, so modules, functions,
-composites in C++ (``nn.LSTM``) and worker threads are covered. A call with ``generator=`` runs torch's kernel.
-
-During a forward, the seed of the device's generator is a ticket: the forward, and the number of the next draw. Activation
-checkpointing saves and sets states of generators, and so carries it into the backward. A kernel that is not replaced, as that of
-another library, is found because it moves the generator on.
+torch's kernels that draw are replaced during an update. They look for the forward that runs, so modules, functions, composites in
+C++ (``nn.LSTM``) and worker threads are covered. During a forward, the seed of the device's generator is a ticket: the forward,
+and the number of the next draw. Activation checkpointing saves and sets states of generators, and so takes it to the backward.
+A kernel that is not replaced moves the generator on, and so is found.
 """
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import itertools
 import math
@@ -66,10 +63,7 @@ def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: to
 
 
 def philox(seeds: Tensor, words: int) -> Tensor:
-    """Returns the first ``words`` words of 32 bits of each seed, ``[..., words]`` in int64, for seeds ``[..., 1]``.
-
-    The generator is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-    """
+    """Returns words of 32 bits, ``[..., words]`` in int64, for seeds ``[..., 1]``, as Salmon et al. (SC 2011) define them."""
     k0, k1 = seeds & _LOW, (seeds >> 32) & _LOW
     c0 = torch.arange(-(-words // 4), device=seeds.device).expand(*seeds.shape[:-1], -1)
     c1 = c2 = c3 = torch.zeros((), dtype=torch.int64, device=seeds.device)
@@ -92,28 +86,16 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 Draw = tuple[str, tuple[int, ...], int | None]  # operator, shape for two rows, and dimension of the rows, None without rows
-Shapes = dict[int, tuple[int, ...]]  # by number of the draw
+DrawShapes = dict[int, tuple[int, ...]]  # by number of the draw
 _END: Draw = ("nothing", (), None)  # stands at the end of the model, and of the criterion
+Seeds = functools.partial[tuple[Tensor, int]]  # Forward.seeds of an operator; kernels call it with the tensor that they fill
 
 
 class UpdateRandom:
     """The random numbers of one update, of a seed that is the same in all processes. Kernels are replaced until :meth:`end`."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.forwards = seed, list[Forward]()
-        self._library = _replace_kernels()
-
-    def forward(self, rows: Sequence[int], device: torch.device, expected: Sequence[Draw] | None, shapes: Shapes) -> "Forward":
-        """Begins a forward of rows, which are numbers in the effective batch. There are none if arguments have no rows.
-
-        ``expected`` are its draws, None if they are not known yet. ``shapes`` are those of the first of several forwards whose
-        draws without rows have equal shapes.
-        """
-        numbers = torch.tensor(rows, dtype=torch.int64, device=device)
-        forward = Forward(self.seed, numbers, device, expected, shapes, next(_tickets))
-        self.forwards.append(forward)
-        _forwards[forward.ticket] = forward
-        return forward
+        self.seed, self.forwards, self._library = seed, list[Forward](), _replace_kernels()
 
     def end(self) -> None:
         """Ends the update, after its last backward."""
@@ -122,51 +104,52 @@ class UpdateRandom:
         del self._library  # the last reference: kernels are torch's own again
 
 
-@dataclasses.dataclass(eq=False)
 class Forward:
-    """One forward of one replica: the model, and then the criterion."""
+    """One forward of one replica: the model, and then the criterion.
 
-    seed: int
-    rows: Tensor  # their numbers in the effective batch
-    device: torch.device
-    expected: Sequence[Draw] | None
-    shapes: Shapes
-    ticket: int
-    drawn: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # operator and shape
-    state_before: Any = None  # of the generator
+    ``rows`` are their numbers in the effective batch, empty if arguments have no rows. ``expected`` are the draws, or None.
+    ``shapes`` are those of the first of several forwards, whose draws without rows have equal shapes.
+    """
+
+    def __init__(
+        self, update: UpdateRandom, rows: Sequence[int], device: torch.device, expected: Sequence[Draw] | None, shapes: DrawShapes
+    ) -> None:
+        if (generator := _generator(device)) is None:
+            raise NotImplementedError(f"reproducible=True on {device}, expected CUDA or the CPU, whose generators torch gives")
+        self.expected, self.ticket, self.drawn = expected, next(_tickets), list[tuple[str, tuple[int, ...]]]()
+        self._seed, self._rows, self._shapes = update.seed, torch.tensor(rows, dtype=torch.int64, device=device), shapes
+        self._generator, self._state_before = generator, None
+        update.forwards.append(self)
+        _forwards[self.ticket] = self
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Surrounds the model or the criterion in this thread. The generator's state is put back."""
-        if (generator := _generator(self.device)) is None:
-            raise NotImplementedError(
-                f"reproducible=True on {self.device}, expected CUDA or the CPU: torch does not give its generators"
-            )
-        other = _forwards.get(generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns
-        self.state_before = generator.get_state() if other is None else other.state_before
+        other = _forwards.get(self._generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns
+        self._state_before = self._generator.get_state() if other is None else other._state_before
         token = running.set(self)
-        generator.manual_seed((self.ticket << _DRAW_BITS) + len(self.drawn))
+        self._generator.manual_seed((self.ticket << _DRAW_BITS) + len(self.drawn))
         try:
             yield
-            self._begin(_END[0], ())
+            self._begin(*_END[:2])
         finally:
             running.reset(token)
-            generator.set_state(self.state_before)
+            self._generator.set_state(self._state_before)
 
     def seeds(self, operator: str, like: Tensor) -> tuple[Tensor, int]:
         """Begins a draw. Returns the seed of each line of a tensor like this one, and the length of a line."""
         number, dim = self._begin(operator, tuple(like.shape))
-        rows = None if dim is None else self.rows.to(like.device)
+        rows = None if dim is None else self._rows.to(like.device)
         lines, length = number_lines(like.shape, rows, dim or 0, like.device)
-        return mix(lines + signed(self.seed + (2 * number + (dim is None)) * _FACTOR)), length
+        return mix(lines + signed(self._seed + (2 * number + (dim is None)) * _FACTOR)), length
 
     def _begin(self, operator: str, shape: tuple[int, ...]) -> tuple[int, int | None]:
         """Returns the number of a draw, and the dimension of its rows, None if it has none."""
-        generator = _generator(self.device)
-        ticket, number = divmod(generator.initial_seed(), 2**_DRAW_BITS)
+        seed, generator = self._generator.initial_seed(), self._generator
+        ticket, number = divmod(seed, 2**_DRAW_BITS)
         if ticket != self.ticket:  # another replica of the device has had its turn
             number = len(self.drawn)
-        elif not torch.equal(generator.clone_state().manual_seed(generator.initial_seed()).get_state(), generator.get_state()):
+        elif not torch.equal(generator.clone_state().manual_seed(seed).get_state(), generator.get_state()):
             raise RuntimeError(
                 "an operator that reproducible=True does not know has drawn, expected operators of torch whose numbers can "
                 f"follow the rows; the draws before it were {[name for name, _ in self.drawn[-3:]]}"
@@ -174,7 +157,7 @@ class Forward:
         generator.manual_seed((self.ticket << _DRAW_BITS) + number + 1)
         if number == len(self.drawn):  # not a part that runs again
             self.drawn.append((operator, shape))
-        first, count = self.shapes.setdefault(number, shape), len(self.rows)
+        first, count = self._shapes.setdefault(number, shape), len(self._rows)
         if self.expected is None or not count:
             return number, None
         name, small, dim = self.expected[number] if number < len(self.expected) else _END
@@ -221,15 +204,11 @@ def _find_forward(device: torch.device) -> Forward | None:
     """Returns the forward that draws on a device: that of this thread, or one of which a backward runs a part again."""
     if (forward := running.get()) is not None:
         return forward
-    devices = [device]
+    devices = [device]  # the thread of a device's backward may draw on the host too
     if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        # the thread of a device's backward may draw on the host
         devices.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
     tickets = [generator.initial_seed() >> _DRAW_BITS for generator in map(_generator, devices) if generator is not None]
     return next((_forwards[ticket] for ticket in tickets if ticket in _forwards), None)
-
-
-Seeds = functools.partial[tuple[Tensor, int]]  # Forward.seeds of an operator; kernels call it for the tensor that they fill
 
 
 def _uniform(seeds: Seeds, like: Tensor, dtype: torch.dtype | None = None, per_element: int = 1) -> Tensor:
@@ -277,23 +256,11 @@ def _multinomial(seeds: Seeds, self: Tensor, num_samples: int, replacement: bool
     return (_exponential_(seeds, torch.empty_like(bounds)) / self).topk(num_samples, largest=False).indices
 
 
-def _attention(
-    _: Seeds, query: Tensor, k: Tensor, value: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **kwargs: Any
-) -> Any:
-    """Computes dropout in an operator of its own. Fused kernels draw inside."""
-    return attention_in_parts(query, k, value, mask, p, causal, None, **kwargs) if p > 0 else NotImplemented
-
-
 def _refuse(seeds: Seeds, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"{seeds.args[0]} draws in this forward, and with reproducible=True its numbers cannot follow the rows: give it a "
         "generator=, or draw before the step and pass the numbers as an input"
     )
-
-
-def _cudnn_rnn(seeds: Seeds, *args: Any) -> Any:
-    _, _, _, _, _, _, _, _, _, _, _, dropout, is_training, *_ = args
-    return _refuse(seeds) if dropout and is_training else NotImplemented
 
 
 # by operator; the result NotImplemented is that of torch's kernel, which does not draw with these arguments
@@ -308,9 +275,10 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "random_.to": lambda seeds, self, high: _integers_(seeds, self, 0, high),
     "native_dropout": _native_dropout,
     "multinomial": _multinomial,
-    "scaled_dot_product_attention": _attention,
-    "_cudnn_rnn": _cudnn_rnn,
+    "scaled_dot_product_attention": attention_in_parts,
+    "_cudnn_rnn": lambda seeds, *args: _refuse(seeds) if args[11] and args[12] else NotImplemented,  # dropout in training
     **dict.fromkeys(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"), _refuse),
+    **dict.fromkeys(("geometric_", "cauchy_", "log_normal_", "random_", "randperm.generator_out"), _refuse),
 }
 _kernel_of_torch = functools.cache(torch.library.get_kernel)  # asked for before it is replaced the first time
 
@@ -318,8 +286,7 @@ _kernel_of_torch = functools.cache(torch.library.get_kernel)  # asked for before
 def _replace_kernels() -> torch.library.Library:
     """Replaces torch's kernels that draw, while the result exists. Several updates may run at once."""
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
+    with warnings.catch_warnings(action="ignore"):  # torch warns of the first kernel that is replaced
         for key in ("CPU", "CUDA", "PrivateUse1", "CompositeImplicitAutograd"):  # a forward on another device ends with an error
             for name in _KERNELS:
                 if has_kernel(name, key):
@@ -328,14 +295,18 @@ def _replace_kernels() -> torch.library.Library:
 
 
 def _replacement(name: str, key: str) -> Callable[..., Any]:
+    function = _KERNELS[name]
     kernel = _kernel_of_torch(f"aten::{name}", "CPU" if key.startswith("Composite") else key)
 
-    def draw(keys: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # of randperm
         has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-        forward, result = None if has_generator else _find_forward(first.device), NotImplemented
+        forward = None if has_generator else _find_forward(tensor.device)
         if forward is not None:
-            others = {name: value for name, value in kwargs.items() if name != "generator"}
-            result = _KERNELS[name](functools.partial(forward.seeds, name), first, *args, **others)
-        return kernel.call_boxed(keys, first, *args, **kwargs) if result is NotImplemented else result
+            kwargs.pop("generator", None)
+            result = function(functools.partial(forward.seeds, name), *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return kernel.call_boxed(keys, *args, **kwargs)
 
     return draw

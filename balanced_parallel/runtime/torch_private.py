@@ -286,15 +286,15 @@ def pushed(functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterabl
         yield
 
 
-# Kernels of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
+# Kernels of operators.
+
+# Those of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
 ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-
-# Random numbers: kernels that draw, by operator and dispatch key.
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -312,9 +312,12 @@ def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor 
     return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
 
 
-def attention_in_parts(*arguments: Any, **settings: Any) -> Tensor:
-    """Computes scaled dot product attention in operators of its own. The public function chooses a fused kernel."""
-    return torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0]  # type: ignore[no-any-return]
+def attention_in_parts(
+    _: Any, query: Tensor, k: Tensor, value: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **settings: Any
+) -> Any:
+    """Computes scaled dot product attention with dropout in operators of its own. The public function chooses a fused kernel."""
+    arguments = query, k, value, mask, p, causal, None
+    return torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0] if p > 0 else NotImplemented
 
 
 # Process groups.

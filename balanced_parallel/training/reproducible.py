@@ -4,8 +4,7 @@ The seed of an update is one number from the CPU's generator, of the first rank.
 of the ranks before come first, then those that ``add`` has brought, then the rows of a batch in their order.
 
 A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch
-of each kind runs in two small forwards, of its first two and three rows: the dimension that grows is that of the rows. Where rows
-are cut by cost, they are the first one twice and three times, which has one length.
+of each kind runs in two small forwards, of two and three rows: the dimension that grows is that of the rows.
 """
 
 import functools
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..batch import containers
 from ..batch.rows import Batch, Shard
 from ..runtime.collectives import gather_objects, rank, world_size
-from ..runtime.row_random import Draw, Shapes, UpdateRandom, find_draws
+from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
 from .accumulation import GradientSync
 from .recovery import Snapshot
@@ -33,14 +32,14 @@ class RandomByRow:
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
                 "torch._inductor.config.fallback_random = True before torch.compile"
             )
-        self._model, self._sync, self._before = model, sync, before
+        self._device, self._sync, self._before = model.devices[0], sync, before
         self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
         self._draws: dict[Hashable, list[Draw]] = {}  # by the kind of a batch
         self._update: UpdateRandom | None = None
         self._rows = 0  # of this update, in this process and in the ranks before
 
     def begin(self, batch: Batch, run: Callable[[list[Shard]], Any]) -> Callable[[Shard], Shard]:
-        """Numbers the rows of a batch. All ranks call this. Returns a function that gives shards a context.
+        """Numbers the rows of a batch. Returns a function that gives its shards a context. All ranks call this, with rows or not.
 
         ``run`` runs model and criterion on the shards of one forward.
         """
@@ -59,17 +58,27 @@ class RandomByRow:
                 "reproducible=True with several add() calls on several ranks, where the places of the rows would not be known: "
                 "pass the effective batch to step(inputs, targets)"
             )
-        update, first, shapes = self._update, self._rows, Shapes()
+        update, first, shapes = self._update, self._rows, DrawShapes()
         self._rows += rows
 
         def surround(shard: Shard, draws: list[Draw] | None) -> Shard:
             numbers = [first + row for row in shard.rows or ()]
-            # shards that are padded, each to its own length, have shapes of their own
-            forward = update.forward(numbers, shard.device, draws, Shapes() if batch.pads else shapes)
-            return shard._replace(context=forward.drawing)
+            equal_shapes = {} if batch.pads else shapes  # shards may be padded to lengths of their own
+            return shard._replace(context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing)
 
         if not is_known:
-            self._run_two_and_three(batch, lambda shard: run([surround(shard, None)]))
+            self._before.take()
+            with torch.no_grad():
+                for count in (2, 3) if rows else (0, 0):  # padded rows are the first one, twice and three times
+                    shard = batch.shard([0 if batch.pads else row % rows for row in range(count)], self._device)
+                    if shard.is_joined:
+                        raise ValueError(
+                            "reproducible=True with samples that collate= joins, whose random numbers do not belong to a row, "
+                            "expected a collate= that makes a row of each sample"
+                        )
+                    run([surround(shard, None)])
+            self._before.restore()
+            self._sync.begin()
             if rows:
                 self._draws[kind] = find_draws(*update.forwards[-2:])
         return functools.partial(surround, draws=self._draws.get(kind, []))
@@ -79,22 +88,6 @@ class RandomByRow:
         if self._update is not None:
             self._update.end()
             self._update = None
-
-    def _run_two_and_three(self, batch: Batch, run: Callable[[Shard], Any]) -> None:
-        """Runs two and three rows, and puts back what they change. A rank without rows runs none, twice."""
-        distinct = 1 if batch.pads else batch.rows
-        self._before.take()
-        with torch.no_grad():
-            for count in (2, 3) if batch.rows else (0, 0):
-                shard = batch.shard([row % distinct for row in range(count)], self._model.devices[0])
-                if shard.is_joined:
-                    raise ValueError(
-                        "reproducible=True with samples that collate= joins, whose random numbers do not belong to a row, "
-                        "expected a collate= that makes a row of each sample"
-                    )
-                run(shard)
-        self._before.restore()
-        self._sync.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}

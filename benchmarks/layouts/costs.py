@@ -11,7 +11,7 @@ from networks import count_labels, make_bert, make_gpt2, token_loss
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
-from balanced_parallel.runtime.row_random import Draw, UpdateRandom
+from balanced_parallel.runtime.row_random import Draw, Forward, UpdateRandom
 
 ROUNDS = 15
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Counting(UpdateRandom):
 
     def run(self, function: Callable[[], Any], rows: int, draws: list[Draw] | None = None) -> int:
         """Returns the number of draws of a function."""
-        forward = self.forward(range(rows), CPU, draws, {})
+        forward = Forward(self, range(rows), CPU, draws, {})
         with forward.drawing():
             function()
         return len(forward.drawn) - 1  # without the end

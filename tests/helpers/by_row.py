@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from balanced_parallel.runtime.row_random import UpdateRandom, find_draws
+from balanced_parallel.runtime.row_random import Forward, UpdateRandom, find_draws
 
 CPU = torch.device("cpu")
 
@@ -17,9 +17,9 @@ def drawing_by_row(seed, rows, example):
     try:
         with torch.no_grad():
             for count in (2, 3):
-                with update.forward([0] * count, CPU, None, shapes).drawing():
+                with Forward(update, [0] * count, CPU, None, shapes).drawing():
                     example(count)
-        with update.forward(list(rows), CPU, find_draws(*update.forwards), shapes).drawing():
+        with Forward(update, rows, CPU, find_draws(*update.forwards), shapes).drawing():
             yield
     finally:
         update.end()

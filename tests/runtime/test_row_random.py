@@ -13,7 +13,7 @@ from helpers.by_row import CPU, drawing_by_row, has_kernels_of_torch
 from torch import nn
 
 from balanced_parallel.runtime import row_random
-from balanced_parallel.runtime.row_random import UpdateRandom, number_lines, philox, uniform
+from balanced_parallel.runtime.row_random import Forward, UpdateRandom, number_lines, philox, uniform
 
 
 def philox_of_python(key, counter):
@@ -155,7 +155,7 @@ def test_other_draws_of_the_process_are_those_of_torch():
     expected = torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)
     torch.manual_seed(3)
     update = UpdateRandom(1)
-    with update.forward(range(2), CPU, [], {}).drawing():
+    with Forward(update, range(2), CPU, [], {}).drawing():
         numbers = torch.rand(4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close((torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)), expected)
     update.end()
@@ -169,8 +169,16 @@ def test_other_draws_of_the_process_are_those_of_torch():
     [
         (lambda x: torch.poisson(x.abs()), NotImplementedError, "poisson draws in this forward"),
         (lambda x: torch._standard_gamma(x.abs()), NotImplementedError, "_standard_gamma draws in this forward"),
-        (lambda x: [torch.rand(2) for _ in x], ValueError, r"draw 2 is nothing of shape \(\) for 2 rows and uniform_ of shape \(2,\) for 3"),
-        (lambda x: torch.rand(len(x) ** 2), ValueError, r"draw 0 is uniform_ of shape \(4,\) for 2 rows and uniform_ of shape \(9,\) for 3"),
+        (
+            lambda x: [torch.rand(2) for _ in x],
+            ValueError,
+            r"draw 2 is nothing of shape \(\) for 2 rows and uniform_ of shape \(2,\) for 3",
+        ),
+        (
+            lambda x: torch.rand(len(x) ** 2),
+            ValueError,
+            r"draw 0 is uniform_ of shape \(4,\) for 2 rows and uniform_ of shape \(9,\) for 3",
+        ),
     ],
 )
 def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
@@ -183,7 +191,10 @@ def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
     [
         (lambda: None, r"draw 0 is uniform_ of shape \(2, 2\) for 2 rows and nothing of shape \(\) for 3 rows"),
         (lambda: torch.rand(3), r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows, expected one operator"),
-        (lambda: [torch.rand(3, 2), torch.rand(3, 2)], r"draw 1 is nothing of shape \(\) for 2 rows and uniform_ of shape \(3, 2\) for 3 rows"),
+        (
+            lambda: [torch.rand(3, 2), torch.rand(3, 2)],
+            r"draw 1 is nothing of shape \(\) for 2 rows and uniform_ of shape \(3, 2\) for 3 rows",
+        ),
     ],
 )
 def test_a_forward_with_other_draws_than_the_small_ones_raises_an_error(forward, message):
@@ -199,7 +210,7 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
     update = UpdateRandom(1)
 
     def forward():
-        with update.forward([0], CPU, None, {}).drawing():
+        with Forward(update, [0], CPU, None, {}).drawing():
             F.dropout(torch.ones(3))
             torch.rand(3)
 
@@ -213,7 +224,7 @@ def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
     update = UpdateRandom(1)
     with (
         pytest.raises(NotImplementedError, match=r"reproducible=True on mps:0, expected CUDA or the CPU"),
-        row_random.Forward(1, torch.zeros(0), torch.device("mps:0"), None, {}, 0).drawing(),
+        Forward(update, [], torch.device("mps:0"), None, {}).drawing(),
     ):
         pass
     update.end()
