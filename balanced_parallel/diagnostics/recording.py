@@ -51,9 +51,9 @@ class Program:
         return max(self._forwards.values(), default=0)
 
     def _start_forward(self, *_: Any) -> None:
-        replica, forward = _replica_index(), row_random.running.get()
-        if forward is not None and forward.expected is None:
+        if (forward := row_random.running.get()) is not None and forward.expected is None:
             return  # it finds the draws
+        replica = _replica_index()
         self._forwards[replica] += 1
         self._running.add(replica)
 

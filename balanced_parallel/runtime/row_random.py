@@ -19,7 +19,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,18 +45,17 @@ def mix(numbers: Tensor) -> Tensor:
     return numbers ^ ((numbers >> 31) & (2**33 - 1))
 
 
-def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: torch.device) -> tuple[Tensor, int]:
+def number_lines(shape: Sequence[int], rows: Tensor, dim: int | None) -> tuple[Tensor, int]:
     """Returns a number for each line of a tensor, with a last dimension of 1, and the length of a line.
 
-    ``rows`` are the numbers of the rows in the effective batch; with None all rows are the same. The size of their dimension
-    ``dim`` is a multiple of them: row 0 comes first, with all of its parts.
+    The dimension ``dim`` has one part or several for each of ``rows``, the first row first. Without it, all rows are the same.
     """
     sizes = list(shape) or [1]
-    if rows is not None:
+    if dim is not None:
         sizes[dim : dim + 1] = [len(rows), shape[dim] // len(rows)]
-    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    numbers = torch.zeros((), dtype=torch.int64, device=rows.device)
     for axis, size in enumerate(sizes[:-1]):
-        coordinates = torch.arange(size, device=device) if rows is None or axis != dim else rows
+        coordinates = rows if axis == dim else torch.arange(size, device=rows.device)
         numbers = numbers[..., None] + coordinates * signed(_FACTOR ** (axis + 2))
     return numbers[..., None], sizes[-1]
 
@@ -79,9 +77,8 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     if (numbers := stateless_numbers(seeds, length, dtype)) is not None:
         return numbers
     if dtype == torch.float64:
-        high, low = philox(seeds, 2 * length).unflatten(-1, (length, 2)).unbind(-1)
-        bits: Tensor = ((high << 32) | low) & (2**53 - 1)
-        return bits.to(dtype).mul_(2.0**-53)
+        words = philox(seeds, 2 * length)
+        return (((words[..., ::2] << 32) | words[..., 1::2]) & (2**53 - 1)).to(dtype).mul_(2.0**-53)
     return (philox(seeds, length) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
@@ -94,8 +91,9 @@ Seeds = functools.partial[tuple[Tensor, int]]  # Forward.seeds of an operator; k
 class UpdateRandom:
     """The random numbers of one update, of a seed that is the same in all processes. Kernels are replaced until :meth:`end`."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.forwards, self._library = seed, list[Forward](), _replace_kernels()
+    def __init__(self, seed: int, rows: int = 0) -> None:
+        self.seed, self.rows = seed, rows  # that have begun, in this process and in the ranks before
+        self.forwards, self._library = list[Forward](), _replace_kernels()
 
     def end(self) -> None:
         """Ends the update, after its last backward."""
@@ -139,8 +137,7 @@ class Forward:
     def seeds(self, operator: str, like: Tensor) -> tuple[Tensor, int]:
         """Begins a draw. Returns the seed of each line of a tensor like this one, and the length of a line."""
         number, dim = self._begin(operator, tuple(like.shape))
-        rows = None if dim is None else self._rows.to(like.device)
-        lines, length = number_lines(like.shape, rows, dim or 0, like.device)
+        lines, length = number_lines(like.shape, self._rows.to(like.device), dim)
         return mix(lines + signed(self._seed + (2 * number + (dim is None)) * _FACTOR)), length
 
     def _begin(self, operator: str, shape: tuple[int, ...]) -> tuple[int, int | None]:
@@ -169,11 +166,14 @@ class Forward:
 def find_draws(two: Forward, three: Forward) -> list[Draw]:
     """Returns the draws of a forward, from forwards of two and of three rows: the dimension that grows is that of the rows."""
     draws: list[Draw] = []
-    for number, (first, second) in enumerate(itertools.zip_longest(two.drawn, three.drawn, fillvalue=_END[:2])):
-        (name, small), (other, large) = first, second
-        grown = [axis for axis, (size, other_size) in enumerate(zip(small, large, strict=False)) if size != other_size]
-        is_even = all(3 * small[axis] == 2 * large[axis] for axis in grown)
-        if name != other or len(small) != len(large) or len(grown) > 1 or not is_even:
+    for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two.drawn, three.drawn, fillvalue=_END[:2])):
+        grown = [axis for axis, sizes in enumerate(zip(small, large, strict=False)) if sizes[0] != sizes[1]]
+        if (
+            name != other
+            or len(small) != len(large)
+            or len(grown) > 1
+            or any(3 * small[axis] != 2 * large[axis] for axis in grown)
+        ):
             raise _difference(number, (name, small, 2), (other, large, 3))
         draws.append((name, small, grown[0] if grown else None))
     return draws
@@ -181,10 +181,7 @@ def find_draws(two: Forward, three: Forward) -> list[Draw]:
 
 def _difference(number: int, *draws: tuple[str, tuple[int, ...], int]) -> ValueError:
     texts = [f"{operator} of shape {shape} for {rows} rows" for operator, shape, rows in draws]
-    return ValueError(
-        f"draw {number} is {' and '.join(texts)}, expected one operator, with one dimension of rows at most: with "
-        "reproducible=True, draws must not depend on the data or on chance"
-    )
+    return ValueError(f"draw {number} is {' and '.join(texts)}: with reproducible=True, draws must not depend on data or chance")
 
 
 running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)  # in this thread
@@ -224,7 +221,7 @@ def _bernoulli_(seeds: Seeds, self: Tensor, p: Any = 0.5) -> Tensor:
 
 def _normal_(seeds: Seeds, self: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     first, second = _uniform(seeds, self, None, 2).unbind(-1)
-    return self.copy_((-2 * torch.log1p(-first)).sqrt() * torch.cos(2 * math.pi * second) * std + mean)
+    return self.copy_((-2 * torch.log1p(-first)).sqrt() * torch.cos(2 * torch.pi * second) * std + mean)
 
 
 def _exponential_(seeds: Seeds, self: Tensor, rate: float = 1.0) -> Tensor:
@@ -258,7 +255,7 @@ def _multinomial(seeds: Seeds, self: Tensor, num_samples: int, replacement: bool
 
 def _refuse(seeds: Seeds, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{seeds.args[0]} draws in this forward, and with reproducible=True its numbers cannot follow the rows: give it a "
+        f"{seeds.args[0]} draws in this forward, and its numbers cannot follow the rows as reproducible=True has them: give it a "
         "generator=, or draw before the step and pass the numbers as an input"
     )
 
@@ -280,7 +277,6 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"), _refuse),
     **dict.fromkeys(("geometric_", "cauchy_", "log_normal_", "random_", "randperm.generator_out"), _refuse),
 }
-_kernel_of_torch = functools.cache(torch.library.get_kernel)  # asked for before it is replaced the first time
 
 
 def _replace_kernels() -> torch.library.Library:
@@ -294,9 +290,10 @@ def _replace_kernels() -> torch.library.Library:
     return library
 
 
+@functools.cache  # torch's kernel is the one before any is replaced
 def _replacement(name: str, key: str) -> Callable[..., Any]:
     function = _KERNELS[name]
-    kernel = _kernel_of_torch(f"aten::{name}", "CPU" if key.startswith("Composite") else key)
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU" if key.startswith("Composite") else key)
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # of randperm
@@ -304,8 +301,7 @@ def _replacement(name: str, key: str) -> Callable[..., Any]:
         forward = None if has_generator else _find_forward(tensor.device)
         if forward is not None:
             kwargs.pop("generator", None)
-            result = function(functools.partial(forward.seeds, name), *args, **kwargs)
-            if result is not NotImplemented:
+            if (result := function(functools.partial(forward.seeds, name), *args, **kwargs)) is not NotImplemented:
                 return result
         return kernel.call_boxed(keys, *args, **kwargs)
 

@@ -36,13 +36,9 @@ class RandomByRow:
         self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
         self._draws: dict[Hashable, list[Draw]] = {}  # by the kind of a batch
         self._update: UpdateRandom | None = None
-        self._rows = 0  # of this update, in this process and in the ranks before
 
     def begin(self, batch: Batch, run: Callable[[list[Shard]], Any]) -> Callable[[Shard], Shard]:
-        """Numbers the rows of a batch. Returns a function that gives its shards a context. All ranks call this, with rows or not.
-
-        ``run`` runs model and criterion on the shards of one forward.
-        """
+        """Numbers the rows of a batch. Returns a function that gives its shards a context. ``run`` runs shards of one forward."""
         if batch.cut_already is not None:
             raise ValueError("reproducible=True with inputs that are cut already, expected the whole batch and cut=ByCost(...)")
         leaves = containers.leaves((batch.inputs, batch.targets))
@@ -51,37 +47,37 @@ class RandomByRow:
         is_known = not rows or kind in self._draws
         if self._update is None:
             everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
-            self._update, self._rows = UpdateRandom(everyone[0][0]), sum(count for _, count, _ in everyone[: rank()])
+            self._update = UpdateRandom(everyone[0][0], sum(count for _, count, _ in everyone[: rank()]))
             is_known = all(is_known for _, _, is_known in everyone)
         elif world_size() > 1:
-            raise ValueError(
-                "reproducible=True with several add() calls on several ranks, where the places of the rows would not be known: "
-                "pass the effective batch to step(inputs, targets)"
-            )
-        update, first, shapes = self._update, self._rows, DrawShapes()
-        self._rows += rows
+            raise ValueError("reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)")
+        update, first, shapes = self._update, self._update.rows, DrawShapes()
+        update.rows += rows
 
         def surround(shard: Shard, draws: list[Draw] | None) -> Shard:
+            if shard.is_joined:
+                raise ValueError(
+                    "reproducible=True with samples that collate= joins, expected a row of each: numbers follow the rows"
+                )
             numbers = [first + row for row in shard.rows or ()]
             equal_shapes = {} if batch.pads else shapes  # shards may be padded to lengths of their own
             return shard._replace(context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing)
 
         if not is_known:
-            self._before.take()
-            with torch.no_grad():
-                for count in (2, 3) if rows else (0, 0):  # padded rows are the first one, twice and three times
-                    shard = batch.shard([0 if batch.pads else row % rows for row in range(count)], self._device)
-                    if shard.is_joined:
-                        raise ValueError(
-                            "reproducible=True with samples that collate= joins, whose random numbers do not belong to a row, "
-                            "expected a collate= that makes a row of each sample"
-                        )
-                    run([surround(shard, None)])
-            self._before.restore()
-            self._sync.begin()
+            self._run_two_and_three(batch, lambda shard: run([surround(shard, None)]))
             if rows:
                 self._draws[kind] = find_draws(*update.forwards[-2:])
         return functools.partial(surround, draws=self._draws.get(kind, []))
+
+    def _run_two_and_three(self, batch: Batch, run: Callable[[Shard], Any]) -> None:
+        """Runs two and three rows, and puts back what they change. A rank without rows runs none, twice."""
+        self._before.take()
+        with torch.no_grad():
+            for count in (2, 3) if batch.rows else (0, 0):
+                distinct = 1 if batch.pads else batch.rows or 0  # of rows with one length
+                run(batch.shard([row % distinct for row in range(count)], self._device))
+        self._before.restore()
+        self._sync.begin()
 
     def end(self) -> None:
         """Ends the update."""

@@ -1,5 +1,6 @@
 """Random numbers by row: their bits, parts of a batch against the whole, and torch's kernels outside of forwards."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -63,7 +64,7 @@ import torch
 from balanced_parallel.runtime.dropout_kernel import dropout
 from balanced_parallel.runtime.row_random import mix, number_lines, uniform
 for shape, dim, p in [((3, 5, 7), 0, 0.1), ((4, 3, 130), 1, 0.2), ((3,), 0, 0.5), ((2, 1030), 0, 1 / 3)]:
-    numbers, length = number_lines(shape, torch.arange(9, 9 + shape[dim]), dim, torch.device("cpu"))
+    numbers, length = number_lines(shape, torch.arange(9, 9 + shape[dim]), dim)
     x, seeds = torch.randn(shape), mix(numbers)
     expected = uniform(seeds, length, torch.float32).view(shape) < 1 - p
     out, mask = dropout(x, p, seeds, length)
@@ -125,7 +126,7 @@ def test_a_row_that_is_padded_draws_the_same_numbers():
 
 
 def test_lines_of_a_batch_are_all_different():
-    numbers, length = number_lines((50, 40, 30, 7), torch.arange(50), 0, CPU)
+    numbers, length = number_lines((50, 40, 30, 7), torch.arange(50), 0)
     assert length == 7
     assert numbers.unique().numel() == 50 * 40 * 30
 
@@ -164,11 +165,32 @@ def test_other_draws_of_the_process_are_those_of_torch():
     assert has_kernels_of_torch()
 
 
+def test_updates_that_run_at_the_same_time_draw_their_own_numbers():
+    def draw(update):
+        with Forward(update, range(2), CPU, [("uniform_", (2,), 0)], {}).drawing():
+            return torch.rand(2)
+
+    first = UpdateRandom(1)
+    numbers = draw(first)
+    second = UpdateRandom(2)
+    assert not torch.equal(draw(second), numbers)
+    first.end()
+    assert not torch.equal(draw(second), numbers)
+    third = UpdateRandom(1)
+    second.end()
+    assert torch.equal(draw(third), numbers)
+    third.end()
+    assert has_kernels_of_torch()
+
+
 @pytest.mark.parametrize(
     ("draw", "error", "message"),
     [
         (lambda x: torch.poisson(x.abs()), NotImplementedError, "poisson draws in this forward"),
         (lambda x: torch._standard_gamma(x.abs()), NotImplementedError, "_standard_gamma draws in this forward"),
+        (lambda x: torch.randperm(4), NotImplementedError, "randperm.generator_out draws in this forward"),
+        (lambda x: torch.empty_like(x).random_(), NotImplementedError, "random_ draws in this forward"),
+        (lambda x: F.rrelu(-x, training=True), RuntimeError, "an operator that reproducible=True does not know has drawn"),
         (
             lambda x: [torch.rand(2) for _ in x],
             ValueError,
@@ -190,7 +212,7 @@ def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
     ("forward", "message"),
     [
         (lambda: None, r"draw 0 is uniform_ of shape \(2, 2\) for 2 rows and nothing of shape \(\) for 3 rows"),
-        (lambda: torch.rand(3), r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows, expected one operator"),
+        (lambda: torch.rand(3), r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows: with reproducible=True"),
         (
             lambda: [torch.rand(3, 2), torch.rand(3, 2)],
             r"draw 1 is nothing of shape \(\) for 2 rows and uniform_ of shape \(3, 2\) for 3 rows",
@@ -199,13 +221,39 @@ def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
 )
 def test_a_forward_with_other_draws_than_the_small_ones_raises_an_error(forward, message):
     with (
-        pytest.raises(ValueError, match=f"{message}.*must not depend on the data or on chance"),
+        pytest.raises(ValueError, match=f"{message}.*must not depend on data or chance"),
         drawing_by_row(1, range(3), lambda count: torch.rand(count, 2)),
     ):
         forward()
 
 
-def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
+def test_operators_that_do_not_draw_with_their_arguments_are_those_of_torch():
+    x = torch.randn(3, 4)
+
+    def forward(x):
+        generator = torch.Generator().manual_seed(0)
+        return (
+            F.rrelu(x) + F.dropout(x, training=False) + torch.native_dropout(x, 0.5, False)[0] + torch.poisson(x.abs(), generator)
+        )
+
+    with drawing_by_row(1, range(3), lambda count: forward(x[:count])):
+        assert torch.equal(forward(x), forward(x))
+
+
+def test_layers_of_cudnn_are_refused_if_they_draw_between_them():
+    kernel, draws = row_random._KERNELS["_cudnn_rnn"], functools.partial(print, "_cudnn_rnn")
+    operator = torch.ops.aten._cudnn_rnn.default._schema
+    assert [operator.arguments[place].name for place in (11, 12)] == ["dropout", "train"]
+    arguments = [None] * 11
+    assert kernel(draws, *arguments, 0.0, True, False, [], None) is NotImplemented
+    assert kernel(draws, *arguments, 0.5, False, False, [], None) is NotImplemented
+    with pytest.raises(NotImplementedError, match="_cudnn_rnn draws in this forward"):
+        kernel(draws, *arguments, 0.5, True, False, [], None)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch, follows):
+    """Also where a known operator draws after it."""
     monkeypatch.setattr(row_random, "_KERNELS", {name: f for name, f in row_random._KERNELS.items() if name != "uniform_"})
     update = UpdateRandom(1)
 
@@ -213,6 +261,8 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
         with Forward(update, [0], CPU, None, {}).drawing():
             F.dropout(torch.ones(3))
             torch.rand(3)
+            if follows:
+                F.dropout(torch.ones(3))
 
     with pytest.raises(RuntimeError, match=r"does not know has drawn.*before it were \['bernoulli_.float'\]"):
         forward()
