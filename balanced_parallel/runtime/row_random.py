@@ -144,8 +144,8 @@ class Forward:
         """Returns the number of a draw, and the dimension of its rows, None if it has none."""
         seed, generator = self._generator.initial_seed(), self._generator
         ticket, number = divmod(seed, 2**_DRAW_BITS)
-        if ticket != self.ticket:  # another replica of the device has had its turn
-            number = len(self.drawn)
+        if ticket != self.ticket:
+            number = len(self.drawn)  # another replica of the device has had its turn
         elif not torch.equal(generator.clone_state().manual_seed(seed).get_state(), generator.get_state()):
             raise RuntimeError(
                 "an operator that reproducible=True does not know has drawn, expected operators of torch whose numbers can "
@@ -168,12 +168,8 @@ def find_draws(two: Forward, three: Forward) -> list[Draw]:
     draws: list[Draw] = []
     for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two.drawn, three.drawn, fillvalue=_END[:2])):
         grown = [axis for axis, sizes in enumerate(zip(small, large, strict=False)) if sizes[0] != sizes[1]]
-        if (
-            name != other
-            or len(small) != len(large)
-            or len(grown) > 1
-            or any(3 * small[axis] != 2 * large[axis] for axis in grown)
-        ):
+        is_even = all(3 * small[axis] == 2 * large[axis] for axis in grown)
+        if name != other or len(small) != len(large) or len(grown) > 1 or not is_even:
             raise _difference(number, (name, small, 2), (other, large, 3))
         draws.append((name, small, grown[0] if grown else None))
     return draws
@@ -255,7 +251,7 @@ def _multinomial(seeds: Seeds, self: Tensor, num_samples: int, replacement: bool
 
 def _refuse(seeds: Seeds, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{seeds.args[0]} draws in this forward, and its numbers cannot follow the rows as reproducible=True has them: give it a "
+        f"{seeds.args[0]} draws in this forward, and with reproducible=True its numbers cannot follow the rows: give it a "
         "generator=, or draw before the step and pass the numbers as an input"
     )
 

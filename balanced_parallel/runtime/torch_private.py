@@ -313,11 +313,10 @@ def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor 
 
 
 def attention_in_parts(
-    _: Any, query: Tensor, k: Tensor, value: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **settings: Any
+    _: Any, q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, causal: bool = False, **others: Any
 ) -> Any:
     """Computes scaled dot product attention with dropout in operators of its own. The public function chooses a fused kernel."""
-    arguments = query, k, value, mask, p, causal, None
-    return torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0] if p > 0 else NotImplemented
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, None, **others)[0] if p else NotImplemented
 
 
 # Process groups.

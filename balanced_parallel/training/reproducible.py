@@ -56,9 +56,7 @@ class RandomByRow:
 
         def surround(shard: Shard, draws: list[Draw] | None) -> Shard:
             if shard.is_joined:
-                raise ValueError(
-                    "reproducible=True with samples that collate= joins, expected a row of each: numbers follow the rows"
-                )
+                raise ValueError("reproducible=True with samples that collate= joins, expected a collate= with one row of each")
             numbers = [first + row for row in shard.rows or ()]
             equal_shapes = {} if batch.pads else shapes  # shards may be padded to lengths of their own
             return shard._replace(context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing)
