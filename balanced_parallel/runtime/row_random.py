@@ -114,7 +114,8 @@ class Forward:
     ) -> None:
         if (generator := _generator(device)) is None:
             raise NotImplementedError(f"reproducible=True on {device}, expected CUDA or the CPU, whose generators torch gives")
-        self.expected, self.ticket, self.drawn = expected, next(_tickets), list[tuple[str, tuple[int, ...]]]()
+        self.expected, self.ticket = expected, next(_tickets)
+        self.drawn: list[tuple[str, tuple[int, ...]]] = []  # operator and shape
         self._seed, self._rows, self._shapes = update.seed, torch.tensor(rows, dtype=torch.int64, device=device), shapes
         self._generator, self._state_before = generator, None
         update.forwards.append(self)
