@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_private import attention_in_parts, has_kernel, stateless_numbers
+from .torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel, stateless_numbers
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # of a ticket, for the number of a draw
@@ -270,9 +270,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "native_dropout": _native_dropout,
     "multinomial": _multinomial,
     "scaled_dot_product_attention": attention_in_parts,
-    "_cudnn_rnn": lambda seeds, *args: _refuse(seeds) if args[11] and args[12] else NotImplemented,  # dropout in training
-    **dict.fromkeys(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"), _refuse),
-    **dict.fromkeys(("geometric_", "cauchy_", "log_normal_", "random_", "randperm.generator_out"), _refuse),
+    CUDNN_LAYERS: lambda seeds, *args: _refuse(seeds) if args[11] and args[12] else NotImplemented,  # dropout in training
+    **dict.fromkeys((*REFUSED_DRAWS, "random_", "randperm.generator_out"), _refuse),
 }
 
 

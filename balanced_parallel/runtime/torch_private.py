@@ -295,6 +295,8 @@ ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
+CUDNN_LAYERS = "_cudnn_rnn"  # those of an LSTM, with dropout between them
+REFUSED_DRAWS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "geometric_", "cauchy_", "log_normal_")
 
 
 def has_kernel(name: str, key: str) -> bool:
