@@ -314,9 +314,7 @@ def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor 
     return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
 
 
-def attention_in_parts(
-    _: Any, q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, causal: bool = False, **others: Any
-) -> Any:
+def attention_in_parts(_: Any, q: Any, k: Any, v: Any, mask: Any = None, p: Any = 0.0, causal: Any = False, **others: Any) -> Any:
     """Computes scaled dot product attention with dropout in operators of its own. The public function chooses a fused kernel."""
     return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, None, **others)[0] if p else NotImplemented
 
