@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 from balanced_parallel.loss.sums import LossSum
-from balanced_parallel.runtime.row_random import BatchRandom
+from balanced_parallel.runtime.row_random import Forward
 from balanced_parallel.training import reproducible
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -192,8 +192,8 @@ def check_case_from_zero(rank, case):
 
 def test_comparison_detects_numbers_that_do_not_follow_the_rows(monkeypatch):
     """Numbers the rows of each shard from zero."""
-    drawing = BatchRandom.drawing
-    monkeypatch.setattr(BatchRandom, "drawing", lambda self, part, rows, device: drawing(self, part, range(len(rows)), device))
+    begin = Forward.__init__
+    monkeypatch.setattr(Forward, "__init__", lambda self, update, rows, *others: begin(self, update, range(len(rows)), *others))
     case = Case("mlp", "MSELoss", 0.0, 2, 1, [[5]], True, dropout=True)
     with pytest.raises(AssertionError, match="not close"):
         check_case(0, case)

@@ -23,7 +23,6 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, move, resolve_devices
-from ..runtime.row_random import BatchRandom
 from ..runtime.torch_private import base_of
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, spread
@@ -391,12 +390,8 @@ class Shard(NamedTuple):
     rows: RowNumbers | None  # their places in the effective batch of this process; None if the batch has no rows
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
-    random: BatchRandom | None = None  # numbers that follow the rows, and the place of the first row in the effective batch
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # of the model and of the criterion
     is_joined: bool = False  # the inputs are one object, of the samples ``rows``
-
-    def drawing(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a forward of ``"model"`` or ``"criterion"``, whose random numbers may follow the rows."""
-        return contextlib.nullcontext() if self.random is None else self.random.drawing(part, self.rows, self.device)
 
 
 class MicroBatch(NamedTuple):

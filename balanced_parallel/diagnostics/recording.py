@@ -50,9 +50,9 @@ class Program:
         return max(self._forwards.values(), default=0)
 
     def _start_forward(self, *_: Any) -> None:
-        random, replica = row_random.running.get(), _replica_index()
-        if random is not None and random.expected is None:
-            return  # a small forward that finds the draws
+        if (forward := row_random.running.get()) is not None and forward.expected is None:
+            return  # it finds the draws
+        replica = _replica_index()
         self._forwards[replica] += 1
         self._running.add(replica)
 

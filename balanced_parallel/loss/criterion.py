@@ -265,7 +265,7 @@ class DataParallelCriterion(nn.Module):
 
 def _run(term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
-    with shard.drawing("criterion"):
+    with shard.context():
         return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
 
 

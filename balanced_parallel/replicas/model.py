@@ -213,5 +213,5 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
-    with shard.drawing("model"):
+    with shard.context():
         return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)

@@ -1,7 +1,4 @@
-"""Dropout by row in one Triton kernel, for CUDA. It imports Triton, which comes with torch for CUDA.
-
-It reads the input once and writes output and mask once, as torch's ``native_dropout`` does. Random numbers are never in memory.
-"""
+"""Dropout by row in one Triton kernel, for CUDA. Random numbers are never in memory. Triton comes with torch for CUDA."""
 
 import torch
 import triton  # type: ignore[import-not-found]

@@ -7,28 +7,26 @@ A number depends on the seed of the update, the number of the draw in the forwar
 
 A line is the last dimension of a tensor. Coordinates of the other dimensions are separate, so a row that is padded to another
 length has the same numbers where it has data. torch's stateless numbers (``torch.func._random``, pytorch#177229, from torch 2.14
-on), integer operators where it has no kernel, and the Triton kernel of ``dropout_kernel`` make the same bits.
+on), integer operators, and the Triton kernel of ``dropout_kernel`` make the same bits.
 
-torch's kernels that draw are replaced during an update. A replaced kernel looks for the forward that runs, so modules, functions,
-composites in C++ (``nn.LSTM``) and worker threads are covered. A call with ``generator=`` runs torch's kernel.
-
-During a forward, the seed of the device's generator is a ticket: the forward, and the number of the next draw. Activation
-checkpointing saves and sets states of generators, and so carries it into the backward.
+torch's kernels that draw are replaced during an update. They look for the forward that runs, so modules, functions, composites in
+C++ (``nn.LSTM``) and worker threads are covered. During a forward, the seed of the device's generator is a ticket: the forward,
+and the number of the next draw. Activation checkpointing saves and sets states of generators, and so takes it to the backward.
+A kernel that is not replaced moves the generator on, and so is found.
 """
 
 import contextlib
 import contextvars
+import functools
 import itertools
-import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .torch_private import DRAWS_OF_ONE_FORM, attention_in_parts, has_kernel, remove_kernels, stateless_numbers
+from .torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel, stateless_numbers
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # of a ticket, for the number of a draw
@@ -47,27 +45,23 @@ def mix(numbers: Tensor) -> Tensor:
     return numbers ^ ((numbers >> 31) & (2**33 - 1))
 
 
-def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: torch.device) -> tuple[Tensor, int]:
+def number_lines(shape: Sequence[int], rows: Tensor, dim: int | None) -> tuple[Tensor, int]:
     """Returns a number for each line of a tensor, with a last dimension of 1, and the length of a line.
 
-    ``rows`` are the numbers of the rows in the effective batch; with None all rows are the same. The size of their dimension
-    ``dim`` is a multiple of them: row 0 comes first, with all of its parts.
+    The dimension ``dim`` has one part or several for each of ``rows``, the first row first. Without it, all rows are the same.
     """
     sizes = list(shape) or [1]
-    if rows is not None:
+    if dim is not None:
         sizes[dim : dim + 1] = [len(rows), shape[dim] // len(rows)]
-    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    numbers = torch.zeros((), dtype=torch.int64, device=rows.device)
     for axis, size in enumerate(sizes[:-1]):
-        coordinates = torch.arange(size, device=device) if rows is None or axis != dim else rows
+        coordinates = rows if axis == dim else torch.arange(size, device=rows.device)
         numbers = numbers[..., None] + coordinates * signed(_FACTOR ** (axis + 2))
     return numbers[..., None], sizes[-1]
 
 
 def philox(seeds: Tensor, words: int) -> Tensor:
-    """Returns the first ``words`` words of 32 bits of each seed, ``[..., words]`` in int64, for seeds ``[..., 1]``.
-
-    The generator is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-    """
+    """Returns words of 32 bits, ``[..., words]`` in int64, for seeds ``[..., 1]``, as Salmon et al. (SC 2011) define them."""
     k0, k1 = seeds & _LOW, (seeds >> 32) & _LOW
     c0 = torch.arange(-(-words // 4), device=seeds.device).expand(*seeds.shape[:-1], -1)
     c1 = c2 = c3 = torch.zeros((), dtype=torch.int64, device=seeds.device)
@@ -83,136 +77,108 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     if (numbers := stateless_numbers(seeds, length, dtype)) is not None:
         return numbers
     if dtype == torch.float64:
-        high, low = philox(seeds, 2 * length).unflatten(-1, (length, 2)).unbind(-1)
-        bits: Tensor = ((high << 32) | low) & (2**53 - 1)
-        return bits.to(dtype).mul_(2.0**-53)
+        words = philox(seeds, 2 * length)
+        return (((words[..., ::2] << 32) | words[..., 1::2]) & (2**53 - 1)).to(dtype).mul_(2.0**-53)
     return (philox(seeds, length) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
-class Draw(NamedTuple):
-    """A draw of a forward of two rows."""
-
-    operator: str
-    shape: tuple[int, ...]
-    dim: int | None  # of the rows; None if it has none
+Draw = tuple[str, tuple[int, ...], int | None]  # operator, shape for two rows, and dimension of the rows, None without rows
+DrawShapes = dict[int, tuple[int, ...]]  # by number of the draw
+_END: Draw = ("nothing", (), None)  # stands at the end of the model, and of the criterion
+Seeds = functools.partial[tuple[Tensor, int]]  # Forward.seeds of an operator; kernels call it with the tensor that they fill
 
 
 class UpdateRandom:
     """The random numbers of one update, of a seed that is the same in all processes. Kernels are replaced until :meth:`end`."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.forwards: list[Forward] = []
-        _replace_kernels(+1)
+    def __init__(self, seed: int, rows: int = 0) -> None:
+        self.seed, self.rows = seed, rows  # that have begun, in this process and in the ranks before
+        self.forwards, self._library = list[Forward](), _replace_kernels()
 
     def end(self) -> None:
-        """Ends the update, after its last backward. Kernels are torch's own again if no other update runs."""
+        """Ends the update, after its last backward."""
         for forward in self.forwards:
             del _forwards[forward.ticket]
-        _replace_kernels(-1)
-
-
-class BatchRandom(NamedTuple):
-    """The random numbers of one batch of an update."""
-
-    update: UpdateRandom
-    first: int  # number in the effective batch of its first row
-    draws: Mapping[str, Sequence[Draw]] | None  # of the model and of the criterion; None where they are not known
-    shared: dict[Any, tuple[int, ...]] | None = None  # shapes without rows; None if they may differ, as padding by cost does
-
-    @contextlib.contextmanager
-    def drawing(self, part: str, rows: Sequence[int] | None, device: torch.device) -> Iterator[None]:
-        """Surrounds a forward of ``"model"`` or ``"criterion"`` in this thread. The generator's state is put back.
-
-        ``rows`` are their numbers in the batch; None if the arguments have no rows.
-        """
-        generator = _generator(device)
-        forward = Forward(self, part, rows, device)
-        _forwards[forward.ticket] = forward
-        self.update.forwards.append(forward)
-        other = _forwards.get(generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns
-        forward.state_before = generator.get_state() if other is None else other.state_before
-        token = running.set(forward)
-        generator.manual_seed(forward.ticket << _DRAW_BITS)
-        try:
-            yield
-            forward.check_end(generator)
-        finally:
-            running.reset(token)
-            generator.set_state(forward.state_before)
-            forward.lines.clear()
+        del self._library  # the last reference: kernels are torch's own again
 
 
 class Forward:
-    """One forward of one replica, with the numbers of its rows on its device."""
+    """One forward of one replica: the model, and then the criterion.
 
-    def __init__(self, batch: BatchRandom, part: str, rows: Sequence[int] | None, device: torch.device) -> None:
-        self.part, self.device, self.count = part, device, 0 if rows is None else len(rows)
-        self.expected = None if batch.draws is None else batch.draws.get(part, ())
-        self.shapes: list[tuple[str, tuple[int, ...]]] = []  # operator and shape of each draw
-        self.lines: dict[Any, tuple[Tensor, int]] = {}  # by shape
-        self.ticket, self.next_draw = next(_tickets), 0
-        self.state_before: Any = None  # of the generator
-        self._rows = torch.tensor(rows or (), dtype=torch.int64, device=device) + batch.first
-        self._seed, self._shared = batch.update.seed + len(part), batch.shared
+    ``rows`` are their numbers in the effective batch, empty if arguments have no rows. ``expected`` are the draws, or None.
+    ``shapes`` are those of the first of several forwards, whose draws without rows have equal shapes.
+    """
 
-    def seeds(self, operator: str, draw: int, shape: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-        """Returns the seed of each line of a tensor that is drawn, and the length of a line."""
-        if draw == len(self.shapes):  # not when it runs again
-            self.shapes.append((operator, tuple(shape)))
-        dim = self._dim(operator, draw, tuple(shape))
-        key = tuple(shape), dim, device
-        if (lines := self.lines.get(key)) is None:
-            lines = number_lines(shape, None if dim is None else self._rows.to(device), dim or 0, device)
-            if running.get() is self:  # when it runs again, nobody would forget them
-                self.lines[key] = lines
-        return mix(lines[0] + signed(self._seed + (2 * draw + (dim is None)) * _FACTOR)), lines[1]
+    def __init__(
+        self, update: UpdateRandom, rows: Sequence[int], device: torch.device, expected: Sequence[Draw] | None, shapes: DrawShapes
+    ) -> None:
+        if (generator := _generator(device)) is None:
+            raise NotImplementedError(f"reproducible=True on {device}, expected CUDA or the CPU, whose generators torch gives")
+        self.expected, self.ticket = expected, next(_tickets)
+        self.drawn: list[tuple[str, tuple[int, ...]]] = []  # operator and shape
+        self._seed, self._rows, self._shapes = update.seed, torch.tensor(rows, dtype=torch.int64, device=device), shapes
+        self._generator, self._state_before = generator, None
+        update.forwards.append(self)
+        _forwards[self.ticket] = self
 
-    def _dim(self, operator: str, draw: int, shape: tuple[int, ...]) -> int | None:
-        """Returns the dimension of the rows, or None if a tensor has no rows."""
-        if self.expected is None or not self.count:
-            return None
-        if draw < len(self.expected):
-            name, small, dim = self.expected[draw]
-            shared = None if dim is not None or self._shared is None else self._shared.setdefault((self.part, draw), shape)
-            is_same = operator == name and len(shape) == len(small) and shared in (None, shape)
-            if is_same and (dim is None or shape[dim] % self.count == 0):
-                return dim
-        raise ValueError(
-            f"draw {draw} of the {self.part} is {operator} of shape {shape} for {self.count} rows, expected the draws of a "
-            f"forward of two rows{_AS_ROWS}"
-        )
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Surrounds the model or the criterion in this thread. The generator's state is put back."""
+        other = _forwards.get(self._generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns
+        self._state_before = self._generator.get_state() if other is None else other._state_before
+        token = running.set(self)
+        self._generator.manual_seed((self.ticket << _DRAW_BITS) + len(self.drawn))
+        try:
+            yield
+            self._begin(*_END[:2])
+        finally:
+            running.reset(token)
+            self._generator.set_state(self._state_before)
 
-    def check_end(self, generator: Any) -> None:
-        """Checks that the forward has drawn as often as expected, and that nothing else has drawn from the generator."""
-        if self.expected is not None and self.count and self.next_draw != len(self.expected):
-            raise ValueError(f"the {self.part} has drawn {self.next_draw} times, expected {len(self.expected)} times{_AS_ROWS}")
-        fresh, seed = generator.clone_state(), generator.initial_seed()
-        fresh.manual_seed(seed)
-        if seed >> _DRAW_BITS == self.ticket and not torch.equal(fresh.get_state(), generator.get_state()):
+    def seeds(self, operator: str, like: Tensor) -> tuple[Tensor, int]:
+        """Begins a draw. Returns the seed of each line of a tensor like this one, and the length of a line."""
+        number, dim = self._begin(operator, tuple(like.shape))
+        lines, length = number_lines(like.shape, self._rows.to(like.device), dim)
+        return mix(lines + signed(self._seed + (2 * number + (dim is None)) * _FACTOR)), length
+
+    def _begin(self, operator: str, shape: tuple[int, ...]) -> tuple[int, int | None]:
+        """Returns the number of a draw, and the dimension of its rows, None if it has none."""
+        seed, generator = self._generator.initial_seed(), self._generator
+        ticket, number = divmod(seed, 2**_DRAW_BITS)
+        if ticket != self.ticket:
+            number = len(self.drawn)  # another replica of the device has had its turn
+        elif not torch.equal(generator.clone_state().manual_seed(seed).get_state(), generator.get_state()):
             raise RuntimeError(
-                f"an operator that reproducible=True does not know has drawn in the {self.part}, expected operators of torch "
-                f"alone; the draws before it were {[name for name, _ in self.shapes[-3:]]}"
+                "an operator that reproducible=True does not know has drawn, expected operators of torch whose numbers can "
+                f"follow the rows; the draws before it were {[name for name, _ in self.drawn[-3:]]}"
             )
+        generator.manual_seed((self.ticket << _DRAW_BITS) + number + 1)
+        if number == len(self.drawn):  # not a part that runs again
+            self.drawn.append((operator, shape))
+        first, count = self._shapes.setdefault(number, shape), len(self._rows)
+        if self.expected is None or not count:
+            return number, None
+        name, small, dim = self.expected[number] if number < len(self.expected) else _END
+        if name == operator and (shape == first if dim is None else len(shape) == len(small) and shape[dim] % count == 0):
+            return number, dim
+        raise _difference(number, (name, small, 2), (operator, shape, count))
 
 
-_AS_ROWS = ": with reproducible=True, draws must not depend on the data or on chance"
-
-
-def find_draws(forwards: Sequence[Forward]) -> list[Draw]:
+def find_draws(two: Forward, three: Forward) -> list[Draw]:
     """Returns the draws of a forward, from forwards of two and of three rows: the dimension that grows is that of the rows."""
-    two, three = (forward.shapes for forward in forwards)
     draws: list[Draw] = []
-    for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two, three, fillvalue=("nothing", ()))):
-        grown = [axis for axis, (size, other_size) in enumerate(zip(small, large, strict=False)) if size != other_size]
+    for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two.drawn, three.drawn, fillvalue=_END[:2])):
+        grown = [axis for axis, sizes in enumerate(zip(small, large, strict=False)) if sizes[0] != sizes[1]]
         is_even = all(3 * small[axis] == 2 * large[axis] for axis in grown)
         if name != other or len(small) != len(large) or len(grown) > 1 or not is_even:
-            raise ValueError(
-                f"draw {number} of the {forwards[0].part} is {name} of shape {small} for 2 rows, and {other} of shape {large} "
-                f"for 3, expected one dimension of rows{_AS_ROWS}"
-            )
-        draws.append(Draw(name, small, grown[0] if grown else None))
+            raise _difference(number, (name, small, 2), (other, large, 3))
+        draws.append((name, small, grown[0] if grown else None))
     return draws
+
+
+def _difference(number: int, *draws: tuple[str, tuple[int, ...], int]) -> ValueError:
+    texts = [f"{operator} of shape {shape} for {rows} rows" for operator, shape, rows in draws]
+    return ValueError(f"draw {number} is {' and '.join(texts)}: with reproducible=True, draws must not depend on data or chance")
 
 
 running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)  # in this thread
@@ -221,167 +187,118 @@ _forwards: dict[int, Forward] = {}  # by ticket, of the updates that run: a back
 
 
 def _generator(device: torch.device) -> Any:
-    """Returns the default generator of a device."""
+    """Returns the default generator of a device, or None where torch does not give it."""
     if device.type == "cpu":
         return torch.default_generator
     generators = getattr(torch.get_device_module(device), "default_generators", None)
-    if generators is None:
-        raise NotImplementedError(f"reproducible=True on {device}, expected CUDA or the CPU: torch does not give its generators")
-    return generators[device.index]
+    return generators[device.index] if generators else None  # CUDA has none before its first use
 
 
-class _Begun(NamedTuple):
-    """A draw that has begun."""
-
-    forward: Forward
-    number: int
-    operator: str
-
-    def uniform(self, like: Tensor, dtype: torch.dtype | None = None, per_element: int = 1) -> Tensor:
-        """Returns ``per_element`` numbers in [0, 1) for each element, in a last dimension if there are several."""
-        seeds, length = self.forward.seeds(self.operator, self.number, like.shape, like.device)
-        dtype = dtype or (torch.float64 if like.dtype == torch.float64 else torch.float32)
-        numbers = uniform(seeds, length * per_element, dtype)
-        return numbers.view(*like.shape, per_element) if per_element > 1 else numbers.view(like.shape)
-
-
-def _find_forward(device: torch.device) -> tuple[Forward | None, int]:
-    """Returns the forward that draws on a device, or runs again, and the number of its next draw; None if there is none."""
-    forward = running.get()
-    devices = [device if forward is None else forward.device]
-    if forward is None and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        # the thread of a device's backward may draw on the host
+def _find_forward(device: torch.device) -> Forward | None:
+    """Returns the forward that draws on a device: that of this thread, or one of which a backward runs a part again."""
+    if (forward := running.get()) is not None:
+        return forward
+    devices = [device]  # the thread of a device's backward may draw on the host too
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         devices.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
-    for each in devices:
-        seed: int = _generator(each).initial_seed()
-        ticketed = _forwards.get(seed >> _DRAW_BITS)
-        if ticketed is not None and forward in (None, ticketed):
-            return ticketed, seed % 2**_DRAW_BITS
-    return forward, 0 if forward is None else forward.next_draw  # another replica of the device has had its turn
+    tickets = [generator.initial_seed() >> _DRAW_BITS for generator in map(_generator, devices) if generator is not None]
+    return next((_forwards[ticket] for ticket in tickets if ticket in _forwards), None)
 
 
-def _bernoulli_(begun: _Begun, self: Tensor, p: Any = 0.5) -> Tensor:
-    return self.copy_(begun.uniform(self, torch.float32) < p)
+def _uniform(seeds: Seeds, like: Tensor, dtype: torch.dtype | None = None, per_element: int = 1) -> Tensor:
+    """Returns ``per_element`` numbers in [0, 1) for each element, in a last dimension if there are several."""
+    lines, length = seeds(like)
+    numbers = uniform(lines, length * per_element, dtype or (torch.float64 if like.dtype == torch.float64 else torch.float32))
+    return numbers.view(*like.shape, per_element) if per_element > 1 else numbers.view(like.shape)
 
 
-def _normal_(begun: _Begun, self: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    first, second = begun.uniform(self, None, 2).unbind(-1)
-    return self.copy_((-2 * torch.log1p(-first)).sqrt() * torch.cos(2 * math.pi * second) * std + mean)
+def _bernoulli_(seeds: Seeds, self: Tensor, p: Any = 0.5) -> Tensor:
+    return self.copy_(_uniform(seeds, self, torch.float32) < p)
 
 
-def _exponential_(begun: _Begun, self: Tensor, rate: float = 1.0) -> Tensor:
-    numbers = begun.uniform(self)
+def _normal_(seeds: Seeds, self: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    first, second = _uniform(seeds, self, None, 2).unbind(-1)
+    return self.copy_((-2 * torch.log1p(-first)).sqrt() * torch.cos(2 * torch.pi * second) * std + mean)
+
+
+def _exponential_(seeds: Seeds, self: Tensor, rate: float = 1.0) -> Tensor:
+    numbers = _uniform(seeds, self)
     return self.copy_(-torch.log(numbers + torch.finfo(numbers.dtype).eps / 4) / rate)  # never infinite
 
 
-def _integers_(begun: _Begun, self: Tensor, low: int, high: int | None) -> Tensor:
-    high = 2**53 if high is None else high
-    return self.copy_((begun.uniform(self, torch.float64) * (high - low)).floor() + low)
+def _integers_(seeds: Seeds, self: Tensor, low: int, high: int) -> Tensor:
+    return self.copy_((_uniform(seeds, self, torch.float64) * (high - low)).floor() + low)
 
 
-def _random_(begun: _Begun, self: Tensor) -> Tensor:
-    return _integers_(begun, self, 0, 2**24 if self.is_floating_point() else min(torch.iinfo(self.dtype).max, 2**53))
-
-
-def _native_dropout(begun: _Begun, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _native_dropout(seeds: Seeds, input: Tensor, p: float, train: bool | None) -> Any:
     if train is False:
-        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+        return NotImplemented
     if input.is_cuda:
         with contextlib.suppress(ImportError):  # no Triton
             from .dropout_kernel import dropout
 
-            return dropout(input, p, *begun.forward.seeds(begun.operator, begun.number, input.shape, input.device))
-    mask = begun.uniform(input, torch.float32) < 1 - p  # the same elements as bernoulli_(1 - p), which the CPU calls
+            return dropout(input, p, *seeds(input))
+    mask = _uniform(seeds, input, torch.float32) < 1 - p  # the same elements as bernoulli_(1 - p), which the CPU calls
     return input * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def _multinomial(begun: _Begun, self: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+def _multinomial(seeds: Seeds, self: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     bounds = self.double().cumsum(-1)
     if replacement:
-        numbers = begun.uniform(bounds.new_empty(*self.shape[:-1], num_samples), torch.float64)
+        numbers = _uniform(seeds, bounds.new_empty(*self.shape[:-1], num_samples))
         return torch.searchsorted(bounds, numbers * bounds[..., -1:], right=True)
-    return (_exponential_(begun, torch.empty_like(bounds)) / self).topk(num_samples, largest=False).indices
+    return (_exponential_(seeds, torch.empty_like(bounds)) / self).topk(num_samples, largest=False).indices
 
 
-def _rrelu(begun: _Begun, self: Tensor, noise: Tensor, low: float, high: float, training: bool, _: None = None) -> Tensor:
-    slopes = begun.uniform(self) * (high - low) + low if training else (low + high) / 2
-    return self * noise.copy_(torch.where(self <= 0, slopes, 1.0))
-
-
-def _refuse(begun: _Begun, *args: Any, **kwargs: Any) -> Any:
+def _refuse(seeds: Seeds, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{begun.operator} draws in this forward, and with reproducible=True its numbers cannot follow the rows: give it a "
+        f"{seeds.args[0]} draws in this forward, and with reproducible=True its numbers cannot follow the rows: give it a "
         "generator=, or draw before the step and pass the numbers as an input"
     )
 
 
+# by operator; the result NotImplemented is that of torch's kernel, which does not draw with these arguments
 _KERNELS: dict[str, Callable[..., Any]] = {
     "bernoulli_.float": _bernoulli_,
     "bernoulli_.Tensor": _bernoulli_,
-    "bernoulli.out": lambda begun, self, *, out: _bernoulli_(begun, out.resize_(self.shape), self),
-    "uniform_": lambda begun, self, low=0.0, high=1.0: self.copy_(begun.uniform(self) * (high - low) + low),
+    "bernoulli.out": lambda seeds, self, *, out: _bernoulli_(seeds, out.resize_(self.shape), self),
+    "uniform_": lambda seeds, self, low=0.0, high=1.0: self.copy_(_uniform(seeds, self) * (high - low) + low),
     "normal_": _normal_,
     "exponential_": _exponential_,
-    "random_": _random_,
     "random_.from": _integers_,
-    "random_.to": lambda begun, self, high: _integers_(begun, self, 0, high),
+    "random_.to": lambda seeds, self, high: _integers_(seeds, self, 0, high),
     "native_dropout": _native_dropout,
     "multinomial": _multinomial,
-    "randperm.generator_out": lambda begun, n, *, out: out.copy_(begun.uniform(out.resize_(n), torch.float64).argsort()),
-    "rrelu_with_noise": _rrelu,
-    **dict.fromkeys((*DRAWS_OF_ONE_FORM, "geometric_", "cauchy_", "log_normal_"), _refuse),
+    "scaled_dot_product_attention": attention_in_parts,
+    CUDNN_LAYERS: lambda seeds, *args: _refuse(seeds) if args[11] and args[12] else NotImplemented,  # dropout in training
+    **dict.fromkeys((*REFUSED_DRAWS, "random_", "randperm.generator_out"), _refuse),
 }
-_lock = threading.Lock()
-_library: torch.library.Library | None = None
-_updates = 0  # that run
 
 
-def _replace_kernels(change: int) -> None:
-    """Replaces torch's kernels that draw while any update runs. ``change`` is that of the number of updates."""
-    global _library, _updates
-    with _lock, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        _updates += change
-        if _library is not None and not _updates:
-            remove_kernels(_library)
-            _library = None
-        elif _library is None:
-            _library = torch.library.Library("aten", "IMPL")
-            for key in ("CPU", "CUDA", "PrivateUse1"):  # a forward on another device ends with an error
-                for name, function in _KERNELS.items():
-                    if has_kernel(name, key):
-                        _library.impl(name, _replacement(name, key, function), key, with_keyset=True)
-                if key != "PrivateUse1" and has_kernel("bernoulli_.float", key):
-                    attention = "scaled_dot_product_attention"
-                    _library.impl(attention, _attention(f"Autograd{key}"), f"Autograd{key}", with_keyset=True)
+def _replace_kernels() -> torch.library.Library:
+    """Replaces torch's kernels that draw, while the result exists. Several updates may run at once."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings(action="ignore"):  # torch warns of the first kernel that is replaced
+        for key in ("CPU", "CUDA", "PrivateUse1", "CompositeImplicitAutograd"):  # a forward on another device ends with an error
+            for name in _KERNELS:
+                if has_kernel(name, key):
+                    library.impl(name, _replacement(name, key), key, with_keyset=True, allow_override=True)
+    return library
 
 
-def _replacement(name: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    kernel = torch.library.get_kernel(f"aten::{name}", key)
+@functools.cache  # torch's kernel is the one before any is replaced
+def _replacement(name: str, key: str) -> Callable[..., Any]:
+    function = _KERNELS[name]
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU" if key.startswith("Composite") else key)
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        first = args[0] if isinstance(args[0], Tensor) else kwargs["out"]
+        tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # of randperm
         has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-        forward, number = (None, 0) if has_generator else _find_forward(first.device)
-        if forward is None:
-            return kernel.call_boxed(keys, *args, **kwargs)
-        forward.next_draw = max(forward.next_draw, number + 1)  # a part that runs again draws earlier numbers
-        _generator(forward.device).manual_seed((forward.ticket << _DRAW_BITS) + number + 1)
-        kwargs.pop("generator", None)
-        return function(_Begun(forward, number, name), *args, **kwargs)
+        forward = None if has_generator else _find_forward(tensor.device)
+        if forward is not None:
+            kwargs.pop("generator", None)
+            if (result := function(functools.partial(forward.seeds, name), *args, **kwargs)) is not NotImplemented:
+                return result
+        return kernel.call_boxed(keys, *args, **kwargs)
 
     return draw
-
-
-def _attention(key: str) -> Callable[..., Any]:
-    """Returns attention that computes dropout in operators of its own: fused kernels draw inside."""
-    kernel = torch.library.get_kernel("aten::scaled_dot_product_attention", key)
-
-    def attend(
-        keys: Any, query: Tensor, k: Tensor, value: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **kwargs: Any
-    ) -> Any:
-        if p > 0 and _find_forward(query.device)[0] is not None:
-            return attention_in_parts(query, k, value, mask, p, causal, None, **kwargs)
-        return kernel.call_boxed(keys, query, k, value, mask, p, causal, **kwargs)
-
-    return attend

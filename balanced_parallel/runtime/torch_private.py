@@ -286,15 +286,17 @@ def pushed(functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterabl
         yield
 
 
-# Kernels of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
+# Kernels of operators.
+
+# Those of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
 ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-
-# Random numbers: kernels that draw, by operator and dispatch key.
+CUDNN_LAYERS = "_cudnn_rnn"  # those of an LSTM, with dropout between them
+REFUSED_DRAWS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "geometric_", "cauchy_", "log_normal_")
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -312,18 +314,9 @@ def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor 
     return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
 
 
-# operators that draw in ways that have no other form; dropout between the layers of an LSTM is inside of cuDNN
-DRAWS_OF_ONE_FORM = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout")
-
-
-def attention_in_parts(*arguments: Any, **settings: Any) -> Tensor:
-    """Computes scaled dot product attention in operators of its own. The public function chooses a fused kernel."""
-    return torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0]  # type: ignore[no-any-return]
-
-
-def remove_kernels(library: torch.library.Library) -> None:
-    """Makes kernels torch's own again. The public way is to delete the last reference."""
-    library._destroy()
+def attention_in_parts(_: Any, q: Any, k: Any, v: Any, mask: Any = None, p: Any = 0.0, causal: Any = False, **others: Any) -> Any:
+    """Computes scaled dot product attention with dropout in operators of its own. The public function chooses a fused kernel."""
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, None, **others)[0] if p else NotImplemented
 
 
 # Process groups.

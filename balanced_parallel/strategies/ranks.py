@@ -64,7 +64,7 @@ class RankModel(nn.Module):
                     "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                     "others wait for its batch norm, and joined samples of another batch would count"
                 )
-            with shard.drawing("model"):
+            with shard.context():
                 return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
         arguments = self.mark(Arguments(inputs, kwargs))
         return self._run(None, arguments, count_rows(arguments, self.dim))

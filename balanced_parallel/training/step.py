@@ -28,7 +28,6 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
-from ..runtime.row_random import BatchRandom
 from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision
 from .accumulation import Accumulation, gradient_sync
@@ -55,7 +54,7 @@ class BatchRun(NamedTuple):
     batch: Batch
     is_whole: bool  # an effective batch: its last backward reduces all gradients
     outputs: list[PerReplica] | None = None  # receives the detached outputs of its micro-batches
-    random: BatchRandom | None = None  # numbers that follow its rows
+    surround: Callable[[Shard], Shard] | None = None  # gives shards a context
 
 
 class TrainStep:
@@ -182,13 +181,13 @@ class TrainStep:
     def _plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch."""
         plan = list(run.batch.plan(self.model.devices, self.model.split, self._limit, self._sync.count_micro_batches))
-        return plan if run.random is None else [[shard._replace(random=run.random) for shard in shards] for shards in plan]
+        return plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
         if self._by_row is not None:
             compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
-            run = run._replace(random=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
+            run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
         if self._recovery is not None:
             self._recovery.begin(run.batch)
         if self._recovery is not None or self.criterion.is_coupled:

@@ -11,7 +11,7 @@ from networks import count_labels, make_bert, make_gpt2, token_loss
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
-from balanced_parallel.runtime.row_random import BatchRandom, Draw, UpdateRandom
+from balanced_parallel.runtime.row_random import Draw, Forward, UpdateRandom
 
 ROUNDS = 15
 CPU = torch.device("cpu")
@@ -33,9 +33,10 @@ class Counting(UpdateRandom):
 
     def run(self, function: Callable[[], Any], rows: int, draws: list[Draw] | None = None) -> int:
         """Returns the number of draws of a function."""
-        with BatchRandom(self, 0, None if draws is None else {"model": draws}).drawing("model", range(rows), CPU):
+        forward = Forward(self, range(rows), CPU, draws, {})
+        with forward.drawing():
             function()
-        return len(self.forwards[-1].shapes)
+        return len(forward.drawn) - 1  # without the end
 
 
 def make_step(module: nn.Module, devices: int, *, reproducible: bool) -> TrainStep:
@@ -65,7 +66,7 @@ def mask_costs() -> list[list[str]]:
     rows = []
     for shape in ((8, 512, 768), (8, 12, 256, 256), (8, 768)):
         x, update = torch.randn(shape), Counting(0)
-        draws = [Draw("bernoulli_.float", shape, 0)]
+        draws: list[Draw] = [("bernoulli_.float", shape, 0)]
         plain, by_row = seconds(lambda: F.dropout(x, 0.1), lambda: update.run(lambda: F.dropout(x, 0.1), 8, draws))  # noqa: B023
         update.end()
         rows.append([str(shape), f"{plain * 1e3:.2f} ms", f"{by_row * 1e3:.2f} ms", f"{by_row / plain:.1f}"])
@@ -77,7 +78,8 @@ def attention_costs() -> list[list[str]]:
     rows = []
     for shape in ((4, 8, 128, 64), (4, 8, 512, 64)):
         query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
-        update, draws = Counting(0), [Draw("bernoulli_.float", shape, 0)]
+        update = Counting(0)
+        draws: list[Draw] = [("bernoulli_.float", shape, 0)]
 
         def attend(rate: float) -> None:
             F.scaled_dot_product_attention(query, key, value, dropout_p=rate).sum().backward()  # noqa: B023

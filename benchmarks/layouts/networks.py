@@ -38,7 +38,7 @@ class Mixed(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns the logits of images."""
-        x = F.dropout2d(F.rrelu(self.norm(self.conv(images)), training=self.training), 0.2, self.training)
+        x = F.dropout2d(F.leaky_relu(self.norm(self.conv(images))), 0.2, self.training)
         x = F.feature_alpha_dropout(x, 0.1, self.training)
         tokens = x.flatten(2).transpose(1, 2)  # rows, time, features
         tokens = tokens + self.path(self.attention(tokens, tokens, tokens)[0])

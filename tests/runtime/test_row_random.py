@@ -1,5 +1,6 @@
 """Random numbers by row: their bits, parts of a batch against the whole, and torch's kernels outside of forwards."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -9,11 +10,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.by_row import CPU, drawing_by_row
+from helpers.by_row import CPU, drawing_by_row, has_kernels_of_torch
 from torch import nn
 
 from balanced_parallel.runtime import row_random
-from balanced_parallel.runtime.row_random import BatchRandom, UpdateRandom, number_lines, philox, uniform
+from balanced_parallel.runtime.row_random import Forward, UpdateRandom, number_lines, philox, uniform
 
 
 def philox_of_python(key, counter):
@@ -63,7 +64,7 @@ import torch
 from balanced_parallel.runtime.dropout_kernel import dropout
 from balanced_parallel.runtime.row_random import mix, number_lines, uniform
 for shape, dim, p in [((3, 5, 7), 0, 0.1), ((4, 3, 130), 1, 0.2), ((3,), 0, 0.5), ((2, 1030), 0, 1 / 3)]:
-    numbers, length = number_lines(shape, torch.arange(9, 9 + shape[dim]), dim, torch.device("cpu"))
+    numbers, length = number_lines(shape, torch.arange(9, 9 + shape[dim]), dim)
     x, seeds = torch.randn(shape), mix(numbers)
     expected = uniform(seeds, length, torch.float32).view(shape) < 1 - p
     out, mask = dropout(x, p, seeds, length)
@@ -82,18 +83,17 @@ DRAWS = {
     "rand": lambda x: x + torch.rand(len(x), 1, 1),
     "randn": lambda x: x + torch.randn(len(x), 3, 4),
     "randint": lambda x: x + torch.randint(5, (len(x), 1, 1)),
-    "random_": lambda x: x + torch.empty(len(x), 1, 1).random_(7),
+    "random_ with a bound": lambda x: x + torch.empty(len(x), 1, 1).random_(7),
     "exponential": lambda x: torch.empty_like(x).exponential_(),
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
     "bernoulli_": lambda x: x * torch.empty(len(x), 1, 1).bernoulli_(0.5),
     "gumbel_softmax": F.gumbel_softmax,
-    "rrelu": lambda x: F.rrelu(x, training=True),
     "multinomial": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2)[:, :1, None],
     "multinomial with replacement": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2, True)[:, :1, None],
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4),
     "time-major": lambda x: F.dropout(x.transpose(0, 1), 0.4).transpose(0, 1),
     "flat": lambda x: F.dropout(x.flatten(0, 1), 0.4).view_as(x),
-    "shared": lambda x: x * F.dropout(torch.ones(3, 4), 0.4) + torch.rand(()) + torch.randperm(4),
+    "shared": lambda x: x * F.dropout(torch.ones(3, 4), 0.4) + torch.rand(()),
     "on another device": lambda x: x * torch.rand(len(x), 1, 1, dtype=torch.float64),
 }
 
@@ -126,7 +126,7 @@ def test_a_row_that_is_padded_draws_the_same_numbers():
 
 
 def test_lines_of_a_batch_are_all_different():
-    numbers, length = number_lines((50, 40, 30, 7), torch.arange(50), 0, CPU)
+    numbers, length = number_lines((50, 40, 30, 7), torch.arange(50), 0)
     assert length == 7
     assert numbers.unique().numel() == 50 * 40 * 30
 
@@ -156,13 +156,31 @@ def test_other_draws_of_the_process_are_those_of_torch():
     expected = torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)
     torch.manual_seed(3)
     update = UpdateRandom(1)
-    with BatchRandom(update, 0, {}).drawing("model", range(2), CPU):
+    with Forward(update, range(2), CPU, [], {}).drawing():
         numbers = torch.rand(4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close((torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)), expected)
     update.end()
     assert torch.equal(numbers, torch.rand(4, generator=torch.Generator().manual_seed(0)))
-    assert row_random._library is None
     assert not row_random._forwards
+    assert has_kernels_of_torch()
+
+
+def test_updates_that_run_at_the_same_time_draw_their_own_numbers():
+    def draw(update):
+        with Forward(update, range(2), CPU, [("uniform_", (2,), 0)], {}).drawing():
+            return torch.rand(2)
+
+    first = UpdateRandom(1)
+    numbers = draw(first)
+    second = UpdateRandom(2)
+    assert not torch.equal(draw(second), numbers)
+    first.end()
+    assert not torch.equal(draw(second), numbers)
+    third = UpdateRandom(1)
+    second.end()
+    assert torch.equal(draw(third), numbers)
+    third.end()
+    assert has_kernels_of_torch()
 
 
 @pytest.mark.parametrize(
@@ -170,8 +188,19 @@ def test_other_draws_of_the_process_are_those_of_torch():
     [
         (lambda x: torch.poisson(x.abs()), NotImplementedError, "poisson draws in this forward"),
         (lambda x: torch._standard_gamma(x.abs()), NotImplementedError, "_standard_gamma draws in this forward"),
-        (lambda x: [torch.rand(2) for _ in x], ValueError, "draw 2 of the model is nothing of shape"),
-        (lambda x: torch.rand(len(x) ** 2), ValueError, "draw 0 .* has|draw 0 of the model is uniform_ of shape"),
+        (lambda x: torch.randperm(4), NotImplementedError, "randperm.generator_out draws in this forward"),
+        (lambda x: torch.empty_like(x).random_(), NotImplementedError, "random_ draws in this forward"),
+        (lambda x: F.rrelu(-x, training=True), RuntimeError, "an operator that reproducible=True does not know has drawn"),
+        (
+            lambda x: [torch.rand(2) for _ in x],
+            ValueError,
+            r"draw 2 is nothing of shape \(\) for 2 rows and uniform_ of shape \(2,\) for 3",
+        ),
+        (
+            lambda x: torch.rand(len(x) ** 2),
+            ValueError,
+            r"draw 0 is uniform_ of shape \(4,\) for 2 rows and uniform_ of shape \(9,\) for 3",
+        ),
     ],
 )
 def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
@@ -182,29 +211,60 @@ def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (lambda: None, "the model has drawn 0 times, expected 1 times"),
-        (lambda: torch.rand(3), r"draw 0 of the model is uniform_ of shape \(3,\) for 3 rows, expected the draws"),
-        (lambda: [torch.rand(3, 2), torch.rand(3, 2)], "draw 1 of the model is uniform_"),
+        (lambda: None, r"draw 0 is uniform_ of shape \(2, 2\) for 2 rows and nothing of shape \(\) for 3 rows"),
+        (lambda: torch.rand(3), r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows: with reproducible=True"),
+        (
+            lambda: [torch.rand(3, 2), torch.rand(3, 2)],
+            r"draw 1 is nothing of shape \(\) for 2 rows and uniform_ of shape \(3, 2\) for 3 rows",
+        ),
     ],
 )
 def test_a_forward_with_other_draws_than_the_small_ones_raises_an_error(forward, message):
     with (
-        pytest.raises(ValueError, match=f"{message}.*must not depend on the data or on chance"),
+        pytest.raises(ValueError, match=f"{message}.*must not depend on data or chance"),
         drawing_by_row(1, range(3), lambda count: torch.rand(count, 2)),
     ):
         forward()
 
 
-def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
+def test_operators_that_do_not_draw_with_their_arguments_are_those_of_torch():
+    x = torch.randn(3, 4)
+
+    def forward(x):
+        generator = torch.Generator().manual_seed(0)
+        return (
+            F.rrelu(x) + F.dropout(x, training=False) + torch.native_dropout(x, 0.5, False)[0] + torch.poisson(x.abs(), generator)
+        )
+
+    with drawing_by_row(1, range(3), lambda count: forward(x[:count])):
+        assert torch.equal(forward(x), forward(x))
+
+
+def test_layers_of_cudnn_are_refused_if_they_draw_between_them():
+    kernel, draws = row_random._KERNELS["_cudnn_rnn"], functools.partial(print, "_cudnn_rnn")
+    operator = torch.ops.aten._cudnn_rnn.default._schema
+    assert [operator.arguments[place].name for place in (11, 12)] == ["dropout", "train"]
+    arguments = [None] * 11
+    assert kernel(draws, *arguments, 0.0, True, False, [], None) is NotImplemented
+    assert kernel(draws, *arguments, 0.5, False, False, [], None) is NotImplemented
+    with pytest.raises(NotImplementedError, match="_cudnn_rnn draws in this forward"):
+        kernel(draws, *arguments, 0.5, True, False, [], None)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch, follows):
+    """Also where a known operator draws after it."""
     monkeypatch.setattr(row_random, "_KERNELS", {name: f for name, f in row_random._KERNELS.items() if name != "uniform_"})
     update = UpdateRandom(1)
 
     def forward():
-        with BatchRandom(update, 0, None).drawing("model", [0], CPU):
+        with Forward(update, [0], CPU, None, {}).drawing():
             F.dropout(torch.ones(3))
             torch.rand(3)
+            if follows:
+                F.dropout(torch.ones(3))
 
-    with pytest.raises(RuntimeError, match=r"does not know has drawn in the model.*before it were \['bernoulli_.float'\]"):
+    with pytest.raises(RuntimeError, match=r"does not know has drawn.*before it were \['bernoulli_.float'\]"):
         forward()
     update.end()
 
@@ -214,7 +274,7 @@ def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
     update = UpdateRandom(1)
     with (
         pytest.raises(NotImplementedError, match=r"reproducible=True on mps:0, expected CUDA or the CPU"),
-        BatchRandom(update, 0, None).drawing("model", None, torch.device("mps:0")),
+        Forward(update, [], torch.device("mps:0"), None, {}).drawing(),
     ):
         pass
     update.end()

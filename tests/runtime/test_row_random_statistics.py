@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_parallel.runtime.row_random import BatchRandom, Draw, UpdateRandom
+from balanced_parallel.runtime.row_random import Forward, UpdateRandom
 
 CPU, UPDATES, LINES, LENGTH = torch.device("cpu"), 24, 64, 512
 ELEMENTS = LINES * LENGTH
@@ -22,7 +22,7 @@ def forward_of_update(seed, rows, *draws):
     """One forward of an update, whose draws have their rows in the first dimension."""
     update = UpdateRandom(seed)
     try:
-        with BatchRandom(update, 0, {"model": [Draw(*draw, 0) for draw in draws]}).drawing("model", range(rows), CPU):
+        with Forward(update, range(rows), CPU, [(*draw, 0) for draw in draws], {}).drawing():
             yield
     finally:
         update.end()

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.by_row import has_kernels_of_torch
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -199,14 +200,14 @@ def test_the_small_forwards_leave_buffers_and_generators_alone():
 def test_kernels_are_those_of_torch_again_after_an_update_and_after_a_failure():
     step = make_step()
     step(*batch())
-    assert row_random._library is None
+    assert has_kernels_of_torch()
     with pytest.raises(IndexError):
         step(torch.full((2, 6), 99), torch.zeros(2, dtype=torch.long))
-    assert row_random._library is None
+    assert has_kernels_of_torch()
     step.add(*batch())
-    assert row_random._library is not None
+    assert not has_kernels_of_torch()
     step.apply()
-    assert row_random._library is None
+    assert has_kernels_of_torch()
     assert not row_random._forwards
     again = pickle.loads(pickle.dumps(make_step()))
     assert_equal(train(again), train(make_step()))
@@ -246,8 +247,8 @@ def make_step_of(module, devices):
 @pytest.mark.parametrize(
     ("draws", "message"),
     [
-        (lambda x: torch.rand(1 + int((x > 0).sum())), "draw 0 of the model is uniform_ of shape"),
-        (lambda x: torch.rand(len(x)) if x.sum() > 3 else None, "draw 0 of the model is uniform_ of shape"),
+        (lambda x: torch.rand(1 + int((x > 0).sum())), "draw 0 is .* uniform_ of shape"),
+        (lambda x: torch.rand(len(x)) if x.sum() > 3 else None, "draw 0 is .* uniform_ of shape"),
         (lambda x: torch.poisson(x.abs()), "poisson draws in this forward"),
     ],
 )
@@ -260,7 +261,7 @@ def test_draws_that_follow_the_data_are_refused(draws, message):
 def test_one_device_refuses_a_draw_whose_size_follows_the_data():
     """The first three rows draw one number in the small forwards, all rows draw three."""
     step = make_step_of(LayerDrop(lambda x: torch.rand(1 + int((x > 0).sum() > 6) * 2)), ["cpu"])
-    with pytest.raises(ValueError, match=r"draw 0 of the model is uniform_ of shape \(3,\) for 5 rows"):
+    with pytest.raises(ValueError, match=r"draw 0 is .* and uniform_ of shape \(3,\) for 5 rows"):
         step(five_rows(), torch.zeros(5, dtype=torch.long))
 
 
