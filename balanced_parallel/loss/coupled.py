@@ -24,19 +24,7 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .sums import (
-    LossSum,
-    ShardLoss,
-    add_up,
-    call_spread,
-    copy_criterion,
-    devices_of,
-    hand_back,
-    loss_of,
-    replace_value,
-    weighted_sum,
-    widen,
-)
+from .sums import LossSum, ShardLoss, add_up, call_spread, copy_criterion, devices_of, hand_back, weighted_sum, widen
 
 Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
 
@@ -248,7 +236,7 @@ class LossOfSums(CoupledLoss):
         # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
         for place, tensor in local.items():
             ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
-            whole[place] = replace_value(ours, whole[place])
+            whole[place] = hand_back(whole[place], [torch.ones_like(ours)], [ours])
         return whole, [*by_rank]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
@@ -447,9 +435,9 @@ class WholeLoss(CoupledLoss):
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
         criterion = self.criterion
         with criterion.precision.autocast([device]), copy_criterion(criterion.module, criterion.replicas, [device]) as copies:
-            call = functools.partial(call_spread, copies[0], inputs[: self._outputs], inputs[self._outputs :], kwargs)
+            call = ShardLoss(copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs).call
             (loss,) = criterion.replicas.workers([call], [device], together=False)
-        return loss_of(loss)
+        return loss
 
 
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
