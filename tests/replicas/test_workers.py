@@ -268,6 +268,15 @@ def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
         assert len(live_workers()) == 3
 
 
+def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
+    """Models were never freed on Python without the global lock, where a thread keeps the context in which it was started."""
+    contexts, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (contexts.append(contextvars.copy_context()), start(thread)))
+    with simulate(2):
+        DataParallelModel(nn.Linear(4, 5))(torch.randn(6, 4))
+    assert [len(context) for context in contexts] == [0, 0]
+
+
 def test_threads_end_with_the_last_model():
     with simulate(3):
         model, criterion = DataParallelModel(nn.Linear(4, 5)), DataParallelCriterion(nn.MSELoss())
