@@ -103,7 +103,10 @@ class ModuleTree:
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
         """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters) and ``buffers`` by id."""
         for part, skeleton, children in skeletons:
-            state = part.module.__dict__.copy()
+            state = skeleton.__dict__  # changed in place: without the lock of Python, one that is replaced is freed late
+            hooks = state[FORWARD_HOOKS]
+            state.clear()
+            state.update(part.module.__dict__)
             if children:
                 state[CHILDREN] = children.copy()
             if own_buffers := state[BUFFERS]:
@@ -115,12 +118,10 @@ class ModuleTree:
                     state[name] = self._swapped(state[name], tensors)
             # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
             # a hook needs a dictionary that lives on, as that of the skeleton does.
-            hooks, registered = skeleton.__dict__[FORWARD_HOOKS], state[FORWARD_HOOKS]
-            if hooks or registered:
+            if hooks or state[FORWARD_HOOKS]:
                 hooks.clear()
-                hooks.update(registered)
+                hooks.update(state[FORWARD_HOOKS])
             state[FORWARD_HOOKS] = hooks
-            object.__setattr__(skeleton, "__dict__", state)
             if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         return skeletons[0][1]
