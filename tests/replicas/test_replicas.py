@@ -14,6 +14,7 @@ import weakref
 import pytest
 import torch
 from helpers.problems import BODIES, build_net
+from helpers.releases import released_at_once
 from helpers.replicas import assert_follows, outputs_of, settled, write_unseen
 from helpers.traffic import NAMES, devices_of
 from torch import nn
@@ -64,6 +65,7 @@ class Scaled(nn.Module):
         return torch.tanh(x) * self.scale
 
 
+@released_at_once
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("name", CHANGES)
 def test_replicas_follow_changes_of_the_module(name):
@@ -147,6 +149,7 @@ def test_parameters_of_replicas_are_nn_parameters():
         assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in net.parameters())
 
 
+@released_at_once
 @pytest.mark.usefixtures("buckets")
 def test_replicas_are_freed_with_the_model():
     with simulate(3) as cluster:
@@ -444,6 +447,7 @@ def test_without_owners_each_device_sends_and_receives_once(count):
             assert sorted(copies.take()) == sorted((f"sim:{index}", "sim:0") for index in range(1, count))
 
 
+@released_at_once
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_large_parameter_is_not_packed(balanced):
     size = 2**20

@@ -17,6 +17,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.releases import released_at_once
 from helpers.slow import slow_but
 from torch import nn
 from torch.utils.data import DataLoader
@@ -122,6 +123,7 @@ def test_replicas_do_not_begin_after_a_failure_on_their_device():
     assert not begun
 
 
+@released_at_once
 def test_handled_errors_keep_no_tensor_alive():
     tensor = torch.zeros(10)
     seen = weakref.ref(tensor)
@@ -396,6 +398,7 @@ class Large:
     pass
 
 
+@released_at_once
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_idle_worker_keeps_no_reference(fails):
     pool, large, variable = WorkerPool(), Large(), contextvars.ContextVar("variable")
@@ -419,6 +422,7 @@ def test_an_idle_worker_keeps_no_reference(fails):
         gc.enable()
 
 
+@released_at_once
 def test_memory_of_a_forward_is_free_when_its_outputs_are():
     with simulate(3) as cluster:
         model = DataParallelModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
