@@ -103,10 +103,7 @@ class ModuleTree:
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
         """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters) and ``buffers`` by id."""
         for part, skeleton, children in skeletons:
-            state = skeleton.__dict__  # changed in place: without the lock of Python, one that is replaced is freed late
-            hooks = state[FORWARD_HOOKS]
-            state.clear()
-            state.update(part.module.__dict__)
+            state = part.module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
             if own_buffers := state[BUFFERS]:
@@ -118,10 +115,13 @@ class ModuleTree:
                     state[name] = self._swapped(state[name], tensors)
             # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
             # a hook needs a dictionary that lives on, as that of the skeleton does.
-            if hooks or state[FORWARD_HOOKS]:
+            hooks, registered = skeleton.__dict__[FORWARD_HOOKS], state[FORWARD_HOOKS]
+            if hooks or registered:
                 hooks.clear()
-                hooks.update(state[FORWARD_HOOKS])
+                hooks.update(registered)
             state[FORWARD_HOOKS] = hooks
+            skeleton.__dict__.clear()  # without the lock of Python, a dictionary that is replaced is freed late
+            skeleton.__dict__.update(state)
             if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         return skeletons[0][1]
