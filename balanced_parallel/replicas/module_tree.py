@@ -113,7 +113,8 @@ class ModuleTree:
                 hooks.clear()
                 hooks.update(registered)
             state[FORWARD_HOOKS] = hooks
-            object.__setattr__(skeleton, "__dict__", state)
+            skeleton.__dict__.clear()  # without the lock of Python, a dictionary that is replaced is freed late
+            skeleton.__dict__.update(state)
             if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         return skeletons[0][1]

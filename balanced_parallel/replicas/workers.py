@@ -35,7 +35,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Call, Call] | None] = SimpleQueue()
         self.thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        self.thread.start()
+        contextvars.Context().run(self.thread.start)  # without the lock of Python, a thread keeps the context of its start
         _workers.add(self)
 
     def start(self, call: Call, then: Call) -> None:

@@ -34,8 +34,8 @@ def on_streams(streams: Streams) -> Iterator[None]:
     """Makes each stream of ``streams`` current on its device, in this thread."""
     with contextlib.ExitStack() as stack:
         for stream in streams.values():
-            if stream is not None:
-                stack.enter_context(stream)
+            if stream is not None:  # a copy: torch notes in the object what to restore, and other threads may enter it too
+                stack.enter_context(torch.Stream(stream.stream_id, stream.device_index, stream.device_type))
         yield
 
 
@@ -88,7 +88,7 @@ class SideStreams:
         """Joins before a sum, and makes the current streams wait for the sums of other modules, which may share a parameter."""
         self.join()
         others = [side for reference in _instances.valuerefs() if (side := reference()) is not None]
-        for waits, _ in [entry for side in others for entry in list(side._pending)]:
+        for waits, _ in [entry for side in others for entry in side._pending.copy()]:
             for device, _, event in waits:
                 torch.accelerator.current_stream(device).wait_event(event)
 

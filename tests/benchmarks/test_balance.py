@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.benchmarks import load
+from helpers.releases import released_at_once
 from helpers.slow import slow
 
 from balanced_parallel import simulate
@@ -21,6 +22,7 @@ def test_outputs_are_not_copied_to_the_first_device(problem, monkeypatch):
     assert max(ours.error, theirs.error) < 1e-10
 
 
+@released_at_once
 @pytest.mark.parametrize(("problem", "devices"), [("language_problem", 8), slow("segmentation_problem", 4)])
 def test_balanced_optimizer_balances_peak_memory(problem, devices, monkeypatch):
     benchmark = load("balance", monkeypatch)

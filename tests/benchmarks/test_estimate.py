@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures("trace_in_this_process")
@@ -62,6 +63,7 @@ def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
     assert benchmark.rows_error("MLP", "h200", (1, 17)) <= 1e-4
 
 
+@released_at_once
 @pytest.mark.parametrize(("layout", "balanced"), [slow("replicas", True), ("torch_data_parallel", False)])
 def test_estimate_of_replicas_equals_the_simulated_peak(benchmark, layout, balanced):
     problem = benchmark.build("MLP", rows=64)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from helpers.benchmarks import BENCHMARKS, load
+from helpers.releases import released_at_once
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def test_traffic_is_what_the_fake_process_group_counts(scale, layout, gpus):
     assert counter.calls == {part.operation: part.calls for part in expected}
 
 
+@released_at_once
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_traffic_and_bytes_are_what_simulated_devices_count(scale, gpus):
     prediction, counting = scale
@@ -54,6 +56,7 @@ def test_time_is_that_of_the_formula(scale):
     assert prediction.Collective("all_reduce", 160, calls=2, ranks=1, hosts=1).seconds(network) == 0
 
 
+@released_at_once
 def test_tables_of_the_page_and_of_the_readme_are_up_to_date(monkeypatch):
     main = load("scale", monkeypatch)
     table = main.table(main.Job(), main.Network())

@@ -5,6 +5,7 @@ import re
 import torch
 from helpers.benchmarks import load
 from helpers.pages import ROOT
+from helpers.releases import released_at_once
 from torch import nn
 
 from balanced_parallel.memory.fitting import measure_tricks
@@ -14,6 +15,7 @@ def numbers(claim):
     return [float(number) for number in re.findall(r"-?\d+\.\d+", claim.measured)]
 
 
+@released_at_once
 def test_claims_about_memory_are_measured(monkeypatch):
     claims = load("tricks", monkeypatch).trick_claims
     assert numbers(claims.activations_without_parameters())[-1] > 4

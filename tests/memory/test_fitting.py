@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.memory_problems import VOCABULARY, tokens
 from helpers.ranks import run_ranks
+from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
 from torch import nn
 
@@ -84,6 +85,7 @@ def fits(make, size, capacity, rows):
         return True
 
 
+@released_at_once
 @pytest.mark.parametrize("name", slow_but(list(OPTIMIZERS), "BalancedOptimizer"))
 def test_chosen_rows_fit_and_one_more_does_not(name):
     capacity = ("2MiB",) * 2

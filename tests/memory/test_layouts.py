@@ -14,6 +14,7 @@ import torch
 from helpers.allocations import AllocatorProfile, used_by_shards
 from helpers.memory_problems import PROBLEMS, LanguageModel
 from helpers.ranks import run_ranks
+from helpers.releases import released_at_once
 from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
@@ -32,6 +33,7 @@ from balanced_parallel import (
 from balanced_parallel.replicas import buckets
 
 
+@released_at_once
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize("balanced", [False, True])
 def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
@@ -58,6 +60,7 @@ def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
 SETTINGS = [(False, "fp32"), (True, "fp32"), (False, "bf16"), (True, "bf16")]
 
 
+@released_at_once
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize(("balanced", "precision"), slow_but(SETTINGS, SETTINGS[0], SETTINGS[3]))
 def test_replicas_equal_the_simulated_peak(balanced, precision):
@@ -79,6 +82,7 @@ def test_replicas_equal_the_simulated_peak(balanced, precision):
         assert report.allocated == pytest.approx(cluster.peak, rel=0.02)
 
 
+@released_at_once
 @pytest.mark.usefixtures("one_trace")
 def test_whole_parameters_equal_the_simulated_peak():
     def build():
@@ -99,6 +103,7 @@ def test_whole_parameters_equal_the_simulated_peak():
         assert report.allocated == pytest.approx(cluster.peak, rel=0.02)
 
 
+@released_at_once
 @pytest.mark.usefixtures("one_trace")
 def test_dropout_equals_the_simulated_peak():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
@@ -181,6 +186,7 @@ class Repeated(nn.Module):
         return x
 
 
+@released_at_once
 @pytest.mark.usefixtures("one_trace")
 def test_replicas_cast_a_weight_at_each_use():
     inputs, targets = torch.randn(1024, 128), torch.randint(128, (1024,))
@@ -262,6 +268,7 @@ def simulated_peak(criterion, devices, size, rows=ROWS):
         return cluster.peak
 
 
+@released_at_once
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize(
     ("kind", "size"), slow_but([(kind, size) for kind in CRITERIA for size in (None, 4)], ("all outputs", 4), ("sums", 4))
@@ -272,6 +279,7 @@ def test_estimates_equal_the_simulated_peak(kind, size):
     assert report.allocated == pytest.approx(simulated_peak(CRITERIA[kind](), 3, size), rel=0.02)
 
 
+@released_at_once
 def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     criterion = CRITERIA["all outputs"]
     at_once = simulated_peak(criterion(), 2, None)
@@ -285,6 +293,7 @@ def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     assert max(found) <= capacity
 
 
+@released_at_once
 def test_fit_knows_the_outputs_of_all_rows():
     criterion = CRITERIA["all outputs"]
     capacity = int(0.8 * simulated_peak(criterion(), 2, None)[0])

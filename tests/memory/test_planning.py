@@ -15,6 +15,7 @@ import sys
 import pytest
 import torch
 from helpers.memory_problems import PROBLEMS, VOCABULARY, conv_net, tokens
+from helpers.releases import released_at_once
 from helpers.slow import slow
 from torch import nn
 
@@ -82,6 +83,7 @@ def run(plan, rows, more=0, steps=2):
         return cluster.peak
 
 
+@released_at_once
 @pytest.mark.parametrize("capacity", [slow("3MiB"), "1300KiB"])
 def test_plan_fits_its_capacity_and_fewer_micro_batches_do_not(capacity):
     plan = make_plan(capacity, 3, 60)
@@ -248,6 +250,7 @@ def test_batch_norm_over_part_of_the_rows_is_not_reported_as_exact(convert, devi
     assert MemoryPlan.from_json(plan.to_json()).chosen.statistics == statistics
 
 
+@released_at_once
 def test_plan_with_rows_in_dimension_1():
     settings = {"batch_size": 12, "capacity": "1MiB", "devices": 2, "dim": 1, **KINDS}
     loss = nn.MSELoss()
@@ -305,6 +308,7 @@ def test_wrapped_criterion_is_planned_and_applied_as_it_is():
     torch.testing.assert_close(step(inputs, (targets, mask)), mean_of_counted(small_net()(inputs), targets, mask).detach())
 
 
+@released_at_once
 def test_unequal_devices_are_named_one_by_one():
     inputs, targets = torch.randn(8, 64), torch.randint(10, (8,))
     settings = {"device_kind": "sim", "optimizer": torch.optim.SGD, "batch_size": 900, "devices": 3}
@@ -382,6 +386,7 @@ def test_only_optimizers_with_less_state_are_alternatives(given, smaller):
     assert names == smaller
 
 
+@released_at_once
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.AdamW])
 @pytest.mark.usefixtures("one_trace")
 def test_each_is_predicted_as_simulated_devices_measure_it(make):

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from helpers.releases import released_at_once
 from helpers.slow import slow
 from torch import nn
 
@@ -53,6 +54,7 @@ def predict(names, devices, rows):
 NAMES = ["checkpoint_activations", "offload_activations"]
 
 
+@released_at_once
 @pytest.mark.parametrize("devices", [slow(1), 2])
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), tuple(NAMES)], ids="+".join)
 @pytest.mark.usefixtures("one_trace")

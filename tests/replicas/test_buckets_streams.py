@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.releases import released_at_once
 from helpers.streams import TOO_EARLY, stream_on
 from torch import nn
 
@@ -157,6 +158,7 @@ def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
         del optimizer
 
 
+@released_at_once
 @pytest.mark.parametrize("balanced", [False, True])
 def test_gradients_belong_to_the_computing_streams(small_buckets, balanced):
     """Their memory is given back to these streams, where activations can use it."""
@@ -194,6 +196,7 @@ def no_wait_after(self):
 reduced = threading.Event()
 
 
+@released_at_once
 @pytest.mark.parametrize(
     ("method", "broken"),
     [("entered", let_go_at_once), ("_side_stream", no_wait_before), ("join", no_wait_after), ("join", None)],

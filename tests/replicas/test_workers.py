@@ -17,6 +17,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.releases import released_at_once
 from helpers.slow import slow_but
 from torch import nn
 from torch.utils.data import DataLoader
@@ -122,6 +123,7 @@ def test_replicas_do_not_begin_after_a_failure_on_their_device():
     assert not begun
 
 
+@released_at_once
 def test_handled_errors_keep_no_tensor_alive():
     tensor = torch.zeros(10)
     seen = weakref.ref(tensor)
@@ -268,6 +270,15 @@ def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
         assert len(live_workers()) == 3
 
 
+def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
+    """Models were never freed on Python without the global lock, where a thread keeps the context in which it was started."""
+    contexts, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (contexts.append(contextvars.copy_context()), start(thread)))
+    with simulate(2):
+        DataParallelModel(nn.Linear(4, 5))(torch.randn(6, 4))
+    assert [len(context) for context in contexts] == [0, 0]
+
+
 def test_threads_end_with_the_last_model():
     with simulate(3):
         model, criterion = DataParallelModel(nn.Linear(4, 5)), DataParallelCriterion(nn.MSELoss())
@@ -387,6 +398,7 @@ class Large:
     pass
 
 
+@released_at_once
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_idle_worker_keeps_no_reference(fails):
     pool, large, variable = WorkerPool(), Large(), contextvars.ContextVar("variable")
@@ -410,6 +422,7 @@ def test_an_idle_worker_keeps_no_reference(fails):
         gc.enable()
 
 
+@released_at_once
 def test_memory_of_a_forward_is_free_when_its_outputs_are():
     with simulate(3) as cluster:
         model = DataParallelModel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))

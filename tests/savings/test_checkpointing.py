@@ -16,6 +16,7 @@ import types
 import pytest
 import torch
 from helpers.memory_problems import LanguageModel, conv_net, perceptron, tokens
+from helpers.releases import released_at_once
 from helpers.savings import WIDTH, Block, assert_unchanged
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
@@ -59,6 +60,7 @@ def test_a_selective_checkpoint_keeps_more_than_a_plain_one_and_less_than_none()
         assert bytes_of_forward(cluster, net, inputs) == plain
 
 
+@released_at_once
 def test_replicas_on_accelerators_peak_lower():
     peaks = []
     for saving in (lambda net: None, savings.checkpoint_activations):
@@ -74,6 +76,7 @@ def test_replicas_on_accelerators_peak_lower():
     assert all(with_it < 0.5 * without for with_it, without in zip(peaks[1], peaks[0], strict=True))
 
 
+@released_at_once
 def test_replicas_follow_a_call_after_their_first_forward():
     net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
     with simulate(3) as cluster:

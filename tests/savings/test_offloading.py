@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, gradients
+from helpers.releases import released_at_once
 from helpers.savings import assert_unchanged
 from torch import nn
 
@@ -129,6 +130,7 @@ def test_nothing_happens_on_the_cpu_and_without_a_graph():
         assert cluster.copies == before
 
 
+@released_at_once
 def test_memory_is_free_after_the_graph():
     with simulate(1) as cluster:
         net, x = deep_net().to("sim:0"), torch.ones(1024, 256, device="sim:0")

@@ -7,6 +7,7 @@ import torch
 from helpers.memory_problems import PROBLEMS
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import run_ranks
+from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
 from torch import nn
 
@@ -72,6 +73,7 @@ def peak_of_a_rank(rank, rows, precision, micro_batch_size=None, memory=None):
         return cluster.peak[rank]
 
 
+@released_at_once
 @pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 def test_estimates_of_shards_equal_the_simulated_peak(precision):
     build, batch = PROBLEMS["language model"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.problems import CLASSES, class_targets
 from helpers.ranks import run_ranks
+from helpers.releases import released_at_once
 from helpers.slow import slow_but
 from torch import nn
 
@@ -136,6 +137,7 @@ def wide():
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, CLASSES))
 
 
+@released_at_once
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("balanced", [False, True])
 def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanced, add):
@@ -174,6 +176,7 @@ def live_after(cluster, run):
     return cluster.live
 
 
+@released_at_once
 def test_nothing_of_the_failed_attempt_stays_in_memory():
     with simulate(2) as cluster:
         run, undisturbed = Run(cluster.devices), Run(cluster.devices)
