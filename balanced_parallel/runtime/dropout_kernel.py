@@ -1,8 +1,8 @@
 """Dropout by row in one Triton kernel, for CUDA. Random numbers are never in memory. Triton comes with torch for CUDA."""
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 
