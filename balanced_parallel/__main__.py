@@ -332,7 +332,7 @@ def _make(place: str, make: Any) -> Any:
     try:
         return make()
     except (Exception, SystemExit) as error:
-        hint = ": expected a function without required arguments, or a class of modules" if isinstance(error, TypeError) else ""
+        hint = ": expected a function without required arguments" if isinstance(error, TypeError) else ""
         raise ValueError(f"{place} cannot be built: {_in_one_line(error)}{hint}") from error
 
 

@@ -286,9 +286,7 @@ def pushed(functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterabl
         yield
 
 
-# Kernels of operators.
-
-# Those of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
+# Kernels of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
 ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,

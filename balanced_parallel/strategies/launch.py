@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
     script = Path(getattr(sys.modules["__main__"], "__file__", ""))  # not there in an interactive session
     facts = {
         "torch": str(torch.__version__),
-        "balanced_parallel": sys.modules[__package__.partition(".")[0]].__version__,
+        "balanced_parallel": version("balanced-parallel"),
         "the script": digest(script.read_bytes()) if script.is_file() else "none",
         "the module": digest("\n".join(lines).encode()),
         **settings,

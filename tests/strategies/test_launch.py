@@ -31,9 +31,9 @@ from helpers.ranks import run_ranks
 from helpers.scripts import SCRIPT, train
 from torch import nn
 
-import balanced_parallel
 from balanced_parallel import parallelize, simulate
 from balanced_parallel.runtime import collectives
+from balanced_parallel.strategies import launch
 from balanced_parallel.strategies.launch import (
     TorchrunEnvironment,
     end_process_group,
@@ -316,7 +316,7 @@ def error_of_rank(rank, folder, change):
         if change == "torch" and rank == 2:
             patch.setattr(torch, "__version__", "2.11.0")
         if change == "package" and rank == 2:
-            patch.setattr(balanced_parallel, "__version__", "0.0.1")
+            patch.setattr(launch, "version", lambda package: "0.0.1")
         net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 + (change == "shape" and rank == 2)))
         net[0].weight.requires_grad_(not (change == "frozen" and rank == 2))
         if change == "missing" and rank == 2:
