@@ -101,6 +101,20 @@ def start_sum(tensor: torch.Tensor, group: Group = None) -> Callable[[], torch.T
     return wait
 
 
+def sum_numbers(numbers: Sequence[float], group: Group = None) -> list[float]:
+    """Returns the sums over all ranks of some numbers of the hosts.
+
+    The numbers are gathered: in a ring of ranks this takes half as many turns as an all-reduce.
+    """
+    if world_size(group) == 1:
+        return list(numbers)
+    sent = _to_backend_device(torch.tensor(numbers, dtype=torch.float64), group)
+    gathered = sent.new_empty(world_size(group) * len(numbers))
+    dist.all_gather_into_tensor(gathered, sent, group=group or _batch_group)
+    sums: list[float] = gathered.view(-1, len(numbers)).sum(0).tolist()
+    return sums
+
+
 def max_over_ranks(number: Number, group: Group = None) -> Number:
     """Returns the largest ``number`` of all ranks."""
     numbers: list[Number] = gather_objects(number, group)

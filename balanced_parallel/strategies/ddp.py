@@ -5,7 +5,7 @@
                         no_sync() .............. bucket n, ..., bucket 0 ---> averages  sum
 
 Buckets are all-reduced by torch's reducer while the last backward runs. The loss, its weight and failures are one small
-all-reduce of the hosts behind it. The loss is on its way to the host before that backward is launched, so the host does not wait
+all-gather of the hosts behind it. The loss is on its way to the host before that backward is launched, so the host does not wait
 for the backward.
 
 The reducer waits for every parameter in every backward. A backward reaches the parameters that the loss was computed from, which
@@ -20,7 +20,9 @@ The backward of ``_Watch`` passes the gradient of each output on, and ``None`` t
 gradient, but its hook runs, and the reducer goes on. The zero is the youngest node behind the outputs, so it runs first:
 buckets of unused parameters wait for nobody.
 
-The reducer makes zeros of a missing gradient. A hook of each parameter notes whether it got one. Where a rank has unused
+The reducer makes zeros of a missing gradient, so what a parameter got must be noted before. Gradients of a :class:`TrainStep` are
+zeroed in the buckets, each with a version counter of its own, which autograd increments. In the first update there are no buckets
+yet, and a loop without a step has gradients of its own: there, a hook of each parameter notes its use. Where a rank has unused
 parameters, the ranks agree on those that nobody has used, and their ``grad`` is ``None`` again.
 """
 
@@ -152,12 +154,13 @@ class DistributedModel(RankModel, DistributedDataParallel):
         if not torch_private.will_run(leaf) or not self.record.begin_reduction():  # torch.autograd.grad reduces nothing
             return
         if self.agrees_on_unused:
-            parameters, used = self.reduced_parameters, self.record.used
-            used.clear()
-            used.update(number for number, parameter in enumerate(parameters) if parameter.grad is not None)
-            agree = functools.partial(forget_unused, parameters, used, self.process_group)
-            run_after_backward(lambda: run_after_backward(agree))  # behind the reducer's
+            self.record.begin_with_hooks()
+            run_after_backward(lambda: run_after_backward(self.forget_unused))  # behind the reducer's
         self.begin_sparse_gradients()
+
+    def forget_unused(self) -> None:
+        """Sets the gradients of parameters that no rank has used to None. All ranks call this."""
+        forget_unused(self.reduced_parameters, self.record.used(), self.process_group)
 
     def begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has counted nothing."""
@@ -197,20 +200,60 @@ class _Wrapped(nn.Module):
 
 
 class GradientRecord:
-    """The numbers of the parameters that have got a gradient (``used``), and the parameters that the first reduction has reached.
+    """The parameters that have got a gradient (``used``), and those that the first reduction has ``reached``.
 
     The reducer makes its buckets anew in the order of the first reduction. A failure must not make it hear of a parameter twice.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.used: set[int] = set()
         self.reached: set[Tensor] = set()
+        self.buckets: list[Tensor] = []  # of the reducer, which contain nothing but gradients
         self._parameters = parameters
+        self._places: dict[int, Tensor] = {}  # of gradients in the buckets, by the number of the parameter
+        self._versions: list[int] = []  # of the places, before the first backward
+        self._noted: set[int] = set()  # numbers of used parameters, by hooks
+        self._hooks: dict[int, Any] = {}
         self._handles: list[Any] = []
         self._is_first = True
         self._backward: int | None = None
-        for number, parameter in enumerate(parameters):
-            parameter.register_hook(functools.partial(self._note_use, number))
+        self._register_hooks()
+
+    def used(self) -> set[int]:
+        """Returns the numbers of the parameters that have got a gradient since the beginning."""
+        now = torch_private.versions([*self._places.values()])
+        changed = zip(self._places, self._versions, now, strict=True)
+        return self._noted.union(number for number, before, after in changed if before != after)
+
+    def begin(self) -> None:
+        """Sets gradients to zeros in the buckets, as soon as the reducer has made them."""
+        self._noted.clear()
+        for bucket in self.buckets:
+            bucket.zero_()
+        for number, place in self._places.items():
+            self._parameters[number].grad = place
+        self._versions = torch_private.versions([*self._places.values()])
+
+    def begin_with_hooks(self) -> None:
+        """Begins the reduction of gradients that may be anywhere, or missing."""
+        self._noted.clear()
+        self._noted.update(number for number, parameter in enumerate(self._parameters) if parameter.grad is not None)
+        self.buckets, self._places, self._versions = [], {}, []
+        self._register_hooks()
+
+    def take_places(self) -> None:
+        """Takes the places of the reduced gradients, in the buckets that the reducer keeps."""
+        gradients = [(number, parameter.grad) for number, parameter in enumerate(self._parameters)]
+        dense = {number: grad for number, grad in gradients if grad is not None and grad.layout == torch.strided}
+        self.buckets = list({id(bucket): bucket for bucket in map(base_of, dense.values())}.values())
+        self._places = {number: grad.data for number, grad in dense.items()}  # unlike a view, this has its own version counter
+        self._versions = torch_private.versions([*self._places.values()])
+        for number in self._places:  # hooks take 3 % of the time of a small update
+            torch_private.remove_hook(self._parameters[number], self._hooks.pop(number))
+
+    def _register_hooks(self) -> None:
+        for number, parameter in enumerate(self._parameters):
+            if number not in self._hooks and parameter.requires_grad:
+                self._hooks[number] = parameter.register_hook(functools.partial(self._note_use, number))
 
     def begin_reduction(self) -> bool:
         """Begins to record the running backward. Returns False if it has begun already: a loss may have several outputs."""
@@ -236,7 +279,7 @@ class GradientRecord:
 
     def _note_use(self, number: int, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self.used.add(number)
+            self._noted.add(number)
 
     def _note_reached(self, parameter: Tensor) -> None:
         if parameter in self.reached:
@@ -252,8 +295,6 @@ class _DDPSync(RankSync):
         self._model = model
         self._parameters = model.reduced_parameters
         self._reduced = set(map(id, self._parameters))
-        self._gradients: list[Tensor | None] = []  # those that the reducer has set, in its buckets
-        self._buckets: list[Tensor] = []
         self._has_begun = False  # an accumulation
         self._is_reducing = False  # other ranks wait for this one
         self._has_unused = False  # a rank, in the agreement of this update
@@ -276,11 +317,7 @@ class _DDPSync(RankSync):
         """Keeps gradients on this rank, in the buckets of the reducer, where autograd adds to them."""
         if not self._has_begun:
             self._has_begun = True
-            self._model.record.used.clear()
-            for bucket in self._buckets:
-                bucket.zero_()
-            for parameter, view in zip(self._parameters, self._gradients, strict=bool(self._gradients)):
-                parameter.grad = view
+            self._model.record.begin()
         with self._model.no_sync():
             yield
 
@@ -295,7 +332,7 @@ class _DDPSync(RankSync):
             return
         self.start(local)
         if not self._has_begun:
-            self._model.record.used.clear()
+            self._model.record.begin()
         self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
         self._model.agrees_on_unused = False
@@ -307,17 +344,14 @@ class _DDPSync(RankSync):
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         assert self._local is not None
-        total, weight, *digests = self._agree(self._local(), settings().digest(), out_of_memory=self._is_abandoned)
+        total, weight, *digests = self._agree(self._local().tolist(), settings().digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
         settings().check(*digests)
-        if not self._gradients:
+        if not self._model.record.buckets:
             self._model.rebuild_buckets()
-            gradients = [parameter.grad for parameter in self._parameters]
-            self._gradients = [None if tensor is None or tensor.layout != torch.strided else tensor for tensor in gradients]
-            buckets = [base_of(gradient) for gradient in self._gradients if gradient is not None]
-            self._buckets = list({id(bucket): bucket for bucket in buckets}.values())
+            self._model.record.take_places()
         if self._has_unused:
-            forget_unused(self._parameters, self._model.record.used, self._group)
+            self._model.forget_unused()
         return LossSum(torch.full_like(local.total, total), weight)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
@@ -325,7 +359,7 @@ class _DDPSync(RankSync):
         factor = factor * self._ranks  # the reducer averages
         if isinstance(factor, Tensor) or factor != 1:
             sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
-            torch_private.foreach_multiply_([*self._buckets, *sparse], factor)  # a bucket contains nothing but gradients
+            torch_private.foreach_multiply_([*self._model.record.buckets, *sparse], factor)
 
     def abandon(self) -> bool:
         """Makes :meth:`finish` tell the other ranks that this one is out of memory, unless they know."""
@@ -342,20 +376,20 @@ class _DDPSync(RankSync):
                 if parameter not in self._model.record.reached:
                     with contextlib.suppress(RuntimeError):  # it has been reached
                         _zero_of([parameter]).backward()
-            self._agree(torch.zeros(2, dtype=torch.float64), [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
+            self._agree([0.0, 0.0], [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
         self._local, self._has_begun, self._is_reducing = None, False, False
         for parameter in self._parameters:
             parameter.grad = None
 
     def _agree(
-        self, local: Tensor, digest: list[float], *, out_of_memory: bool = False, others: bool = False
+        self, local: list[float], digest: list[float], *, out_of_memory: bool = False, others: bool = False
     ) -> tuple[float, float, float, float]:
         """Returns the sums of loss, weight and digests over all ranks, and counts failures and ranks with unused parameters."""
         self._is_reducing, self._is_agreed = False, True
         self._model.begin_update()
-        has_unused = len(self._model.record.used) < len(self._parameters)
-        numbers = torch.cat([local, local.new_tensor([*digest, out_of_memory, others, has_unused])])
-        total, weight, digests, squares, *counts = collectives.sum_over_ranks(numbers, self._group).tolist()
+        has_unused = len(self._model.record.used()) < len(self._parameters)
+        numbers = [*local, *digest, out_of_memory, others, has_unused]
+        total, weight, digests, squares, *counts = collectives.sum_numbers(numbers, self._group)
         self._failures, self._has_unused = (int(counts[0]), int(counts[1])), bool(counts[2])
         return total, weight, digests, squares
 

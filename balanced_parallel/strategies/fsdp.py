@@ -12,7 +12,7 @@ The repeated blocks of a module are sharded one by one, and the rest of it is th
 
 Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients stay whole until the
 last of them where they fit, otherwise each backward reduces them to their shards. The loss, its weight and what else ranks must
-agree on are one small all-reduce of the hosts in the end.
+agree on are one small all-gather of the hosts in the end.
 
 FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce tensors of different sizes, so
 zeros are set in place of missing gradients. (torch 2.11 cannot do this itself.) A rank all-gathers a block when it runs it.
@@ -276,7 +276,7 @@ class _FSDPSync(RankSync):
 
     def _exchange(self, more: int, numbers: Sequence[float]) -> Any:
         """Returns sums over all ranks: of ``more``, and of the numbers of ranks that have no more micro-batches."""
-        return collectives.sum_over_ranks(torch.tensor([more, *numbers], dtype=torch.float64), self._group).tolist()
+        return collectives.sum_numbers([more, *numbers], self._group)
 
     def _fits(self) -> bool:
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""

@@ -84,10 +84,11 @@ class RankModel(nn.Module):
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """Draws random numbers of this rank, under autocast."""
-        place = collectives.rank()
-        offset_seeds(self.devices, place)
-        draws_on_cpu = self.training and not is_accelerator(self.devices[0]) and row_random.running.get() is None
-        random_numbers = cpu_numbers_of_rank(place) if draws_on_cpu else contextlib.nullcontext()
+        random_numbers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_accelerator(self.devices[0]):
+            offset_seeds(self.devices, collectives.rank())
+        elif self.training and row_random.running.get() is None:
+            random_numbers = cpu_numbers_of_rank(collectives.rank())
         with self.precision.autocast(self.devices), random_numbers:
             yield
 

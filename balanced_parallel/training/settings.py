@@ -1,7 +1,7 @@
 """Settings of a :class:`TrainStep` that must be the same on all ranks. Ranks that differ in one train different models, or hang.
 
 All settings are compared once, before the first update exchanges anything else. What a schedule changes later is a digest, which
-travels in the all-reduce of the losses: a later comparison costs no collective, and every rank decides on it alike.
+travels with the losses: a later comparison costs no collective, and every rank decides on it alike.
 """
 
 import functools

@@ -69,7 +69,7 @@ class Fault:
         from balanced_parallel.training import checkpoint
 
         call, load = balanced_parallel.TrainStep.__call__, balanced_parallel.RankBatchSampler.__iter__
-        reduce, forward = collectives.sum_over_ranks, nn.Linear.forward
+        reduce, forward = collectives.sum_numbers, nn.Linear.forward
         write, finish = checkpoint.Writer.write_data, checkpoint.Writer.finish
         save, rename, damage = balanced_parallel.Checkpoints.save, os.rename, checkpoint.damage
 
@@ -90,7 +90,7 @@ class Fault:
                 output.register_hook(lambda gradient: self.at("backward"))
             return output
 
-        def sum_over_ranks(*arguments: Any) -> Any:
+        def sum_numbers(*arguments: Any) -> Any:
             self.at("all-reduce")
             return reduce(*arguments)
 
@@ -132,7 +132,7 @@ class Fault:
         balanced_parallel.TrainStep.__call__ = step  # type: ignore[method-assign]
         balanced_parallel.RankBatchSampler.__iter__ = batches  # type: ignore[method-assign]
         nn.Linear.forward = linear  # type: ignore[method-assign]
-        collectives.sum_over_ranks = sum_over_ranks
+        collectives.sum_numbers = sum_numbers
         checkpoint.Writer.write_data = write_data  # type: ignore[method-assign]
         checkpoint.Writer.finish = complete  # type: ignore[method-assign]
 

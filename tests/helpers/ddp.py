@@ -55,3 +55,17 @@ class Partly(torch.nn.Module):
         self.forwards += 1
         outputs = self.net(inputs)
         return outputs + self.sometimes(outputs) if len(inputs) > 2 else outputs
+
+
+class Changing(nn.Module):
+    """Uses its second layer for a while."""
+
+    uses_second = True
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.second(hidden) if self.uses_second else hidden

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.ddp import WAYS, Chosen, make_update
+from helpers.ddp import WAYS, Changing, Chosen, make_update
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
 from helpers.ranks import run_ranks
 from torch import nn
@@ -428,3 +428,85 @@ def test_row_of_ones_has_the_dtypes_of_the_arguments():
 @pytest.mark.parametrize("empty", [[], Rows([])], ids=["list", "Rows"])
 def test_no_row_is_made_up_for_lists(empty):
     assert row_of_ones(Arguments((torch.zeros(0, 3), empty), {}), 0) is None
+
+
+def exchanges_of(work):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        work()
+    return sum(event.count for event in profiler.key_averages() if event.key in ("gloo:all_reduce", "gloo:all_gather"))
+
+
+def check_lean(rank):
+    inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
+    model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
+    by_hand = torch.nn.parallel.DistributedDataParallel(build_net().float())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+
+    def one_update_by_hand():
+        with by_hand.no_sync():
+            torch.nn.functional.cross_entropy(by_hand(inputs[:2]), targets[:2]).backward()
+        torch.nn.functional.cross_entropy(by_hand(inputs[2:]), targets[2:]).backward()
+
+    counts = []
+    for work in (one_update_by_hand, lambda: step(inputs, targets)):
+        for _ in range(2):  # the reducer builds its buckets again after the first
+            work()
+        counts.append(exchanges_of(work))
+    assert counts[0] > 0
+    return counts
+
+
+def test_update_adds_one_small_exchange_to_plain_ddp():
+    """Loss, weight, and whether the backward of a rank has failed."""
+    counts = run_ranks(2, check_lean)
+    assert counts[0] == [1, 2], counts
+
+
+def check_exchanges(rank):
+    """Returns those of updates in which no rank, one rank and every rank has an unused parameter."""
+    net = Changing()
+    model, criterion = parallelize(net, nn.MSELoss())
+    assert not model.find_unused_parameters  # torch would warn of it
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
+    counts = []
+    for users in ([0, 1], [0, 1], [1], []):
+        net.uses_second = rank in users
+        counts.append(exchanges_of(lambda: step(inputs, targets)))
+        assert (net.second.weight.grad is None) == (not users)
+    return counts[1:]
+
+
+def test_ranks_exchange_unused_parameters_only_where_there_are_some():
+    assert run_ranks(2, check_exchanges)[0] == [2, 3, 3]  # the other rank does not always wait for the third
+
+
+def check_step_and_loop_in_turn(rank):
+    """Each update of a step or of a loop by hand tells anew which parameters were used, on any rank."""
+    torch.set_default_dtype(torch.float64)
+    net = Changing()
+    plain = copy.deepcopy(net)
+    model, criterion = parallelize(net, nn.MSELoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)  # an unused parameter with a zero would decay
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
+    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
+
+    def loop():
+        optimizer.zero_grad()
+        criterion(model(inputs), targets).backward()
+        optimizer.step()
+
+    for number, update in enumerate([step, step, loop, loop, step, step, loop]):
+        net.uses_second = plain.uses_second = number % 2 == 0
+        update(inputs, targets) if update is step else update()
+        assert all((one.grad is None) == (not net.uses_second) for one in net.second.parameters()), number
+        by_hand.zero_grad()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        by_hand.step()
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn():
+    run_ranks(2, check_step_and_loop_in_turn)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.ddp import WAYS, Chosen, Partly, cut_over_ranks, make_update
+from helpers.ddp import WAYS, Changing, Chosen, Partly, cut_over_ranks, make_update
 from helpers.problems import (
     CLASSES,
     LOSSES,
@@ -250,71 +250,6 @@ def check_parameter_of_nobody(rank):
 
 def test_parameter_captured_by_the_criterion_gets_an_exact_gradient():
     run_ranks(1, check_parameter_of_nobody)
-
-
-def all_reduces_of(work):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        work()
-    return sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")
-
-
-def check_lean(rank):
-    inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
-    model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
-    by_hand = torch.nn.parallel.DistributedDataParallel(build_net().float())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
-
-    def one_update_by_hand():
-        with by_hand.no_sync():
-            torch.nn.functional.cross_entropy(by_hand(inputs[:2]), targets[:2]).backward()
-        torch.nn.functional.cross_entropy(by_hand(inputs[2:]), targets[2:]).backward()
-
-    counts = []
-    for work in (one_update_by_hand, lambda: step(inputs, targets)):
-        for _ in range(2):  # the reducer builds its buckets again after the first
-            work()
-        counts.append(all_reduces_of(work))
-    assert counts[0] > 0
-    return counts
-
-
-def test_update_adds_one_all_reduce_to_plain_ddp():
-    """Loss, weight, and whether the backward of a rank has failed."""
-    counts = run_ranks(2, check_lean)
-    assert counts[0] == [1, 2], counts
-
-
-class Changing(nn.Module):
-    """Uses its second layer for a while."""
-
-    uses_second = True
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
-
-    def forward(self, inputs):
-        hidden = self.first(inputs)
-        return self.second(hidden) if self.uses_second else hidden
-
-
-def check_all_reduces(rank):
-    """Returns those of updates in which no rank, one rank and every rank has an unused parameter."""
-    net = Changing()
-    model, criterion = parallelize(net, nn.MSELoss())
-    assert not model.find_unused_parameters  # torch would warn of it
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
-    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
-    counts = []
-    for users in ([0, 1], [0, 1], [1], []):
-        net.uses_second = rank in users
-        counts.append(all_reduces_of(lambda: step(inputs, targets)))
-        assert (net.second.weight.grad is None) == (not users)
-    return counts[1:]
-
-
-def test_ranks_exchange_unused_parameters_only_where_there_are_some():
-    assert run_ranks(2, check_all_reduces)[0] == [2, 3, 3]  # the other rank does not always wait for the third
 
 
 class Ungraded(torch.autograd.Function):

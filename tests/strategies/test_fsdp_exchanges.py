@@ -11,15 +11,18 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
+from balanced_parallel.runtime import collectives
 
 
 def words_of(work):
     """Returns the collectives of the hosts: those besides the all-gathers of parameters and the reductions of gradients."""
     gather = mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object)
-    with gather as gathered, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    add = mock.patch.object(collectives, "sum_numbers", wraps=collectives.sum_numbers)
+    with gather as gathered, add as added, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         work()
     events = profiler.key_averages()
-    return gathered.call_count + sum(event.count for event in events if event.key in ("c10d::allreduce_", "c10d::broadcast_"))
+    others = sum(event.count for event in events if event.key in ("c10d::allreduce_", "c10d::broadcast_"))
+    return gathered.call_count + added.call_count + others
 
 
 # rows of each rank: alike, as many micro-batches on each, fewer on one, more on one, fewer on both, none on one

@@ -101,7 +101,7 @@ def test_different_settings_raise_one_error_on_all_ranks(name):
 
 def check_equal(rank, strategy):
     """Counts the exchanges of three updates with settings that change on all ranks alike."""
-    gathered, summed, gather, add = [], [], collectives.gather_objects, collectives.sum_over_ranks
+    gathered, summed, gather, add = [], [], collectives.gather_objects, collectives.sum_numbers
     step = make_step(ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1)
     with pytest.MonkeyPatch.context() as patch:
 
@@ -110,7 +110,7 @@ def check_equal(rank, strategy):
             return gather(value)
 
         patch.setattr(collectives, "gather_objects", count)
-        patch.setattr(collectives, "sum_over_ranks", lambda *given, **group: summed.append(given) or add(*given, **group))
+        patch.setattr(collectives, "sum_numbers", lambda *given, **group: summed.append(given) or add(*given, **group))
         for number in range(3):
             train(step, rank, number)
             step.max_grad_norm *= 2
