@@ -247,7 +247,7 @@ class GradientRecord:
         self.buckets = list({id(bucket): bucket for bucket in map(base_of, dense.values())}.values())
         self._places = {number: grad.data for number, grad in dense.items()}  # unlike a view, this has its own version counter
         self._versions = torch_private.versions([*self._places.values()])
-        for number in self._places:  # hooks take 3 % of the time of a small update
+        for number in self._places.keys() & self._hooks.keys():  # 2 % of a small update; frozen parameters may have none
             torch_private.remove_hook(self._parameters[number], self._hooks.pop(number))
 
     def _register_hooks(self) -> None:

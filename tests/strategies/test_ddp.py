@@ -500,7 +500,7 @@ def check_step_and_loop_in_turn(rank):
     for number, update in enumerate([step, step, loop, loop, step, step, loop]):
         net.uses_second = plain.uses_second = number % 2 == 0
         update(inputs, targets) if update is step else update()
-        assert all((one.grad is None) == (not net.uses_second) for one in net.second.parameters()), number
+        assert all((weight.grad is None) == (not net.uses_second) for weight in net.second.parameters()), number
         by_hand.zero_grad()
         nn.functional.mse_loss(plain(inputs), targets).backward()
         by_hand.step()
