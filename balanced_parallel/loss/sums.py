@@ -117,12 +117,8 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
     whole_divisor = whole[1].clamp(min=minimum) if weights else torch.ones_like(whole[1])
     local = divide(total * world_size(), whole_divisor.to(total.dtype))
-    return replace_value(local, divide(whole[0], whole_divisor).to(total.dtype))
-
-
-def replace_value(local: Tensor, whole: Tensor) -> Tensor:
-    """Returns ``whole`` in the forward, and passes the gradient to ``local`` in the backward."""
-    return hand_back(whole, [torch.ones_like(local)], [local])
+    loss = divide(whole[0], whole_divisor).to(total.dtype)
+    return hand_back(loss, [torch.ones_like(local)], [local])  # whose gradient is that of this rank's part
 
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:

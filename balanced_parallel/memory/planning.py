@@ -349,17 +349,11 @@ def plan(
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
-        unknown_divisor=_has_unknown_divisor(criterion),
+        unknown_divisor=criterion.finds_means if isinstance(criterion, DataParallelCriterion) else not is_known(criterion),
         report=_report(how, best) if best.fits else None,
     )
     learns = isinstance(criterion, torch.nn.Module) and any(each.requires_grad for each in criterion.parameters())
     return dataclasses.replace(result, lines=write_program(result, optimizer, learns)) if best.fits else result
-
-
-def _has_unknown_divisor(criterion: Any) -> bool:
-    if not isinstance(criterion, DataParallelCriterion):
-        return not is_known(criterion)
-    return criterion.finds_means
 
 
 def _remarks(option: Option) -> tuple[str, ...]:

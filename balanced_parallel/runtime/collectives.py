@@ -52,7 +52,7 @@ def world_size(group: Group = None) -> int:
 
 def rank(group: Group = None) -> int:
     """Returns the number of this rank, which is 0 without a process group."""
-    return dist.get_rank(group or _batch_group) if world_size(group) > 1 else 0
+    return dist.get_rank(group or _batch_group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def checkpoint_group() -> Group:
@@ -109,9 +109,9 @@ def sum_numbers(numbers: Sequence[float], group: Group = None) -> list[float]:
     if world_size(group) == 1:
         return list(numbers)
     sent = _to_backend_device(torch.tensor(numbers, dtype=torch.float64), group)
-    gathered = sent.new_empty(world_size(group) * len(numbers))
-    dist.all_gather_into_tensor(gathered, sent, group=group or _batch_group)
-    sums: list[float] = gathered.view(-1, len(numbers)).sum(0).tolist()
+    gathered = sent.new_empty(world_size(group), len(numbers))
+    dist.all_gather([*gathered], sent, group=group or _batch_group)
+    sums: list[float] = gathered.sum(0).tolist()
     return sums
 
 

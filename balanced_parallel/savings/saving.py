@@ -156,10 +156,6 @@ def use_bf16_parameters(module: nn.Module) -> None:
             tensor.data = tensor.data.to(torch.bfloat16)
 
 
-def _stores_fp32(step: Any) -> bool:
-    return step.precision != "fp16" and any(each.dtype == torch.float32 for each in step.module.parameters())
-
-
 def _use_optimizer(make: Callable[..., torch.optim.Optimizer], smaller: tuple[str, ...], step: Any) -> Mapping[str, Any] | None:
     """Replaces an optimizer that is not among those with as little state. Those of an existing step stay."""
     choice = step.optimizer
@@ -217,7 +213,7 @@ BF16_PARAMETERS = Saving(
     order=510,
     stage="arithmetic",
     result="other arithmetic",
-    suits=_stores_fp32,
+    suits=lambda step: step.precision != "fp16" and any(each.dtype == torch.float32 for each in step.module.parameters()),
     change_module=use_bf16_parameters,
     lines=("module.to(torch.bfloat16)",),
 )

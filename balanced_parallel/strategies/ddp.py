@@ -66,20 +66,16 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self.reduced_parameters = wrapped.trained  # those of the module and of the criterion
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._has_shared_buffers = False  # in the first forward of this update
-        self.agrees_on_unused = True  # at the end of a backward; TrainStep does it behind several
         self.module = module
         self.record = GradientRecord(self.reduced_parameters)
         self._set_rows(device, **rows)
 
     def begin_update(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
-        self._has_shared_buffers = False
         self.require_forward_param_sync = True  # torch has unset it if the last forward had no graph
 
     def forward_without_rows(self) -> Tensor:
         """Takes part in a reduction without running the module. Returns a zero to run backward from."""
-        self.require_forward_param_sync = not self._has_shared_buffers
         self._call_in_forward(lambda: None)
         return self.zero()
 
@@ -127,7 +123,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         def call() -> Any:
             children["module"] = module  # as code inside of the function knows it
-            self._has_shared_buffers = True
+            self.require_forward_param_sync = False  # the buffers are shared, whether or not this forward fails
             if example is None:
                 output = function(*inputs, **kwargs)
             else:
@@ -137,7 +133,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
             return watch_output(output, self.zero()) if reduces else output
 
-        with self._computing():
+        with self.precision.autocast(self.devices), self._random_numbers():
             return PerReplica([self._call_in_forward(call)], [rows], self.out_dims)
 
     def _call_in_forward(self, function: Callable[[], Any]) -> Any:
@@ -153,7 +149,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """Begins a backward that reaches all parameters, before it has reached any."""
         if not torch_private.will_run(leaf) or not self.record.begin_reduction():  # torch.autograd.grad reduces nothing
             return
-        if self.agrees_on_unused:
+        if self.record.agrees:
             self.record.begin_with_hooks()
             run_after_backward(lambda: run_after_backward(self.forget_unused))  # behind the reducer's
         self.begin_sparse_gradients()
@@ -174,7 +170,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         modules = state[CHILDREN]  # of the copy, which is not a module yet
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
-        self.module = module
+        self.module, self._rank = module, collectives.rank()
         self.record = GradientRecord(self.reduced_parameters)
 
 
@@ -206,6 +202,7 @@ class GradientRecord:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.agrees = True  # with the other ranks, at the end of a backward; TrainStep does it behind several
         self.reached: set[Tensor] = set()
         self.buckets: list[Tensor] = []  # of the reducer, which contain nothing but gradients
         self._parameters = parameters
@@ -222,7 +219,7 @@ class GradientRecord:
         """Returns the numbers of the parameters that have got a gradient since the beginning."""
         now = torch_private.versions([*self._places.values()])
         changed = zip(self._places, self._versions, now, strict=True)
-        return self._noted.union(number for number, before, after in changed if before != after)
+        return self._noted | {number for number, before, after in changed if before != after}
 
     def begin(self) -> None:
         """Sets gradients to zeros in the buckets, as soon as the reducer has made them."""
@@ -312,14 +309,13 @@ class _DDPSync(RankSync):
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
         return collectives.max_over_ranks(count, self._group) if self._model.meets_ranks else count
 
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Keeps gradients on this rank, in the buckets of the reducer, where autograd adds to them."""
         if not self._has_begun:
             self._has_begun = True
             self._model.record.begin()
-        with self._model.no_sync():
-            yield
+        no_sync: contextlib.AbstractContextManager[None] = self._model.no_sync()
+        return no_sync
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in the last forward of the ranks that have rows: buffers are broadcast."""
@@ -335,18 +331,19 @@ class _DDPSync(RankSync):
             self._model.record.begin()
         self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
-        self._model.agrees_on_unused = False
+        self._model.record.agrees = False
         try:
             run_backward(roots or [self._model.zero()], divisor)
         finally:
-            self._model.agrees_on_unused = True
+            self._model.record.agrees = True
             self._model.record.stop()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         assert self._local is not None
-        total, weight, *digests = self._agree(self._local().tolist(), settings().digest(), out_of_memory=self._is_abandoned)
+        mine = settings()
+        total, weight, *digests = self._agree(self._local().tolist(), mine.digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
-        settings().check(*digests)
+        mine.check(*digests)
         if not self._model.record.buckets:
             self._model.rebuild_buckets()
             self._model.record.take_places()

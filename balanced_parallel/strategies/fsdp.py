@@ -129,7 +129,7 @@ class ShardedModel(RankModel):
     def _call(self, method: str | None, arguments: Arguments) -> Any:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         function = self.module if method is None else getattr(self.module, method)
-        with self._as_sharded(), self._computing():
+        with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # after an evaluation, the module has its shards again
@@ -230,7 +230,8 @@ class _FSDPSync(RankSync):
         if self._local is None:  # no micro-batch was known to be the last
             self.start(local)
         assert self._local is not None
-        numbers = [*self._local().tolist(), *settings().digest(), float(self._fits())]
+        mine = settings()
+        numbers = [*self._local().tolist(), *mine.digest(), float(self._fits())]
         while True:
             gradients = self._model.gradients
             has_rows, has_unused = self._without_rows == 0, len(gradients.used) < len(gradients.parameters)
@@ -238,7 +239,7 @@ class _FSDPSync(RankSync):
             if not more:
                 break
             self._begin_round(0, local)
-        settings().check(*digests)
+        mine.check(*digests)
         if unused:
             gradients.forget_unused()
         self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many

@@ -48,6 +48,7 @@ class RankModel(nn.Module):
         self.devices, self.split = [device], None
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
+        self._rank = collectives.rank()
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
@@ -81,16 +82,13 @@ class RankModel(nn.Module):
     def _run(self, method: str | None, arguments: Arguments, rows: int | None) -> PerReplica:
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Draws random numbers of this rank, under autocast."""
-        random_numbers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Draws random numbers of this rank in a block."""
         if is_accelerator(self.devices[0]):
-            offset_seeds(self.devices, collectives.rank())
+            offset_seeds(self.devices, self._rank)
         elif self.training and row_random.running.get() is None:
-            random_numbers = cpu_numbers_of_rank(collectives.rank())
-        with self.precision.autocast(self.devices), random_numbers:
-            yield
+            return cpu_numbers_of_rank(self._rank)
+        return contextlib.nullcontext()
 
 
 class RankSync(GradientSync):

@@ -13,7 +13,7 @@ on each other goes through the plan twice.
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -218,10 +218,12 @@ class TrainStep:
         if run.batch.pads:
             run.batch.check_weight(self.criterion.weigh_targets)
         sums.begin_batch(losses)
-        for followers, shards in zip(reversed(range(len(plan))), plan, strict=True):
-            last = run.is_whole and followers == 0
-            with nullcontext() if last else self._sync.accumulating():
-                sums.backward(self._forward(shards, losses.compute, run.outputs), followers, last=last)
+        before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
+        with self._sync.accumulating():
+            for number, shards in enumerate(before, start=1):
+                sums.backward(self._forward(shards, losses.compute, run.outputs), len(plan) - number, last=False)
+        for shards in last:
+            sums.backward(self._forward(shards, losses.compute, run.outputs), 0, last=True)
 
     def _forward(self, shards: list[Shard], compute: Callable[..., Any], collected: list[PerReplica] | None) -> list[LossSum]:
         """Runs the model and the criterion. Returns a loss for each shard."""

@@ -71,6 +71,20 @@ def test_accumulation_keeps_one_copy_of_the_gradients():
     assert max(run_ranks(2, check_memory)) < 0.3
 
 
+def check_warnings(rank):
+    with warnings.catch_warnings(action="error"):
+        for strategy in ("ddp", "fsdp"):
+            model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
+            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+            for rows in (4, 5 * rank):
+                step(torch.randn(rows, 4), class_targets(rows))
+    return True
+
+
+def test_a_start_and_two_updates_print_no_warnings_of_torch():
+    assert run_ranks(2, check_warnings) == [True, True]
+
+
 def check_inside(rank):
     seen = []
     net = build_net()
@@ -499,6 +513,8 @@ def check_step_and_loop_in_turn(rank):
 
     for number, update in enumerate([step, step, loop, loop, step, step, loop]):
         net.uses_second = plain.uses_second = number % 2 == 0
+        for module in (net, plain):
+            module.first.bias.requires_grad_(number < 2)  # the first loop gives it no hook
         update(inputs, targets) if update is step else update()
         assert all((weight.grad is None) == (not net.uses_second) for weight in net.second.parameters()), number
         by_hand.zero_grad()
