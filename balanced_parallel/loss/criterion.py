@@ -289,11 +289,11 @@ def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[An
 
     With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
     """
-    is_mean = criterion.reduction != "sum"
     weights = [criterion.weigh_targets(*part) for part in targets]
     counts = [weight for weight in weights if weight is not None]
     if targets and len(counts) == len(targets):
         return BatchLosses(functools.partial(criterion.run, weighed_sum), sum(counts, 0.0))
+    is_mean = criterion.reduction != "sum"
     if not (is_whole and targets and is_mean and isinstance(criterion.weight, (Mapping, list, tuple))):
         return BatchLosses(criterion.loss_sums, is_mean=is_mean)
     parts = [flat_weights(weights_of_targets(criterion.weight, part)) for part in targets]

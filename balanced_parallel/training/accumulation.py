@@ -169,7 +169,7 @@ class Accumulation:
             self.total = self.total + move(term.total.detach(), self.total.device)
         weight = _sum(weights, self.total.device)
         self._add_weight(weight)
-        if last:
+        if last and not self.is_reduced:  # FSDP without rows has several
             begin_reduction()
         if self._divisor is None:
             expected = _sum([self.weight, weight * followers], self.total.device)

@@ -34,9 +34,8 @@ def check_words(rank):
     plain, counts = build_net(), []
     model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy="fsdp")
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
-    for number, sizes in enumerate(
-        [[4, 4], [4, 4], [4, 3], [4, 1], [4, 4], [4, 9], [10, 9], [2, 1], [2, 1], [2, 1], [0, 4], [0, 4]]
-    ):
+    before = collectives._updates
+    for number, sizes in enumerate(SIZES):
         torch.manual_seed(number)
         inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
         loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
@@ -45,6 +44,7 @@ def check_words(rank):
         counts.append(words_of(lambda: losses.append(step(*mine))))  # noqa: B023
         torch.testing.assert_close(losses[0], loss, rtol=1e-10, atol=1e-10)
         assert_same_gradients(whole_gradients(model.module), expected)
+    assert collectives._updates - before == len(SIZES)  # the store tells which ranks are behind
     return counts
 
 
