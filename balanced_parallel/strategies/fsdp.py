@@ -48,7 +48,7 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import RankModel, RankSync, RowSettings, first_row, forget_unused, shared_gradients, undone, watch, watch_output
+from .ranks import RankModel, RankSync, RowSettings, first_row, forget_unused, shared_gradients, undone, watch_output
 
 
 class ShardedModel(RankModel):
@@ -332,13 +332,16 @@ class ShardedGradients:
         place = len(self._units)
         self._units.append(slots)
 
-        def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+        def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> None:
             self.order.ran.append(place)
-            values, rebuild = torch_private.flatten((inputs, kwargs))  # as FSDP2 does
-            complete = functools.partial(self.complete, slots, is_dummy=self.is_dummy)
-            return rebuild(watch(values, complete))
+            # All inputs with a gradient come from one node of FSDP2, whose backward reduces the gradients of the unit.
+            values = torch_private.leaves_of_tree((inputs, kwargs))
+            tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+            if tensors and torch.is_grad_enabled():
+                node, is_dummy = cast(torch_private.Node, tensors[0].grad_fn), self.is_dummy
+                node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
 
-        # runs after the hook of FSDP2, so its backward runs before; torch.compile leaves both out
+        # behind the hook of FSDP2; torch.compile leaves both out
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
     def begin(self, *, is_dummy: bool) -> None:

@@ -116,22 +116,16 @@ class RankSync(GradientSync):
         return -collectives.max_over_ranks(-number, self._group)
 
 
-def watch_output(output: Any, first: Any) -> Any:
-    """Returns nested output, of which :func:`watch` has watched the leaves."""
-    watched = iter(watch([leaf for _, leaf in leaves(output)], first))
-    return map_leaves(lambda _: next(watched), output)
-
-
-def watch(values: list[Any], first: Tensor | Callable[[], None]) -> list[Any]:
-    """Returns values whose backward runs once, after the gradients of all of them are there.
+def watch_output(output: Any, first: Tensor | Callable[[], None]) -> Any:
+    """Returns nested output whose backward runs once, after the gradients of all of its tensors are there.
 
     It reaches ``first``, if that is a tensor, without a gradient for it; otherwise it calls ``first``.
     """
-    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad] if torch.is_grad_enabled() else ()
-    if not tensors:
-        return values
+    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not tensors or not torch.is_grad_enabled():
+        return output
     watched = iter(_Watch.apply(first, *tensors))
-    return [next(watched) if isinstance(value, Tensor) and value.requires_grad else value for value in values]
+    return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, output)
 
 
 class _Watch(torch.autograd.Function):
