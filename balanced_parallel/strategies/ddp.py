@@ -288,7 +288,7 @@ class _DDPSync(RankSync):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets."""
 
     def __init__(self, model: DistributedModel) -> None:
-        super().__init__(model, model.process_group, collectives.world_size(model.process_group))
+        super().__init__(model, model.process_group)
         self._model = model
         self._parameters = model.reduced_parameters
         self._reduced = set(map(id, self._parameters))

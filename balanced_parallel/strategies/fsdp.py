@@ -41,7 +41,7 @@ from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import gather_objects, world_size
+from ..runtime.collectives import gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
 from ..runtime.torch_private import BatchNorm, current_backward_id, is_sharded, run_after_backward, without_compilation
 from ..runtime.values import Precision
@@ -86,20 +86,18 @@ class ShardedModel(RankModel):
         return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
 
     @contextlib.contextmanager
-    def summing(self, *, is_reduced: bool) -> Iterator[None]:
-        """Sums gradients over the ranks in the block, or leaves them whole. Elsewhere they are averaged, as by DDP."""
-        self._set_reduction(1.0, is_reduced=is_reduced)
-        self.gradients.agrees, self.gradients.keeps_whole = False, not is_reduced
+    def backward_of_step(self, *, keeps_whole: bool) -> Iterator[None]:
+        """Leaves gradients whole in the block, or reduces them. The ranks do not agree on unused parameters at its end."""
+        units = self.units if keeps_whole else []
+        self.gradients.agrees, self.gradients.keeps_whole = False, keeps_whole
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            self._set_reduction(float(world_size(self.group)), is_reduced=True)
+            for unit in units:
+                unit.set_requires_gradient_sync(True, recurse=False)
             self.gradients.agrees, self.gradients.keeps_whole = True, False
-
-    def _set_reduction(self, divisor: float, *, is_reduced: bool) -> None:
-        for unit in self.units:
-            unit.set_gradient_divide_factor(divisor)
-            unit.set_requires_gradient_sync(is_reduced, recurse=False)
 
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
@@ -217,11 +215,11 @@ class _FSDPSync(RankSync):
         if self._ran == 0:
             self._model.gradients.begin_update()
         self._ran, self._left = self._ran + 1, self._left - 1
-        is_reduced = not self._keeps_whole or self._asks or self._ran >= self._round
+        keeps_whole = self._keeps_whole and not self._asks and self._ran < self._round
         self._divisor = divisor
         if local is not None:
             self.start(local)
-        with self._model.summing(is_reduced=is_reduced):
+        with self._model.backward_of_step(keeps_whole=keeps_whole):
             run_backward(losses, divisor)
         if self._left > 0 and self._ran == self._round and not self._asks:
             self._begin_round(self._left)
@@ -250,6 +248,7 @@ class _FSDPSync(RankSync):
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         gradients = shared_gradients(tensors, self._shards, "the module")
+        factor = factor * self._ranks  # FSDP2 averages
         if isinstance(factor, Tensor) or factor != 1:
             torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
 

@@ -92,11 +92,10 @@ class RankModel(nn.Module):
 
 
 class RankSync(GradientSync):
-    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over ``averaged`` ranks."""
+    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
 
-    def __init__(self, model: RankModel, group: collectives.Group, averaged: int = 1) -> None:
-        self._group, self._ranks = group, collectives.world_size(group)
-        self._device, self._averaged = model.devices[0], averaged
+    def __init__(self, model: RankModel, group: collectives.Group) -> None:
+        self._group, self._ranks, self._device = group, collectives.world_size(group), model.devices[0]
         self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
@@ -107,9 +106,9 @@ class RankSync(GradientSync):
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the weight of the update before, at first 1; in float16, that of what all ranks expect."""
         if before or not in_float16:
-            return power_of_two(before) / self._averaged
+            return power_of_two(before) / self._ranks
         whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._group)
-        return power_of_two(float(whole) if whole.is_cpu else whole) / self._averaged
+        return power_of_two(float(whole) if whole.is_cpu else whole) / self._ranks
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""
