@@ -8,6 +8,7 @@ import torch.distributed as dist
 from helpers.fsdp import whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import run_ranks
+from helpers.releases import keeps_whole_gradients
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
@@ -143,6 +144,7 @@ def check_whole_gradients(rank, precision):
     return counts
 
 
+@keeps_whole_gradients
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_stay_whole_until_the_last_micro_batch(precision):
     counts = run_ranks(2, check_whole_gradients, precision)

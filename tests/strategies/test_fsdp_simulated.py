@@ -7,7 +7,7 @@ import torch
 from helpers.memory_problems import PROBLEMS
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import run_ranks
-from helpers.releases import released_at_once
+from helpers.releases import keeps_whole_gradients, released_at_once
 from helpers.slow import slow, slow_but
 from torch import nn
 
@@ -86,6 +86,7 @@ def test_estimates_of_shards_equal_the_simulated_peak(precision):
 KEPT_WHOLE = [(True, None), (False, "880KiB")]  # whole gradients do not fit into half of what is free
 
 
+@keeps_whole_gradients
 @pytest.mark.parametrize(("whole", "limit"), slow_but(KEPT_WHOLE, KEPT_WHOLE[0]))
 def test_estimates_of_whole_gradients_equal_the_simulated_peak(whole, limit):
     build, batch = PROBLEMS["language model"]
