@@ -340,10 +340,10 @@ class _DDPSync(RankSync):
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         assert self._local is not None
-        mine = settings()
-        total, weight, *digests = self._agree(self._local().tolist(), mine.digest(), out_of_memory=self._is_abandoned)
+        present = settings()
+        total, weight, *digests = self._agree(self._local().tolist(), present.digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
-        mine.check(*digests)
+        present.check(*digests)
         if not self._model.record.buckets:
             self._model.rebuild_buckets()
             self._model.record.take_places()

@@ -228,8 +228,8 @@ class _FSDPSync(RankSync):
         if self._local is None:  # no micro-batch was known to be the last
             self.start(local)
         assert self._local is not None
-        mine = settings()
-        numbers = [*self._local().tolist(), *mine.digest(), float(self._fits())]
+        present = settings()
+        numbers = [*self._local().tolist(), *present.digest(), float(self._fits())]
         while True:
             gradients = self._model.gradients
             has_rows, has_unused = self._without_rows == 0, len(gradients.used) < len(gradients.parameters)
@@ -237,7 +237,7 @@ class _FSDPSync(RankSync):
             if not more:
                 break
             self._begin_round(0, local)
-        mine.check(*digests)
+        present.check(*digests)
         if unused:
             gradients.forget_unused()
         self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many
