@@ -333,11 +333,12 @@ class ShardedGradients:
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> None:
             self.order.ran.append(place)
+            if not torch.is_grad_enabled() or current_backward_id() is not None:
+                return  # FSDP2 does nothing where a checkpoint runs the unit again
             # All inputs with a gradient come from one node of FSDP2, whose backward reduces the gradients of the unit.
-            values = torch_private.leaves_of_tree((inputs, kwargs))
-            tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-            if tensors and torch.is_grad_enabled():
-                node, is_dummy = cast(torch_private.Node, tensors[0].grad_fn), self.is_dummy
+            values, is_dummy = torch_private.leaves_of_tree((inputs, kwargs)), self.is_dummy
+            nodes = [value.grad_fn for value in values if isinstance(value, Tensor) and value.requires_grad]
+            for node in cast(list[torch_private.Node], nodes[:1]):
                 node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
 
         # behind the hook of FSDP2; torch.compile leaves both out

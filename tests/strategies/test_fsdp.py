@@ -245,6 +245,30 @@ def test_shards_equal_the_plain_program():
     assert run_ranks(2, check_language) == [True, True]
 
 
+def frozen_language():
+    """Freezes the embedding, whose output needs a gradient for the checkpoints, as ``enable_input_require_grads`` does."""
+    language = Language().double()
+    language.embedding.requires_grad_(False)
+    language.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    return language
+
+
+def check_frozen_embedding(rank):
+    """The first block runs again in the backward, with an input that no operator has made."""
+    words, targets = language_batch()
+    loss, expected = plain_program(frozen_language(), nn.CrossEntropyLoss(), words, targets)
+    _, update = make_update("micro-batches", language := frozen_language(), nn.CrossEntropyLoss(), strategy="fsdp")
+    for _ in range(3):
+        found = update(*(cut_over_ranks(each, [4, 5], rank) for each in (words, targets)))
+        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(whole_gradients(language), expected)
+    return True
+
+
+def test_checkpoints_behind_a_frozen_embedding_equal_the_plain_program():
+    assert run_ranks(2, check_frozen_embedding) == [True, True]
+
+
 def check_windows(rank):
     """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
     torch.set_default_dtype(torch.float64)
