@@ -405,7 +405,7 @@ def test_each_is_predicted_as_simulated_devices_measure_it(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "balanced"), [(torch.optim.Muon, True), (torch.optim.Adafactor, True), (torch.optim.SGD, False)]
+    ("make", "balanced"), [(torch.optim.Muon, True), slow(torch.optim.Adafactor, True), (torch.optim.SGD, False)]
 )
 def test_matrices_of_shards_are_updated_whole(make, balanced):
     net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])

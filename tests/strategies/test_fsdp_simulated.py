@@ -112,7 +112,7 @@ def peak_of_whole_parameters(rank, sizes):
         return min(peaks[1:])  # gloo's threads may release a buffer late
 
 
-@pytest.mark.parametrize("sizes", [[256] * 9, [256, 512, 256, 128, 1024], [272, 256, 256, 256]])
+@pytest.mark.parametrize("sizes", [slow([256] * 9), [256, 512, 256, 128, 1024], [272, 256, 256, 256]])
 def test_estimates_of_whole_parameters_equal_the_simulated_peak(sizes):
     batch = torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1])
     settings = {"layout": "fsdp", "devices": 2, "device_kind": "sim", "optimizer": torch.optim.Muon, "balanced_optimizer": True}
