@@ -25,7 +25,7 @@ from torch import nn
 import balanced_parallel
 from balanced_parallel.runtime import collectives
 
-PLACES = ("forward", "backward", "all-reduce", "between", "loader", "hang", "checkpoint", "checkpoint-complete", "disk-full")
+PLACES = ("forward", "backward", "exchange", "between", "loader", "hang", "checkpoint", "checkpoint-complete", "disk-full")
 PLACES += ("checkpoint-again", "read-error")
 
 
@@ -91,7 +91,7 @@ class Fault:
             return output
 
         def sum_numbers(*arguments: Any) -> Any:
-            self.at("all-reduce")
+            self.at("exchange")
             return reduce(*arguments)
 
         def batches(sampler: Any) -> Any:

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks; 0 is without torchrun, u
     "3 ranks": (3, []),
     "2 ranks, FSDP2": (2, ["--strategy", "fsdp"]),
 }
-PLACES = ("forward", "backward", "all-reduce", "between", "loader", "hang", "checkpoint", "checkpoint-complete")
+PLACES = ("forward", "backward", "exchange", "between", "loader", "hang", "checkpoint", "checkpoint-complete")
 PLACES += ("checkpoint-again", "read-error")
 LIMIT = 300.0  # seconds, then a run counts as hanging
 
@@ -57,7 +57,7 @@ def run(layout: str, faults: list[str], out: Path, restarts: int, *more: Any) ->
 def draw_faults(layout: str, dice: random.Random) -> list[str]:
     """Returns one to three faults that this layout can have."""
     ranks, _ = LAYOUTS[layout]
-    places = [place for place in PLACES if ranks > 1 or place not in ("all-reduce", "hang")]
+    places = [place for place in PLACES if ranks > 1 or place not in ("exchange", "hang")]
     faults = []
     for _ in range(dice.randint(1, 3)):
         place = dice.choice(places)

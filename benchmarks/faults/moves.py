@@ -28,7 +28,7 @@ def draw_fault(layout: str, dice: random.Random) -> str:
     """Returns a fault of a layout, after at least one checkpoint."""
     ranks, _ = LAYOUTS[layout]
     place = dice.choice(
-        ["forward", "backward", "between", "checkpoint", "checkpoint-complete"] + ["all-reduce", "hang"] * (ranks > 1)
+        ["forward", "backward", "between", "checkpoint", "checkpoint-complete"] + ["exchange", "hang"] * (ranks > 1)
     )
     rank = 0 if place == "checkpoint-complete" else dice.randrange(max(1, ranks))
     return f"{place}:{rank}:{2 if place.startswith('checkpoint') else dice.choice([4, 5])}"

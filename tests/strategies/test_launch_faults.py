@@ -56,7 +56,7 @@ def undisturbed(text, tmp_path_factory):
 
 
 def test_ranks_that_die_anywhere_are_restarted_and_nothing_is_lost_or_trained_twice(undisturbed, text, tmp_path):
-    faults = ["forward:1:4", "backward:0:3", "checkpoint:1:2", "all-reduce:0:3", "loader:1:2"]
+    faults = ["forward:1:4", "backward:0:3", "checkpoint:1:2", "exchange:0:3", "loader:1:2"]
     flags = f"--max-restarts={len(faults)}", "--monitor-interval=0.1"
     done = run_torchrun(*flags, *program(",".join(faults), text, tmp_path))
     assert done.returncode == 0, done.stderr
