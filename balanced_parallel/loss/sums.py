@@ -21,7 +21,6 @@ from ..batch.containers import Leaf
 from ..batch.outputs import PerReplica
 from ..batch.rows import move_leaves, parameters_of
 from ..replicas.replicas import Replicas
-from ..runtime import torch_private
 from ..runtime.collectives import sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, widest_float
 from ..runtime.torch_private import is_compiled, is_compiled_function, is_differentiable
@@ -387,9 +386,8 @@ def copy_criterion(
 ) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
     """Yields a copy of the criterion for each device. A module on another device is moved to that of the first output."""
     if isinstance(criterion, nn.Module):
-        for part in criterion.modules():
-            tensors = *torch_private.parameters_of(part).values(), *torch_private.buffers_of(part).values()  # in every forward
-            if any(tensor is not None and tensor.device != devices[0] for tensor in tensors):
+        for tensor in (*criterion.parameters(), *criterion.buffers()):
+            if tensor.device != devices[0]:
                 criterion.to(devices[0])
         return replicas.of(criterion, devices, devices[0])
     if isinstance(criterion, functools.partial):

@@ -135,13 +135,6 @@ def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
         tensor._is_param = True
 
 
-def remove_hook(tensor: Tensor, handle: Any) -> None:
-    """Removes a hook of a tensor. Every backward would ask for the hooks of an empty dictionary."""
-    handle.remove()
-    if not tensor._backward_hooks:
-        tensor._backward_hooks = None
-
-
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Returns True if a hook was registered on a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

@@ -170,7 +170,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         modules = state[CHILDREN]  # of the copy, which is not a module yet
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
-        self.module, self._rank = module, collectives.rank()
+        self.module = module
         self.record = GradientRecord(self.reduced_parameters)
 
 
@@ -245,7 +245,7 @@ class GradientRecord:
         self._places = {number: grad.data for number, grad in dense.items()}  # unlike a view, this has its own version counter
         self._versions = torch_private.versions([*self._places.values()])
         for number in self._places.keys() & self._hooks.keys():  # 2 % of a small update; frozen parameters may have none
-            torch_private.remove_hook(self._parameters[number], self._hooks.pop(number))
+            self._hooks.pop(number).remove()
 
     def _register_hooks(self) -> None:
         for number, parameter in enumerate(self._parameters):

@@ -48,7 +48,6 @@ class RankModel(nn.Module):
         self.devices, self.split = [device], None
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
-        self._rank = collectives.rank()
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
@@ -83,11 +82,11 @@ class RankModel(nn.Module):
         raise NotImplementedError
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Draws random numbers of this rank in a block."""
+        """Returns a context in which random numbers are those of this rank."""
         if is_accelerator(self.devices[0]):
-            offset_seeds(self.devices, self._rank)
+            offset_seeds(self.devices, collectives.rank())
         elif self.training and row_random.running.get() is None:
-            return cpu_numbers_of_rank(self._rank)
+            return cpu_numbers_of_rank(collectives.rank())
         return contextlib.nullcontext()
 
 
