@@ -28,19 +28,37 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
             seeds.add(seed)
 
 
-@contextlib.contextmanager
-def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
-    """Draws from a CPU generator of this rank inside the block, whose seed is one number of the one that all ranks have alike.
+class RankNumbers:
+    """The random numbers of one rank from the CPU's generator, which all ranks have alike: samplers draw from it.
 
-    That one continues from there after the block, whatever this rank has drawn inside: samplers draw from it.
+    An update takes one number from the generator, as the seed of all that this rank draws in it. The generator goes on from there
+    afterwards. So it stays alike, however many forwards the update has on each rank. A forward outside of an update is one of
+    its own.
     """
-    seed = int(torch.empty((), dtype=torch.int64).random_())
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed + rank)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+
+    def __init__(self) -> None:
+        self._state: torch.Tensor | None = None  # of an update whose rows come in several blocks, between two of them
+        self._is_drawing = False
+
+    @contextlib.contextmanager
+    def drawing(self, rank: int, *, is_last: bool = True) -> Iterator[None]:
+        """Sets the generator to the numbers of this rank for the duration of the block. ``is_last`` ends the update."""
+        if self._is_drawing:
+            yield
+            return
+        if self._state is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            of_all_ranks = torch.get_rng_state()
+            torch.default_generator.manual_seed(seed + rank)
+        else:
+            of_all_ranks = torch.get_rng_state()
+            torch.set_rng_state(self._state)
+        self._is_drawing = True
+        try:
+            yield
+        finally:
+            self._is_drawing, self._state = False, None if is_last else torch.get_rng_state()
+            torch.set_rng_state(of_all_ranks)
 
 
 def generator_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:

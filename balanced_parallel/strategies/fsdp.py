@@ -115,7 +115,7 @@ class ShardedModel(RankModel):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
             self.gradients.is_dummy = True
             try:
-                with undone(self.module, self.devices):
+                with self._random_numbers(), undone(self.module, self.devices):
                     outputs = PerReplica([self._call(method, first_row(example, self.dim))], [1], self.out_dims).narrow(0, 0)
             finally:
                 self.gradients.is_dummy = False

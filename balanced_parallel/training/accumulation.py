@@ -43,6 +43,10 @@ class GradientSync(abc.ABC):
         """Returns how many micro-batches to run, if this process needs ``count``."""
         return count
 
+    def random_numbers(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Surrounds all work on rows of one update, whose random numbers are those of this process. ``is_last`` ends it."""
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the divisor of all gradients of an update, without waiting for a device. It is the same in all processes.

@@ -13,7 +13,7 @@ on each other goes through the plan twice.
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -146,7 +146,7 @@ class TrainStep:
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
         outputs: list[PerReplica] = []
-        with self._dropping_on_failure():
+        with self._updating(is_last=True):
             self._add(BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None))
             loss = self._apply()
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
@@ -156,12 +156,12 @@ class TrainStep:
 
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
-        with self._dropping_on_failure():
+        with self._updating(is_last=False):
             self._add(BatchRun(self._open(inputs, targets), False))
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
-        with self._dropping_on_failure():
+        with self._updating(is_last=True):
             return self._apply()
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
@@ -328,13 +328,17 @@ class TrainStep:
             self._run(run, BatchLosses(loss.hand_back))
 
     @contextmanager
-    def _dropping_on_failure(self) -> Iterator[None]:
-        """Drops all rows since the last update if the block fails: nobody knows which rows the gradients are of."""
+    def _updating(self, *, is_last: bool) -> Iterator[None]:
+        """Surrounds a part of an update, whose last one makes it.
+
+        If it fails, all rows since the last update are dropped: nobody knows which rows the gradients are of.
+        """
         if not self._has_compared and collectives.world_size() > 1:
             self._settings().compare()  # before the first update
         self._has_compared = True
         had_rows = self._sums is not None or bool(self._runs)
-        with window(self.model, self.criterion), collectives.naming_ranks():
+        numbers = self._sync.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
+        with window(self.model, self.criterion), collectives.naming_ranks(), numbers:
             try:
                 yield
             except BaseException as error:

@@ -8,7 +8,7 @@ from helpers.ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelModel, convert_sync_batchnorm, parallelize, simulate
+from balanced_parallel import DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize, simulate
 from balanced_parallel.runtime.random_numbers import generator_states, seed_anew, set_generators
 
 X = torch.ones(6, 64)
@@ -174,6 +174,53 @@ def test_ranks_on_the_cpu_draw_different_numbers_and_keep_the_generator_alike(ro
     assert [following, evaluated] == others
     torch.manual_seed(5)
     assert evaluated == torch.rand(3).tolist()
+
+
+class Drawing(nn.Module):
+    """Keeps its masks, and refuses rows of nan."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop, self.masks = nn.Linear(64, 64), nn.Dropout(), []
+
+    def forward(self, x):
+        if x.isnan().any():
+            raise ValueError("nan")
+        output = self.drop(self.linear(x))
+        self.masks.append((output == 0).tolist())
+        return output
+
+
+def draw_in_updates(rank, strategy):
+    model, criterion = parallelize(Drawing(), nn.MSELoss(), strategy=strategy)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    parts = [torch.ones(rows, 64) for rows in ((5, 2) if rank == 0 else (2, 0))]
+    drawn, following = [], []
+    for _ in range(2):
+        torch.manual_seed(5)
+        model.module.masks.clear()
+        for rows in parts:  # the second update has no rows on rank 1
+            step(rows, rows)
+        if rank == 0 and strategy == "ddp":  # of shards, other ranks would wait for it
+            step.add(parts[0], parts[0])
+            with pytest.raises(ValueError, match="nan"):
+                step.add(parts[1] * torch.nan, parts[1])
+        step.add(parts[0], parts[0])
+        step.apply()
+        drawn.append([*model.module.masks])
+        following.append(torch.rand(3).tolist())
+    return drawn, following
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_updates_of_ranks_with_any_rows_keep_the_generator_alike(strategy):
+    (drawn, following), (of_other, following_of_other) = run_ranks(2, draw_in_updates, strategy)
+    assert following[0] == following[1]
+    assert following == following_of_other  # it was only that of ranks with as many forwards
+    assert drawn[0] == drawn[1]
+    assert of_other[0] == of_other[1] or strategy == "fsdp"  # whose first update cuts the rows of this rank into more parts
+    masks = [str(mask[:2]) for mask in (*drawn[0], *of_other[0]) if len(mask) > 1]
+    assert len({*masks}) == len(masks)
 
 
 def test_saved_generators_draw_the_same_again_and_new_seeds_are_different():
