@@ -49,6 +49,14 @@ def run_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def forget_order(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Makes the reducer of ``model`` forget the order in which gradients came, from which it makes its buckets anew once.
+
+    A parameter that comes twice, once more after a failed backward, is twice in that order, and the next forward fails.
+    """
+    model.reducer._reset_state()
+
+
 def will_run(node: Node) -> bool | None:
     """Returns True if the running backward will run ``node``; for the node of a leaf, if it will fill the ``grad`` of the leaf.
 
