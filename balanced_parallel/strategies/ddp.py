@@ -361,7 +361,7 @@ class _DDPSync(RankSync):
         numbers = [*local, *digest, out_of_memory, others, has_unused]
         total, weight, digests, squares, *counts = collectives.sum_numbers(numbers, self._group)
         self._failures, self._has_unused = (int(counts[0]), int(counts[1])), bool(counts[2])
-        if any(self._failures) and not self._model.record.buckets:  # on each rank: the order of a failed backward is no order
+        if any(self._failures) and not self._model.record.buckets:  # on all ranks, or the next forward of some would wait
             torch_private.forget_order(self._model)
         return total, weight, digests, squares
 
