@@ -43,7 +43,15 @@ from ..loss.sums import LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
-from ..runtime.torch_private import BatchNorm, current_backward_id, is_sharded, run_after_backward, without_compilation
+from ..runtime.torch_private import (
+    BatchNorm,
+    base_of,
+    current_backward_id,
+    is_sharded,
+    parameters_of,
+    run_after_backward,
+    without_compilation,
+)
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
@@ -69,9 +77,7 @@ class ShardedModel(RankModel):
         self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
         self.gradients = ShardedGradients(self.group)
-        # FSDP2 warns of outputs of the root that are views. Callers get those of _call
-        avoid_views = torch.compiler.disable(lambda module, inputs, output: watch_output(output, lambda: None))
-        without_compilation(module).register_forward_hook(avoid_views)
+        without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))  # FSDPModules
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
@@ -297,6 +303,19 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
     return _FSDPSync(model, is_coupled=criterion.is_coupled)
 
 
+def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
+    has_views = any(isinstance(leaf, Tensor) and base_of(leaf) is not leaf for _, leaf in leaves(output))
+    return watch_output(output, lambda: None) if has_views else output
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+Slot = tuple[int, dict[str, nn.Parameter | None], str]  # number of a parameter, parameters of its module, and its name there
+
+
 class ShardedGradients:
     """Completes the gradients of sharded modules in every backward."""
 
@@ -307,7 +326,7 @@ class ShardedGradients:
         self.keeps_whole = False  # the running backward: FSDP2 does not reduce its gradients
         self.parameters: list[nn.Parameter] = []  # the shards
         self._group = group
-        self._units: list[list[tuple[int, nn.Module, str]]] = []  # number, module and name of each parameter
+        self._units: list[list[Slot]] = []
         self._backward: int | None = None
         self._is_dummy = False  # of the running backward
         self.begin_update()
@@ -326,7 +345,7 @@ class ShardedGradients:
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    slots.append((len(self.parameters), part, name))
+                    slots.append((len(self.parameters), parameters_of(part), name))
                     self.parameters.append(parameter)
         place = len(self._units)
         self._units.append(slots)
@@ -336,9 +355,11 @@ class ShardedGradients:
             if not torch.is_grad_enabled() or current_backward_id() is not None:
                 return  # FSDP2 does nothing where a checkpoint runs the unit again
             # All inputs with a gradient come from one node of FSDP2, whose backward reduces the gradients of the unit.
-            values, is_dummy = torch_private.leaves_of_tree((inputs, kwargs)), self.is_dummy
-            nodes = [value.grad_fn for value in values if isinstance(value, Tensor) and value.requires_grad]
-            for node in cast(list[torch_private.Node], nodes[:1]):
+            first, is_dummy = next(filter(_requires_grad, inputs), None), self.is_dummy
+            if first is None:
+                first = next(filter(_requires_grad, torch_private.leaves_of_tree((inputs, kwargs))), None)
+            if first is not None:
+                node: torch_private.Node = first.grad_fn
                 node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
 
         # behind the hook of FSDP2; torch.compile leaves both out
@@ -355,24 +376,26 @@ class ShardedGradients:
             run_after_backward(self._end)
         self._is_dummy = self._is_dummy and is_dummy
 
-    def complete(self, slots: Sequence[tuple[int, nn.Module, str]], *, is_dummy: bool) -> None:
+    def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
-        if not slots or is_sharded(getattr(*slots[0][1:])):
+        if not slots or is_sharded(slots[0][1][slots[0][2]]):
             return  # shards: this unit has not run, or is reduced already
         gradients: list[Tensor] = []
-        for number, part, name in slots:
-            parameter = getattr(part, name)
-            reference, version = self._whole_gradients.pop(number, (None, 0))
-            before = None if reference is None else reference()
-            if parameter.grad is None:
+        for number, parameters, name in slots:
+            parameter: Any = parameters[name]
+            gradient = parameter.grad
+            if gradient is None:
                 dtype = getattr(parameter, "grad_dtype", None)  # from torch 2.15 on that of the reduction
-                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-            elif is_dummy:
-                if parameter.grad is not before:
-                    parameter.grad.zero_()
-            elif number not in self.used and (parameter.grad is not before or torch_private.versions([before]) != [version]):
-                self.used.add(number)
-            gradients.append(parameter.grad)
+                gradient = parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            elif is_dummy or number not in self.used:
+                reference, version = self._whole_gradients.get(number, (None, 0))
+                before = None if reference is None else reference()
+                if is_dummy:
+                    if gradient is not before:
+                        gradient.zero_()
+                elif gradient is not before or torch_private.versions([before]) != [version]:
+                    self.used.add(number)
+            gradients.append(gradient)
         if self.keeps_whole:
             numbers = [number for number, _, _ in slots]
             states = zip(map(TensorWeakRef, gradients), torch_private.versions(gradients), strict=True)
