@@ -121,7 +121,7 @@ def composer_conflict(requirement: str = "mosaicml==0.32.1") -> str:
 def main() -> None:
     """Measures everything and writes the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="for the ratios of times; 0 leaves them out")
+    parser.add_argument("--rounds", type=int, default=15, help="for the ratios of times; 0 leaves them out")
     parser.add_argument("--only", nargs="*", help="programs to measure: the README stays as it is")
     flags = parser.parse_args()
     torch.set_num_threads(1)
