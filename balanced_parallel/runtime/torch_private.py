@@ -50,9 +50,10 @@ def run_after_backward(callback: Callable[[], None]) -> None:
 
 
 def forget_order(model: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Makes the reducer of ``model`` forget the order in which gradients came, from which it makes its buckets anew once.
+    """Makes the reducer of ``model`` forget the order of its first gradients. It makes its buckets anew in this order, once.
 
-    A parameter that comes twice, once more after a failed backward, is twice in that order, and the next forward fails.
+    A backward that fails is completed by another one, which reaches some parameters again. They are in the order twice, and the
+    next forward fails.
     """
     model.reducer._reset_state()
 

@@ -26,8 +26,8 @@ yet, and a loop without a step has gradients of its own. There, a gradient that 
 before the reducer sets it, is that of an unused parameter. Where a rank has unused parameters, the ranks agree on those that
 nobody has used, and their ``grad`` is ``None`` again.
 
-No parameter has a hook for this. A hook that is removed leaves an empty dictionary behind, which each backward asks again: 74
-parameters with two hooks, used once and removed, made all later backwards of a small model 4 % slower.
+Hooks are not removed later: torch keeps the empty dictionary, and each backward asks it. Two hooks on each of 74 parameters, used
+once and removed, made all later backwards of a small model 4 % slower. Only sparse embeddings have a hook, which stays.
 """
 
 import contextlib
@@ -206,7 +206,7 @@ class GradientRecord:
         self.buckets: list[Tensor] = []  # of the reducer, which contain nothing but gradients
         self._parameters = wrapped.trained
         self._places: dict[int, Tensor] = {}  # of gradients in the buckets, by the number of the parameter
-        self._began: dict[int, Tensor] = {}  # the places, if gradients are accumulated there
+        self._places_of_update: dict[int, Tensor] = {}  # the places, if gradients are accumulated there
         self._versions: list[int] = []  # of these, at the beginning
         self._noted: set[int] = set()  # numbers of used parameters
         self._backward: int | None = None
@@ -216,8 +216,8 @@ class GradientRecord:
 
     def used(self) -> set[int]:
         """Returns the numbers of the parameters that have got a gradient."""
-        now = torch_private.versions([*self._began.values()])
-        changed = zip(self._began, self._versions, now, strict=True)
+        now = torch_private.versions([*self._places_of_update.values()])
+        changed = zip(self._places_of_update, self._versions, now, strict=True)
         return self._noted | {number for number, before, after in changed if before != after}
 
     def begin(self) -> None:
@@ -227,7 +227,7 @@ class GradientRecord:
             bucket.zero_()
         for number, place in self._places.items():
             self._parameters[number].grad = place
-        self._began, self._versions = self._places, torch_private.versions([*self._places.values()])
+        self._places_of_update, self._versions = self._places, torch_private.versions([*self._places.values()])
 
     def begin_backward(self) -> bool:
         """Begins the running backward, which reduces. Returns False if it has begun already: a loss may have several outputs."""
@@ -236,8 +236,8 @@ class GradientRecord:
             return False
         if self.agrees:
             self._noted.clear()
-            self._began, self._versions = {}, []
-        if not self._began:
+            self._places_of_update, self._versions = {}, []
+        if not self._places_of_update:
             self._noted.update(number for number, parameter in enumerate(self._parameters) if parameter.grad is not None)
             run_after_backward(self._note_gradients)  # before the reducer's, which sets those that are still missing
         return True

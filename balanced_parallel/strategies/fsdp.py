@@ -48,7 +48,6 @@ from ..runtime.torch_private import (
     base_of,
     current_backward_id,
     is_sharded,
-    parameters_of,
     run_after_backward,
     without_compilation,
 )
@@ -313,7 +312,7 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-Slot = tuple[int, dict[str, nn.Parameter | None], str]  # number of a parameter, parameters of its module, and its name there
+Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
 
 
 class ShardedGradients:
@@ -345,7 +344,7 @@ class ShardedGradients:
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    slots.append((len(self.parameters), parameters_of(part), name))
+                    slots.append((len(self.parameters), part, name))
                     self.parameters.append(parameter)
         place = len(self._units)
         self._units.append(slots)
@@ -378,11 +377,11 @@ class ShardedGradients:
 
     def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
-        if not slots or is_sharded(slots[0][1][slots[0][2]]):
+        if not slots or is_sharded(getattr(*slots[0][1:])):
             return  # shards: this unit has not run, or is reduced already
         gradients: list[Tensor] = []
-        for number, parameters, name in slots:
-            parameter: Any = parameters[name]
+        for number, part, name in slots:
+            parameter = getattr(part, name)
             gradient = parameter.grad
             if gradient is None:
                 dtype = getattr(parameter, "grad_dtype", None)  # from torch 2.15 on that of the reduction

@@ -49,7 +49,7 @@ class RankModel(nn.Module):
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
         self.meets_ranks = meets_other_ranks(self.module.modules())
-        self.random_numbers = RankNumbers()
+        self.rank_numbers = RankNumbers()
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class RankModel(nn.Module):
         if is_accelerator(self.devices[0]):
             offset_seeds(self.devices, collectives.rank())
         elif self.training and row_random.running.get() is None:
-            return self.random_numbers.drawing(collectives.rank())
+            return self.rank_numbers.drawing(collectives.rank())
         return contextlib.nullcontext()
 
 
@@ -96,13 +96,13 @@ class RankSync(GradientSync):
 
     def __init__(self, model: RankModel, group: collectives.Group) -> None:
         self._group, self._ranks, self._device = group, collectives.world_size(group), model.devices[0]
-        self._random_numbers = model.random_numbers
+        self._rank_numbers = model.rank_numbers
         self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Draws the numbers of this rank. On an accelerator, the generator has a seed of its own."""
         on_cpu = not is_accelerator(self._device)
-        return self._random_numbers.drawing(collectives.rank(), is_last=is_last) if on_cpu else contextlib.nullcontext()
+        return self._rank_numbers.drawing(collectives.rank(), is_last=is_last) if on_cpu else contextlib.nullcontext()
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
