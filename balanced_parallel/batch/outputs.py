@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 import torch.nn.functional as F
 
-from ..runtime.collectives import by_value, gather_objects, gather_rows, world_size
+from ..runtime.collectives import by_value, explain_unwatched, gather_objects, gather_rows, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
@@ -261,6 +261,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
         local = [reorder(output, order, dims, len(outputs)) for output in local]
     if is_local:
         return local[0]
+    if torch.is_grad_enabled():
+        refusal = refusal or explain_unwatched(leaf for _, leaf in containers.leaves(local))
     on = visible_devices()[0] if device is None else resolve_device(device)
     return _gather_ranks(local, dims, on, refusal, pads=order is not None)
 

@@ -13,7 +13,7 @@ from ..batch.outputs import PerReplica
 from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_sizes
 from ..batch.rows import NOTHING, Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
-from ..runtime.collectives import sum_over_ranks
+from ..runtime.collectives import explain_unwatched, refuse_unshared, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss, check_coupled
@@ -135,6 +135,10 @@ class DataParallelCriterion(nn.Module):
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
         kwargs = kwargs if self._is_joint else self._modern(kwargs)
         entries, shards = self.cut(outputs, targets, kwargs)
+        if world_size() > 1 and torch.is_grad_enabled():
+            refuse_unshared(self.parameters())
+            if reason := explain_unwatched(leaf for _, leaf in containers.leaves(list(entries))):
+                raise ValueError(reason)
         reduction = kwargs.get("reduction", self.reduction)
         if self._is_joint or (self.finds_means and reduction == "mean"):
             return couple(self, torch.device("cpu")).value(entries, shards)

@@ -21,7 +21,7 @@ from ..batch.containers import Leaf
 from ..batch.outputs import PerReplica
 from ..batch.rows import move_leaves, parameters_of
 from ..replicas.replicas import Replicas
-from ..runtime.collectives import sum_over_ranks, world_size
+from ..runtime.collectives import explain_unwatched, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, widest_float
 from ..runtime.torch_private import is_compiled, is_compiled_function, is_differentiable
 from ..runtime.values import check_number, check_type
@@ -70,6 +70,8 @@ def weighted_mean(
     check_number("minimum", minimum, MINIMUM, at_least=0)
     if len(losses) != len(weights) or not len(losses):
         raise ValueError(f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one for each loss")
+    if world_size() > 1 and (reason := explain_unwatched(losses)):
+        raise ValueError(reason)
     values = check_weights(weights)
     pairs = zip(losses, values, strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import re
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -196,12 +196,58 @@ def by_value(values: Sequence[str | None]) -> str:
     return " and ".join(f"{value} on {name}" for value, name in names.items() if value is not None)
 
 
+_SHARED, _WATCHED = "gradients are shared by the ranks", "the backward of a model of ranks begins here"  # marks of nodes
+
+
+def mark_shared(parameters: Iterable[torch.Tensor]) -> None:
+    """Marks parameters whose gradients the ranks share. The nodes that accumulate them must live, as in a reducer."""
+    for parameter in parameters:
+        torch_private.accumulator_of(parameter).metadata[_SHARED] = True
+
+
+def mark_watched(node: torch_private.Node) -> None:
+    """Marks the node of outputs whose backward shares the gradients of a model over the ranks."""
+    node.metadata[_WATCHED] = True
+
+
+def refuse_unshared(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises ``ValueError`` for a parameter of a criterion whose gradient the ranks would not share."""
+    for parameter in parameters:
+        is_shared = not parameter.requires_grad or torch_private.is_sharded(parameter)
+        if not is_shared and _SHARED not in torch_private.accumulator_of(parameter).metadata:
+            raise ValueError(
+                f"the criterion has a parameter of shape {tuple(parameter.shape)} to train, whose gradient the ranks would not "
+                "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module"
+            )
+
+
+def explain_unwatched(tensors: Iterable[Any]) -> str | None:
+    """Describes outputs that lead to parameters past all models of the ranks, which would not share the gradients; else None."""
+    nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    seen, has_parameters = set[torch_private.Node](), False
+    while nodes:
+        node = nodes.pop()
+        if _WATCHED in node.metadata:
+            return None
+        if node not in seen:
+            seen.add(node)
+            has_parameters = has_parameters or isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+            nodes += [behind for behind, _ in node.next_functions if behind is not None]
+    if not has_parameters:
+        return None
+    return (
+        "outputs were computed past the model that parallelize returned, so the ranks would not share their gradients, expected "
+        "those of model(inputs), or of model.call('method', inputs) for another method than forward; detach outputs that train "
+        "nothing"
+    )
+
+
 _KEY = "balanced_parallel/updates of rank {}"
 _updates = 0  # since the start of this process, the present one included
 
 
 def begin_reduction() -> None:
-    """Counts an update, after the forward of its last micro-batch. The store has the numbers of all ranks."""
+    """Counts an update, before this rank waits for others in it. The store has the numbers of all ranks."""
     global _updates
     _updates += 1
     if world_size() > 1:

@@ -49,6 +49,17 @@ def run_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def rebuild_buckets(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Lets the reducer of ``model`` make its buckets anew in the order of its first gradients, once, as its forward does."""
+    model.reducer._rebuild_buckets()
+
+
+def prepare_reduction(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Prepares the reducer of ``model`` for one backward, which the forward of ``DistributedDataParallel`` does otherwise."""
+    rebuild_buckets(model)
+    model.reducer.prepare_for_backward([])
+
+
 def forget_order(model: torch.nn.parallel.DistributedDataParallel) -> None:
     """Makes the reducer of ``model`` forget the order of its first gradients. It makes its buckets anew in this order, once.
 
@@ -67,6 +78,11 @@ def will_run(node: Node) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return None
+
+
+def accumulator_of(leaf: Tensor) -> Node:
+    """Returns the node that accumulates the gradient of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node  # that this thread runs; None outside of a backward

@@ -10,15 +10,20 @@ for the backward.
 
 The reducer waits for every parameter in every backward. A backward reaches the parameters that the loss was computed from, which
 may be fewer: a branch was not taken, an output is not in the loss, a rank has no rows. So outputs are connected to all
-parameters::
+parameters, and to a leaf of their own, the sentinel::
 
     parameters ---> module ---> output --+
         |                                +--> _Watch ---> output
-        +---> zero_of ---> zero ---------+
+        +---> hand_back ---> zero -------+
+    sentinel ------+
 
 The backward of ``_Watch`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
 gradient, but its hook runs, and the reducer goes on. The zero is the youngest node behind the outputs, so it runs first:
 buckets of unused parameters wait for nobody.
+
+torch prepares the reducer in a forward, for one backward. Here each backward prepares it, before it has reached any parameter: a
+forward may have several backwards, or none. A backward that does not run the sentinel was asked for some gradients alone
+(``torch.autograd.grad``, ``inputs=``). The reducer would wait for the others, so :class:`RequestedGradients` averages these.
 
 The reducer makes zeros of a missing gradient, so what a parameter got must be noted before. Gradients of a :class:`TrainStep` are
 zeroed in the buckets, each with a version counter of its own, which autograd increments. In the first update there are no buckets
@@ -33,23 +38,25 @@ once and removed, made all later backwards of a small model 4 % slower. Only spa
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from ..batch.containers import leaves, map_leaves
+from ..batch.containers import describe, leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import Criterion, LossSum, Weight, zero_of
+from ..loss.sums import Criterion, LossSum, Weight, hand_back
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
+from ..runtime.values import check_type
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import RankModel, RankSync, RowSettings, first_row, forget_unused, shared_gradients, undone, watch_output
+from .ranks import RankModel, RankSync, RowSettings, connect, first_row, forget_unused, shared_gradients, undone, watch_output
 
 
 class DistributedModel(RankModel, DistributedDataParallel):
@@ -69,6 +76,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
         super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self.reduced_parameters = wrapped.trained  # those of the module and of the criterion
+        self._sentinel = torch.zeros((), requires_grad=True)
+        self._requested = RequestedGradients()
+        collectives.mark_shared(wrapped.trained)
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self.module = module
         self.record = GradientRecord(self._wrapped[0])
@@ -88,38 +98,47 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         In the next forward, its collectives would wait for a rank that runs out of memory before.
         """
-        self.require_forward_param_sync = False
-        with self.no_sync(), torch.enable_grad():
-            self._call_in_forward(lambda: None)
-        self.require_forward_param_sync = True
+        torch_private.rebuild_buckets(self)
 
-    def zero(self) -> Tensor:
+    def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
-        zero = _zero_of(self.reduced_parameters)
+        derivatives: list[Tensor | None] = [None] * (len(self.reduced_parameters) + 1)
+        zero = _zero_of([*self.reduced_parameters, self._sentinel], derivatives)
         node: torch_private.Node = zero.grad_fn
-        leaf, _ = node.next_functions[0]
-        node.register_prehook(lambda gradients: self._begin_backward(leaf))
+        node.register_prehook(lambda gradients: self._begin_backward(derivatives, reduces=reduces))
         return zero
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
+        check_type("hook", hook, Callable, "a function (state, bucket) that returns a torch.futures.Future")
 
         @functools.wraps(hook)
         def complete(state: Any, bucket: Any) -> Any:
             future = hook(state, bucket)
+            if not hasattr(future, "wait"):
+                raise TypeError(
+                    f"the hook returned {describe(future)}, expected a torch.futures.Future of the bucket's gradients"
+                )
             future.wait()  # on gloo's threads, several collectives (powerSGD_hook) would mix with those of the next bucket
             return future
 
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
 
-    def _run(self, method: str | None, arguments: Arguments, rows: int | None) -> PerReplica:
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises an error: ranks without rows take part in each update, so none has to be waited for."""
+        raise NotImplementedError(
+            "join() was called, expected batches without rows from a rank whose rows have ended: all ranks call the model, or "
+            "step(...), until the last one has ended"
+        )
+
+    def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
         function: Callable[..., Any] = self.module if method is None else getattr(self.module, method)
         example = None
         if rows and method not in self._examples:
             self._examples[method] = first_row(arguments, self.dim)
         if rows == 0 and not self.meets_ranks:  # whose layers wait for this rank
             example = self._examples.get(method) or row_of_ones(arguments, self.dim)
-            arguments = example or arguments
+            arguments, empty = example or arguments, arguments
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: call parallelize again")
@@ -133,27 +152,40 @@ class DistributedModel(RankModel, DistributedDataParallel):
             else:
                 with undone(module, self.devices), torch.no_grad():
                     row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
-                output = map_leaves(_with_gradient, row.narrow(0, 0)[0])
-            reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
-            return watch_output(output, self.zero()) if reduces else output
+                output = connect(map_leaves(_with_gradient, row.narrow(0, 0)[0]), empty)
+            return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
 
+        reduces, is_watched = self.require_backward_grad_sync, torch.is_grad_enabled()
+        if in_step and not reduces:
+            is_watched = False
         with self.precision.autocast(self.devices), self._random_numbers():
-            return PerReplica([self._call_in_forward(call)], [rows], self.out_dims)
+            output = self._call_in_forward(call)
+        self.require_forward_param_sync = reduces and is_watched
+        return PerReplica([output], [rows], self.out_dims)
 
     def _call_in_forward(self, function: Callable[[], Any]) -> Any:
-        """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of its reducer."""
+        """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of its reducer.
+
+        It is that of ``no_sync()``, which does not prepare the reducer.
+        """
         children = children_of(self)
         before, children["module"] = children["module"], self._wrapped[0]
+        reduces, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             return DistributedDataParallel.forward(self, function)
         finally:
-            children["module"] = before
+            children["module"], self.require_backward_grad_sync = before, reduces
 
-    def _begin_backward(self, leaf: torch_private.Node) -> None:
-        """Begins a backward that reaches all parameters, before it has reached any."""
-        if not torch_private.will_run(leaf) or not self.record.begin_backward():  # torch.autograd.grad reduces nothing
+    def _begin_backward(self, derivatives: list[Tensor | None], *, reduces: bool) -> None:
+        """Begins a backward that reaches all parameters, before it has reached any. ``derivatives`` are those of the zero."""
+        if not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
+            if self._requested.begin():
+                self._requested.expect(self.reduced_parameters, derivatives)
+            return
+        if not reduces or not self.record.begin_backward():
             return
         if self.record.agrees:
+            torch_private.prepare_reduction(self)
             run_after_backward(lambda: run_after_backward(self.forget_unused))  # behind the reducer's
         self.begin_sparse_gradients()
 
@@ -175,6 +207,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         super().__setstate__(state)  # builds a reducer
         self.module = module
         self.record = GradientRecord(self._wrapped[0])
+        collectives.mark_shared(self.reduced_parameters)
 
 
 def _with_gradient(leaf: Any) -> Any:
@@ -259,6 +292,67 @@ class GradientRecord:
             self._noted.add(number)
 
 
+class RequestedGradients:
+    """Gradients of parameters that a backward was asked for: by ``torch.autograd.grad``, or by ``backward(inputs=...)``.
+
+    Each is averaged over the ranks at the end of the backward, in the order of the parameters, which is the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._backward: int | None = None
+        self._results: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by the number of the parameter, this rank's gradient and the average
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self) -> bool:
+        """Begins the running backward. Returns False if it has begun already."""
+        before, self._backward = self._backward, current_backward_id()
+        return before != self._backward
+
+    def expect(self, parameters: Sequence[Tensor], derivatives: list[Tensor | None]) -> None:
+        """Waits for the gradients that the running backward makes. ``derivatives`` are those of a zero of the parameters.
+
+        These become zeros, so that a rank without rows has all of the gradients, too.
+        """
+        accumulated: dict[int, Tensor] = {}
+        for number, parameter in enumerate(parameters):
+            will_run = torch_private.will_run(torch_private.accumulator_of(parameter)) if parameter.requires_grad else False
+            if will_run is False:
+                continue
+            if will_run:
+                accumulated[number] = parameter
+            derivatives[number] = torch.zeros_like(parameter)
+            self._hooks.append(parameter.register_hook(functools.partial(self._keep, number)))
+
+        def finish() -> None:
+            self._finish(accumulated)
+            derivatives[:] = [None] * len(derivatives)
+
+        run_after_backward(finish)
+
+    def _keep(self, number: int, gradient: Tensor) -> Tensor:
+        """Returns the place of the average. Its own derivative is that of this rank, as of a gradient that ranks average."""
+        result = hand_back(gradient.detach(), [torch.ones_like(gradient)], [gradient])
+        self._results[number] = gradient.detach(), result
+        return result
+
+    @torch.no_grad()
+    def _finish(self, accumulated: dict[int, Tensor]) -> None:
+        results, self._results = sorted(self._results.items()), {}
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        for number, (gradient, result) in results:
+            mean = collectives.sum_over_ranks(gradient) / collectives.world_size()
+            if number in accumulated:
+                parameter = accumulated[number]
+                assert parameter.grad is not None
+                parameter.grad.add_(mean - gradient)
+            else:
+                result.copy_(mean)
+
+
 class _DDPSync(RankSync):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets."""
 
@@ -301,11 +395,13 @@ class _DDPSync(RankSync):
         if local is None:
             run_backward(losses, divisor)
             return
+        collectives.begin_reduction()
         self.start(local)
         if not self._has_begun:
             self._model.record.begin()
         self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
+        torch_private.prepare_reduction(self._model)
         self._model.record.agrees = False
         try:
             run_backward(roots or [self._model.zero()], divisor)
@@ -345,7 +441,7 @@ class _DDPSync(RankSync):
             self._model.begin_sparse_gradients()
             for parameter in self._parameters:  # a failed backward has not run the hooks that other ranks wait for
                 with contextlib.suppress(RuntimeError):  # it has been reached
-                    _zero_of([parameter]).backward()
+                    _zero_of([parameter], [None]).backward()
             self._agree([0.0, 0.0], [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
         self._local, self._has_begun, self._is_reducing = None, False, False
         for parameter in self._parameters:
@@ -378,13 +474,13 @@ def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync
     return _DDPSync(model)
 
 
-def _zero_of(parameters: Sequence[Tensor]) -> Tensor:
+def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None]) -> Tensor:
     """Returns a zero that leads to parameters, those that are frozen included: the reducer waits for their hooks too."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
     with torch.enable_grad():
-        zero = zero_of(*parameters)
+        zero = hand_back(None, derivatives, parameters)
     for parameter in frozen:
         parameter.requires_grad_(False)
     return zero

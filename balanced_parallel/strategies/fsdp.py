@@ -55,7 +55,7 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import RankModel, RankSync, RowSettings, first_row, forget_unused, shared_gradients, undone, watch_output
+from .ranks import RankModel, RankSync, RowSettings, connect, first_row, forget_unused, shared_gradients, undone, watch_output
 
 
 class ShardedModel(RankModel):
@@ -81,6 +81,7 @@ class ShardedModel(RankModel):
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
             self.gradients.add(unit, names.get(id(unit)) or "root")
+        self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._required = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
 
     def forward_without_rows(self) -> Tensor:
@@ -108,11 +109,11 @@ class ShardedModel(RankModel):
         """Forgets all gradients, after a failure."""
         for parameter in self.gradients.parameters:
             parameter.grad = None
-        if hasattr(self.units[-1], "reset_iter_state"):  # newer than torch 2.11
+        if self.gradients.has_run and hasattr(self.units[-1], "reset_iter_state"):  # newer than torch 2.11
             self.units[-1].reset_iter_state()
             torch_private.forget_whole_gradients(self.units)
 
-    def _run(self, method: str | None, arguments: Arguments | None, rows: int | None) -> PerReplica:
+    def _run(self, method: str | None, arguments: Arguments | None, rows: int | None, *, in_step: bool = False) -> PerReplica:
         if self._examples.get(method) is None:
             self._keep_example(method, arguments, rows)
         example = self._examples[method]
@@ -121,15 +122,16 @@ class ShardedModel(RankModel):
             self.gradients.is_dummy = True
             try:
                 with self._random_numbers(), undone(self.module, self.devices):
-                    outputs = PerReplica([self._call(method, first_row(example, self.dim))], [1], self.out_dims).narrow(0, 0)
+                    row = connect(first_row(example, self.dim), arguments)
+                    outputs = PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
             finally:
                 self.gradients.is_dummy = False
             return PerReplica(outputs, outputs.sizes, self.out_dims)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
-        return PerReplica([self._call(method, arguments)], [rows], self.out_dims)
+        return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
 
-    def _call(self, method: str | None, arguments: Arguments) -> Any:
+    def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> Any:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         function = self.module if method is None else getattr(self.module, method)
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
@@ -137,7 +139,16 @@ class ShardedModel(RankModel):
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # after an evaluation, the module has its shards again
             self.gradients.order.compare()
-        return watch_output(output, functools.partial(self.gradients.begin, is_dummy=self.gradients.is_dummy))
+        begin = functools.partial(self.gradients.begin, is_dummy=self.gradients.is_dummy)
+        if in_step:
+            return watch_output(output, at_backward=begin)
+
+        def begin_by_hand() -> None:
+            if not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
+                self.gradients.refuse_requests()
+            begin()
+
+        return watch_output(output, zero_of(self._sentinel, *self.gradients.parameters), begin_by_hand)
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
@@ -198,9 +209,17 @@ class _FSDPSync(RankSync):
     def _begin_update(self) -> None:
         self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
         self._asks = self._always_asks or not self._round
+        self._is_counted = False
         self._local = None
 
+    def _count_update(self) -> None:
+        """Counts the update before its first forward, in which ranks wait for the shards of others."""
+        if not self._is_counted:
+            self._is_counted = True
+            collectives.begin_reduction()
+
     def count_micro_batches(self, count: int) -> int:
+        self._count_update()
         if self._asks:
             return collectives.max_over_ranks(count, self._group)
         self._left = count
@@ -209,6 +228,7 @@ class _FSDPSync(RankSync):
         return count
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        self._count_update()
         count = collectives.max_over_ranks(0, self._group) if self._asks else max(0, self._round - self._ran)
         while count:
             for _ in range(count):
@@ -305,7 +325,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
     has_views = any(isinstance(leaf, Tensor) and base_of(leaf) is not leaf for _, leaf in leaves(output))
-    return watch_output(output, lambda: None) if has_views else output
+    return watch_output(output) if has_views else output
 
 
 def _requires_grad(value: Any) -> bool:
@@ -320,6 +340,7 @@ class ShardedGradients:
 
     def __init__(self, group: collectives.Group) -> None:
         self.order = BlockOrder(group)
+        self.has_run = False  # FSDP2 has begun
         self.is_dummy = False  # the present forward has no rows of this rank: its gradients are zeros
         self.agrees = True  # with the other ranks, at the end of a backward; TrainStep does it behind several
         self.keeps_whole = False  # the running backward: FSDP2 does not reduce its gradients
@@ -350,7 +371,10 @@ class ShardedGradients:
         self._units.append(slots)
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> None:
+            self.has_run = True
             self.order.ran.append(place)
+            if not slots:
+                return  # FSDP2 has no node for a unit without parameters of its own
             if not torch.is_grad_enabled() or current_backward_id() is not None:
                 return  # FSDP2 does nothing where a checkpoint runs the unit again
             # All inputs with a gradient come from one node of FSDP2, whose backward reduces the gradients of the unit.
@@ -374,6 +398,16 @@ class ShardedGradients:
                 self.used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
             run_after_backward(self._end)
         self._is_dummy = self._is_dummy and is_dummy
+
+    def refuse_requests(self) -> None:
+        """Raises ``RuntimeError`` if the running backward was asked for gradients of parameters, which ranks would not share."""
+        whole = [getattr(part, name) for slots in self._units for _, part, name in slots]
+        for parameter in (*self.parameters, *whole):
+            if torch_private.will_run(torch_private.accumulator_of(parameter)) is not False:
+                raise RuntimeError(
+                    "gradients of shards were asked for, by torch.autograd.grad or backward(inputs=...), expected a whole "
+                    "backward: call loss.backward(retain_graph=True) and read parameter.grad, which is right with each strategy"
+                )
 
     def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""

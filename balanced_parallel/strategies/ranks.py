@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, MicroBatch, count_rows, mark_inputs, take
-from ..loss.sums import LossSum, Weight, add_up
+from ..loss.sums import LossSum, Weight, add_up, hand_back
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import collectives, devices, row_random
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
+from ..runtime.torch_private import is_differentiable
 from ..runtime.values import Precision
 from ..training.accumulation import GradientSync, power_of_two
 
@@ -66,7 +67,7 @@ class RankModel(nn.Module):
                     "others wait for its batch norm, and joined samples of another batch would count"
                 )
             with shard.context():
-                return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
+                return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows), in_step=True)
         arguments = self.mark(Arguments(inputs, kwargs))
         return self._run(None, arguments, count_rows(arguments, self.dim))
 
@@ -79,7 +80,7 @@ class RankModel(nn.Module):
         """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
         return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
 
-    def _run(self, method: str | None, arguments: Arguments, rows: int | None) -> PerReplica:
+    def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
         raise NotImplementedError
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
@@ -121,24 +122,26 @@ class RankSync(GradientSync):
         return -collectives.max_over_ranks(-number, self._group)
 
 
-def watch_output(output: Any, first: Tensor | Callable[[], None]) -> Any:
+def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable[[], None] | None = None) -> Any:
     """Returns nested output whose backward runs once, after the gradients of all of its tensors are there.
 
-    It reaches ``first``, if that is a tensor, without a gradient for it; otherwise it calls ``first``.
+    It calls ``at_backward``, and reaches ``first`` without a gradient for it.
     """
     tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return output
-    watched = iter(_Watch.apply(first, *tensors))
+    outputs = _Watch.apply(at_backward, first, *tensors)
+    collectives.mark_watched(outputs[0].grad_fn)
+    watched = iter(outputs)
     return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, output)
 
 
 class _Watch(torch.autograd.Function):
-    """The identity over several tensors, after a first argument that it does not return."""
+    """The identity over several tensors, after a tensor that it does not return."""
 
     @staticmethod
-    def forward(ctx: Any, first: Tensor | Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.at_backward = None if isinstance(first, Tensor) else first
+    def forward(ctx: Any, at_backward: Callable[[], None] | None, first: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
         return tuple(map(Tensor.detach, tensors))  # not views, which must not be written to in place
 
@@ -146,7 +149,16 @@ class _Watch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.at_backward is not None:
             ctx.at_backward()
-        return None, *gradients
+        return None, None, *gradients
+
+
+def connect(row: Any, inputs: Arguments | None) -> Any:
+    """Returns a row that leads to inputs without rows, so that their gradients can be asked for on all ranks alike."""
+    empty = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.numel()]
+    if not empty or not torch.is_grad_enabled():
+        return row
+    zero = hand_back(None, [*map(torch.zeros_like, empty)], empty)
+    return map_leaves(lambda leaf: leaf + zero.to(leaf) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf, row)
 
 
 def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: collectives.Group) -> None:

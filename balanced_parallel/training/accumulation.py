@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..loss.criterion import BatchLosses, DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up
-from ..runtime.collectives import begin_reduction
 from ..runtime.devices import move, start_copy
 from ..runtime.torch_private import foreach_multiply_, without_compilation
 from ..runtime.values import Precision, scaled
@@ -173,8 +172,6 @@ class Accumulation:
             self.total = self.total + move(term.total.detach(), self.total.device)
         weight = _sum(weights, self.total.device)
         self._add_weight(weight)
-        if last and not self.is_reduced:  # FSDP without rows has several
-            begin_reduction()
         if self._divisor is None:
             expected = _sum([self.weight, weight * followers], self.total.device)
             self._divisor = self._sync.divisor(expected, self._weight_before, self._in_float16) if self._is_mean else 1.0

@@ -1,0 +1,269 @@
+"""Backwards of ranks that are not one for each forward: several, none, and those that are asked for some gradients alone."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize, weighted_mean
+
+STRATEGIES = ["ddp", "fsdp"]
+SIZES = [[2, 4], [6, 0]]
+
+
+def build():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 5)).double()
+
+
+def keep_graph(model, loss, x, other, y):
+    output = model(x)
+    loss(output, y).backward(retain_graph=True)
+    loss(output, 2 * y).backward()
+
+
+def forwards_then_backwards(model, loss, x, other, y):
+    losses = loss(model(x), y), loss(model(other), y)
+    for each in losses:
+        each.backward()
+
+
+def three(model, loss, x, other, y):
+    output = model(x)
+    losses = loss(output, y), loss(model(other), y), loss(output, 2 * y)
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    losses[2].backward()
+
+
+def one_for_two_forwards(model, loss, x, other, y):
+    (loss(model(x), y) + 2 * loss(model(other), y)).backward()
+
+
+def accumulate(model, loss, x, other, y):
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+    with no_sync():
+        output = model(x)
+        loss(output, y).backward(retain_graph=True)
+        loss(output, 2 * y).backward()
+    output = model(other)
+    loss(output, y).backward(retain_graph=True)
+    loss(output, 2 * y).backward()
+
+
+def of_inputs(model, loss, x, other, y):
+    """Gradients of inputs are those of this rank, and leave the next backward alone."""
+    x = x.clone().requires_grad_()
+    loss(model(x), y)
+    of_loss = torch.autograd.grad(loss(model(x), y), x)
+    of_output = torch.autograd.grad([output.sum() for output in model(x)], x)
+    assert of_loss[0].shape == of_output[0].shape == x.shape
+    loss(model(other), y).backward()
+
+
+WAYS = [keep_graph, forwards_then_backwards, three, one_for_two_forwards, accumulate, of_inputs]
+
+
+def check(rank, way, strategy, sizes):
+    plain = build()
+    tensors = torch.randn(6, 4).double(), torch.randn(6, 4).double(), torch.randn(6, 5).double()
+    expected = way(plain, F.mse_loss, *tensors)
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    results = way(model, criterion, *(tensor.split(sizes)[rank] for tensor in tensors))
+    for result, value in zip(results or (), expected or (), strict=True):
+        torch.testing.assert_close(result, value, rtol=1e-10, atol=1e-12)
+    for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+        gradient = parameter.grad.full_tensor() if strategy == "fsdp" else parameter.grad
+        torch.testing.assert_close(gradient, other.grad, rtol=1e-10, atol=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_backward_equals_the_plain_program(way, strategy, sizes):
+    assert run_ranks(2, check, way, strategy, sizes) == [True, True]
+
+
+def adaptive_weight(model, loss, x, other, y):
+    """The weight of a second loss is a ratio of gradients of the last layer, as in VQGAN."""
+    last = parameters_of(model)[-2:]
+    output = model(x)
+    first, second = loss(output, y), loss(output, 2 * y)
+    slopes = [torch.autograd.grad(each, last, retain_graph=True) for each in (first, second)]
+    weight = slopes[0][0].norm() / slopes[1][0].norm()
+    (first + weight * second).backward()
+    return [*slopes[0], *slopes[1]]
+
+
+def gradient_of_a_gradient(model, loss, x, other, y):
+    parameters = parameters_of(model)
+    value = loss(model(x), y)
+    slopes = torch.autograd.grad(value, [parameters[0], parameters[-1]], create_graph=True)
+    (value + sum(slope.pow(2).sum() for slope in slopes)).backward()
+    return [slope.detach() for slope in slopes]
+
+
+def some_accumulate(model, loss, x, other, y):
+    """The next forward is not disturbed."""
+    last = parameters_of(model)[-2:]
+    value = loss(model(x), y)
+    value.backward(retain_graph=True)
+    value.backward(inputs=last)
+    loss(model(other), y).backward()
+
+
+def parameters_of(model):
+    return [*getattr(model, "module", model).parameters()]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("way", [adaptive_weight, gradient_of_a_gradient, some_accumulate])
+def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
+    assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
+
+
+def check_shards(rank):
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
+    loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
+    with pytest.raises(RuntimeError, match=r"gradients of shards were asked for.*retain_graph=True\) and read parameter\.grad"):
+        torch.autograd.grad(loss, [*model.module.parameters()][-1:], retain_graph=True)
+    with pytest.raises(RuntimeError, match="gradients of shards were asked for"):
+        loss.backward(inputs=[*model.module.parameters()], retain_graph=True)
+    loss.backward()
+    return all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_gradients_of_shards_that_are_asked_for_raise_an_error():
+    assert run_ranks(2, check_shards) == [True, True]
+
+
+def check_forward_by_hand(rank, inputs_alone):
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3).double()
+    model, criterion = parallelize(copy.deepcopy(plain), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rows in (7, 5, 1):
+        inputs, targets = torch.randn(rows, 4).double(), torch.randint(3, (rows,))
+        part = slice(0, (rows + 1) // 2) if rank == 0 else slice((rows + 1) // 2, rows)
+        attacked = inputs[part].clone().requires_grad_()
+        output = model(attacked).gather(ranks=False)
+        if inputs_alone:
+            torch.autograd.grad(output.sum(), attacked)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("inputs_alone", [True, False])
+def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(inputs_alone):
+    assert run_ranks(2, check_forward_by_hand, inputs_alone, timeout=60) == [True, True]
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 5).requires_grad_(False), nn.Linear(4, 5)
+
+    def forward(self, inputs):
+        return self.second(inputs)
+
+    def second(self, inputs):
+        return (self.base(inputs) + self.adapter(inputs)).tanh()
+
+
+def check_bypass(rank):
+    inputs, targets = torch.randn(3, 4), torch.randint(5, (3,))
+    net = Adapted()
+    parallelize(net.adapter, nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
+    outputs, criterion = net(inputs), DataParallelCriterion(nn.CrossEntropyLoss())
+    for call in (lambda: criterion([outputs], targets), lambda: weighted_mean([outputs.sum()], [3]), lambda: gather([outputs])):
+        with pytest.raises(ValueError, match=r"past the model that parallelize returned.*model\(inputs\).*model\.call"):
+            call()
+    assert gather([outputs.detach()]).shape == (6, 5)
+    model, criterion = parallelize(Adapted(), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
+    with pytest.raises(ValueError, match=r"past the model that parallelize returned"):
+        criterion([model.module.second(inputs)], targets)
+    with model.no_sync():
+        criterion([model(inputs)[0]], targets).backward()
+    criterion(model.call("second", inputs).map(lambda output: 2 * output), targets).backward()
+    weighted_mean([F.cross_entropy(model(inputs)[0], targets)], [3]).backward()
+    return True
+
+
+def test_outputs_past_the_model_raise_an_error():
+    assert run_ranks(2, check_bypass) == [True, True]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return F.mse_loss(output * self.scale, target)
+
+
+def check_criterion(rank, strategy):
+    inputs, targets = torch.randn(3, 4).double(), torch.randn(3, 5).double()
+    model = parallelize(build(), None, ["cpu"], strategy=strategy)
+    with pytest.raises(ValueError, match=r"parameter of shape \(\) to train, whose gradient the ranks would not share"):
+        DataParallelCriterion(Scaled().double())(model(inputs), targets)
+    DataParallelCriterion(Scaled().double().requires_grad_(False))(model(inputs), targets).backward()
+    model, criterion = parallelize(build(), Scaled().double(), ["cpu"], strategy=strategy)
+    if strategy == "fsdp":
+        with pytest.raises(ValueError, match="make it part of the module"):
+            criterion(model(inputs), targets)
+    else:
+        criterion(model(inputs), targets).backward()
+        copy.deepcopy(model)
+    return True
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(strategy):
+    assert run_ranks(2, check_criterion, strategy) == [True, True]
+
+
+def check_before_the_first_forward(rank):
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def fail(module, inputs):
+        raise KeyError("a mistake")
+
+    handle = model.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="a mistake"):
+        step(torch.randn(3, 4).double(), torch.randn(3, 5).double())
+    handle.remove()
+    return step(torch.randn(3, 4).double(), torch.randn(3, 5).double()).isfinite().item()
+
+
+def test_error_before_the_first_forward_of_shards_is_raised_as_it_is():
+    assert run_ranks(2, check_before_the_first_forward) == [True, True]
+
+
+def check_wrong_hooks(rank):
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
+    with pytest.raises(TypeError, match=r"hook='allreduce', expected a function \(state, bucket\)"):
+        model.register_comm_hook(None, "allreduce")
+    with pytest.raises(NotImplementedError, match=r"join\(\) was called, expected batches without rows"), model.join():
+        pass
+    model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    with pytest.raises(TypeError, match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future"):
+        criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double()).backward()
+    return True
+
+
+def test_wrong_hooks_and_join_have_clear_errors():
+    assert run_ranks(2, check_wrong_hooks, fresh=True) == [True, True]
