@@ -223,6 +223,7 @@ def refuse_unshared(parameters: Iterable[torch.Tensor]) -> None:
 
 def explain_unwatched(tensors: Iterable[Any]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share the gradients; else None."""
+    nodes: list[torch_private.Node]
     nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
     seen, has_parameters = set[torch_private.Node](), False
     while nodes:
