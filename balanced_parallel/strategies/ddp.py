@@ -113,7 +113,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
 
     def _run(self, method: str | None, arguments: Arguments, rows: int | None) -> PerReplica:
-        function: Callable[..., Any] = self.module if method is None else getattr(self.module, method)
+        children = children_of(self)  # reading or assigning self.module takes ten times as long as its entry
+        module: Any = children["module"]
+        function: Callable[..., Any] = module if method is None else getattr(module, method)
         example = None
         if rows and method not in self._examples:
             self._examples[method] = first_row(arguments, self.dim)
@@ -123,7 +125,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: call parallelize again")
-        children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
 
         def call() -> Any:
             children["module"] = module  # as code inside of the function knows it

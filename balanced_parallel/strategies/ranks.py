@@ -16,6 +16,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, MicroBatch, count_rows, mark_inputs, take
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.batchnorm import meets_other_ranks
+from ..replicas.module_tree import attribute_of_wrapper
 from ..runtime import collectives, devices, row_random
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
@@ -36,6 +37,7 @@ class RankModel(nn.Module):
     """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
 
     module: nn.Module
+    __getattr__ = attribute_of_wrapper
 
     def _set_rows(
         self,
