@@ -154,6 +154,8 @@ def describe(node: Any) -> str:
         return f"a tensor of shape {tuple(node.shape)}"
     if is_row_list(node):
         return f"a {type(node).__name__} of {len(node)} plain values"
+    if isinstance(node, type):
+        return f"the class {node.__name__}"
     container = open_container(node)
     if container is None:
         return f"{type(node).__name__} {node!r}" if is_plain(node) or node is None else f"an object of type {type(node).__name__}"

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..runtime import collectives
-from ..runtime.values import check_number, check_type
+from ..runtime.values import check_number, check_type, naming_arguments
 from .plan import Combine, consecutive, cut_by_cost, sorted_rows, split_sizes
 
 _begun = "no RankBatchSampler"
@@ -48,6 +48,7 @@ class RankBatchSampler(Sampler[list[int]]):
         (1, [4])
     """
 
+    @naming_arguments
     def __init__(
         self, rows: Sized, batch_size: int, seed: int | None = None, *, rank: int | None = None, ranks: int | None = None
     ) -> None:
@@ -142,6 +143,7 @@ class BalancedBatchSampler(RankBatchSampler):
         [7, 2, 4, 0, 5]
     """
 
+    @naming_arguments
     def __init__(
         self,
         costs: Sequence[float],

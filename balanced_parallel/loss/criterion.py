@@ -1,6 +1,7 @@
 """``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -270,7 +271,25 @@ class DataParallelCriterion(nn.Module):
 def _run(term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
     with shard.context():
-        return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
+        try:
+            return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
+        except (RuntimeError, IndexError) as error:
+            if names := _tensors_outside(criterion):
+                error.add_note(
+                    f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "
+                    f"{device}: pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
+                )
+            raise
+
+
+def _tensors_outside(criterion: Criterion) -> list[str]:
+    """Returns the names of tensors that a function reads beside its arguments, or that a module has as plain attributes."""
+    try:
+        outside = inspect.getclosurevars(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+        values = {**vars(criterion), **outside.globals, **outside.nonlocals}
+    except TypeError:  # it is not written in Python, or a functools.partial, whose tensors are moved
+        return []
+    return [name for name, value in values.items() if isinstance(value, torch.Tensor)]
 
 
 def couple(criterion: DataParallelCriterion, home: torch.device) -> CoupledLoss:

@@ -410,8 +410,7 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
     """Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the reduction of a loss of torch."""
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
-        described = f"the class {criterion.__name__}" if isinstance(criterion, type) else containers.describe(criterion)
-        raise TypeError(f"the criterion is {described}, expected a module or a function{more}")
+        raise TypeError(f"the criterion is {containers.describe(criterion)}, expected a module or a function{more}")
     is_described = weight is not None or reduction in ("sum", "none") or whole
     if not is_described and (is_compiled if isinstance(criterion, nn.Module) else is_compiled_function)(criterion):
         raise TypeError(

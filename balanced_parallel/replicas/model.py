@@ -15,9 +15,10 @@ from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Arguments, Batch, MicroBatch, Shard, mark_inputs, move_arguments
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
-from ..runtime.values import Precision, check_type
+from ..runtime.torch_private import children_of
+from ..runtime.values import Precision, check_type, naming_arguments
 from .batchnorm import AllRowsBatchNorm
-from .module_tree import check_module
+from .module_tree import attribute_of_wrapper, check_module
 from .replicas import Replicas, window
 
 
@@ -65,6 +66,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         torch.Size([7, 2])
     """
 
+    @naming_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -103,6 +105,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.in_dims, self.gather_outputs, self._warned = None, False, False
         self.device_ids = [0 if device.index is None else device.index for device in devices]
         self.src_device_obj = devices[0]
+
+    __getattr__ = attribute_of_wrapper
 
     def extra_repr(self) -> str:
         """Returns the devices and their shares, for ``repr(model)``."""
@@ -184,8 +188,11 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         devices = [shard.device for shard in shards]
         sizes = [None if shard.rows is None else len(shard.rows) for shard in shards]
         if len(devices) > 1:
+            if torch.compiler.is_compiling():
+                torch.compiler.disable(_refuse_compilation)()  # the compiler does not trace it, so its error is raised
             offset_seeds(self.devices)
-        with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
+        module: Any = children_of(self)["module"]  # self.module would call __getattr__
+        with self.precision.autocast(devices), self.replicas.of(module, devices, self.devices[0]) as modules:
             work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
             tree = self.replicas.tree  # always there if several replicas run
             together = tree is not None and any(isinstance(part, AllRowsBatchNorm) for part in tree.modules)
@@ -209,6 +216,13 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
                     stacklevel=6,
                 )
         return outputs.on(self._gathers_on)
+
+
+def _refuse_compilation() -> None:
+    raise RuntimeError(
+        "torch.compile was given a model on several devices, whose replicas it cannot trace, expected the module alone: call "
+        "model.compile(), and do not compile the function that calls the model"
+    )
 
 
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:

@@ -194,6 +194,19 @@ def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Seque
             nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), **weights}))  # type: ignore[arg-type]
 
 
+def attribute_of_wrapper(wrapper: nn.Module, name: str) -> Any:
+    """Returns an attribute of a wrapper, as its ``__getattr__``. An error for one that its module has says how to reach it."""
+    try:
+        return nn.Module.__getattr__(wrapper, name)
+    except AttributeError as error:
+        if hasattr(vars(wrapper).get(CHILDREN, {}).get("module"), name):
+            raise AttributeError(
+                f"{error}, which its module has: write model.call({name!r}, ...) for a method that takes rows, and "
+                f"model.module.{name} for anything else"
+            ) from None
+        raise
+
+
 def check_module(module: Any) -> None:
     """Raises ``TypeError`` if ``module`` is a class or not a module, or is wrapped already."""
     check_is_module(module)

@@ -196,18 +196,15 @@ def by_value(values: Sequence[str | None]) -> str:
     return " and ".join(f"{value} on {name}" for value, name in names.items() if value is not None)
 
 
-_SHARED, _WATCHED = "gradients are shared by the ranks", "the backward of a model of ranks begins here"  # marks of nodes
+# Marks in the metadata of nodes.
+_SHARED = "the ranks share this gradient"
+WATCHED = "behind these outputs, the ranks share all gradients of a model"
 
 
 def mark_shared(parameters: Iterable[torch.Tensor]) -> None:
     """Marks parameters whose gradients the ranks share. The nodes that accumulate them must live, as in a reducer."""
     for parameter in parameters:
         torch_private.accumulator_of(parameter).metadata[_SHARED] = True
-
-
-def mark_watched(node: torch_private.Node) -> None:
-    """Marks the node of outputs whose backward shares the gradients of a model over the ranks."""
-    node.metadata[_WATCHED] = True
 
 
 def refuse_unshared(parameters: Iterable[torch.Tensor]) -> None:
@@ -228,7 +225,7 @@ def explain_unwatched(tensors: Iterable[Any]) -> str | None:
     seen, has_parameters = set[torch_private.Node](), False
     while nodes:
         node = nodes.pop()
-        if _WATCHED in node.metadata:
+        if WATCHED in node.metadata:
             return None
         if node not in seen:
             seen.add(node)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .values import check_type
-
 DeviceLike = int | str | torch.device
 HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 WITHOUT_FLOAT64 = ("mps",)  # types of devices that refuse tensors in float64
@@ -44,9 +42,11 @@ def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
     """Converts ``device_ids`` to devices with an index. They may repeat. ``None`` means :func:`visible_devices`."""
     if device_ids is None:
         return visible_devices()
-    if isinstance(device_ids, (int, str, torch.device)):
-        raise TypeError(f"device_ids={device_ids!r} is one device, expected a list of devices: write device_ids=[{device_ids!r}]")
-    check_type("device_ids", device_ids, Sequence, "a list of devices, such as [0, 1] or ['cpu', 'cpu']")
+    if isinstance(device_ids, str) or not isinstance(device_ids, Sequence):
+        raise TypeError(
+            f"device_ids={device_ids!r}, expected a list of devices, such as [0, 1] or ['cpu', 'cpu']; leave it out to use every "
+            "visible accelerator"
+        )
     devices = [resolve_device(device) for device in device_ids]
     if not devices:
         raise ValueError("device_ids is empty, expected at least one device; leave it out to use every visible accelerator")
@@ -66,7 +66,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     try:
         named = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"{device!r} is not a device, expected a name such as 'cuda:1' or 'cpu'") from error
+        raise ValueError(f"{device!r} is not a device, expected an integer, or a name such as 'cuda:1' or 'cpu'") from error
     if named.type == "cpu":
         return torch.device("cpu")
     if torch.device(named.type, named.index or 0) not in present:

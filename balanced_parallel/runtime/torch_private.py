@@ -56,7 +56,7 @@ def rebuild_buckets(model: torch.nn.parallel.DistributedDataParallel) -> None:
 
 def prepare_reduction(model: torch.nn.parallel.DistributedDataParallel) -> None:
     """Prepares the reducer of ``model`` for one backward, which the forward of ``DistributedDataParallel`` does otherwise."""
-    rebuild_buckets(model)
+    model.reducer._rebuild_buckets()
     model.reducer.prepare_for_backward([])
 
 

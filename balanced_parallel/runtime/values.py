@@ -1,15 +1,19 @@
 """Values of arguments: memory sizes as text, checks with errors that name the argument, and the precision of a training step."""
 
 import contextlib
+import functools
+import inspect
 import math
 import numbers
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+T = TypeVar("T")
 UNITS: dict[str, int] = {"B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 
@@ -43,6 +47,21 @@ def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple
     if len(sizes) != devices:
         raise ValueError(f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device")
     return tuple(map(parse_bytes, sizes))
+
+
+def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns a function whose error for a keyword argument that it does not have names those that it has."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs.keys() - names:
+            raise TypeError(
+                f"{function.__qualname__}() got an unexpected keyword argument {name!r}, expected one of {', '.join(names)}"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def check_type(name: str, value: Any, kinds: Any, expected: str) -> None:

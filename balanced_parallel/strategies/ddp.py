@@ -132,7 +132,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
         )
 
     def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
-        function: Callable[..., Any] = self.module if method is None else getattr(self.module, method)
+        children = children_of(self)  # reading or assigning self.module takes ten times as long as its entry
+        module: Any = children["module"]
+        function: Callable[..., Any] = module if method is None else getattr(module, method)
         example = None
         if rows and method not in self._examples:
             self._examples[method] = first_row(arguments, self.dim)
@@ -142,7 +144,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: call parallelize again")
-        children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
 
         def call() -> Any:
             children["module"] = module  # as code inside of the function knows it
@@ -178,13 +179,14 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def _begin_backward(self, derivatives: list[Tensor | None], *, reduces: bool) -> None:
         """Begins a backward that reaches all parameters, before it has reached any. ``derivatives`` are those of the zero."""
-        if not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
+        is_by_hand = self.record.agrees
+        if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
             if self._requested.begin():
                 self._requested.expect(self.reduced_parameters, derivatives)
             return
         if not reduces or not self.record.begin_backward():
             return
-        if self.record.agrees:
+        if is_by_hand:
             torch_private.prepare_reduction(self)
             run_after_backward(lambda: run_after_backward(self.forget_unused))  # behind the reducer's
         self.begin_sparse_gradients()

@@ -133,7 +133,8 @@ class ShardedModel(RankModel):
 
     def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> Any:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
-        function = self.module if method is None else getattr(self.module, method)
+        module: Any = torch_private.children_of(self)["module"]  # self.module would call __getattr__
+        function = module if method is None else getattr(module, method)
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():

@@ -21,7 +21,7 @@ from ..replicas.module_tree import check_module, refuse_rescaled, rescaled_embed
 from ..runtime import collectives
 from ..runtime.collectives import max_over_ranks, rank, world_size
 from ..runtime.devices import DeviceLike, free_bytes, is_accelerator
-from ..runtime.values import Precision, format_bytes
+from ..runtime.values import Precision, format_bytes, naming_arguments
 from ..training.settings import describe_criterion
 from .ddp import DistributedModel
 from .fsdp import ShardedModel
@@ -57,6 +57,7 @@ def parallelize(
 ) -> tuple[Model, DataParallelCriterion]: ...
 
 
+@naming_arguments
 def parallelize(
     module: nn.Module,
     criterion: Criterion | None = None,

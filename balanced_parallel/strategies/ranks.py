@@ -16,6 +16,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, MicroBatch, count_rows, mark_inputs, take
 from ..loss.sums import LossSum, Weight, add_up, hand_back
 from ..replicas.batchnorm import meets_other_ranks
+from ..replicas.module_tree import attribute_of_wrapper
 from ..runtime import collectives, devices, row_random
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
@@ -37,6 +38,7 @@ class RankModel(nn.Module):
     """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
 
     module: nn.Module
+    __getattr__ = attribute_of_wrapper
 
     def _set_rows(
         self,
@@ -131,7 +133,7 @@ def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable
     if not tensors or not torch.is_grad_enabled():
         return output
     outputs = _Watch.apply(at_backward, first, *tensors)
-    collectives.mark_watched(outputs[0].grad_fn)
+    outputs[0].grad_fn.metadata[collectives.WATCHED] = True
     watched = iter(outputs)
     return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, output)
 

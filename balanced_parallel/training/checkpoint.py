@@ -78,6 +78,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, **parts: Stateful) -> None:
+        check_type("folder", folder, str | os.PathLike, "the path of a folder: Checkpoints(folder, step=step)")
         check_number("keep", keep, "an integer, the checkpoints that stay", whole=True)
         for name, part in parts.items():
             check_type(name, part, Stateful, "an object with state_dict() and load_state_dict()")

@@ -21,7 +21,7 @@ from ..optim.balanced import BalancedOptimizer
 from ..runtime import collectives
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
-from ..runtime.values import Precision
+from ..runtime.values import Precision, check_type
 
 _ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random", "python", "numpy", "layout"}
 
@@ -76,6 +76,7 @@ class TrainedState(NamedTuple):
 
     def check(self, state_dict: Mapping[str, Any], others: set[str]) -> None:
         """Raises the errors of :meth:`TrainStep.load_state_dict`. ``others`` are entries that the step has itself."""
+        check_type("state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns")
         if missing := (_ENTRIES | others) - state_dict.keys():
             raise ValueError(f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns")
         for name, parts in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):

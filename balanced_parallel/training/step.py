@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.by_cost import check_limit
-from ..batch.containers import spread
+from ..batch.containers import describe, spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
 from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments, copy_views
 from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
@@ -29,7 +29,7 @@ from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.torch_private import is_compiled
-from ..runtime.values import Precision
+from ..runtime.values import Precision, naming_arguments
 from .accumulation import Accumulation, gradient_sync
 from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
 from .reproducible import RandomByRow
@@ -97,6 +97,7 @@ class TrainStep:
         torch.Size([])
     """
 
+    @naming_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -229,13 +230,17 @@ class TrainStep:
         """Runs the model and the criterion. Returns a loss for each shard."""
         if self._is_compiled:  # it has graphs of its own for views, and for each kind of offset
             shards = [shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards]
-        with self.precision.autocast(self.model.devices):
-            outputs = self.model(MicroBatch(shards))
-            if collected is not None:
-                order = [row for shard in shards for row in shard.rows or ()] if self.cut else None
-                collected.append(detach_outputs(outputs, order))
-            losses: list[LossSum] = compute(outputs, shards)
-            return losses
+        try:
+            with self.precision.autocast(self.model.devices):
+                outputs = self.model(MicroBatch(shards))
+                if collected is not None:
+                    order = [row for shard in shards for row in shard.rows or ()] if self.cut else None
+                    collected.append(detach_outputs(outputs, order))
+                losses: list[LossSum] = compute(outputs, shards)
+                return losses
+        except (TypeError, AttributeError, RuntimeError) as error:
+            _explain(error, shards[0])
+            raise
 
     def _begin(self) -> Accumulation:
         """Returns the sums since the last update. The first call after an update clears all gradients."""
@@ -253,13 +258,14 @@ class TrainStep:
         return self._sums
 
     def _apply(self) -> Tensor:
+        cause = "no target of this batch was counted" if self._sums or self._runs else "no rows were added before apply()"
         loss, weight, factor = self._reduce()
         if self._by_row is not None:
             self._by_row.end()
         update, self._sums, self._runs, self._weight_before = self._update, None, [], weight
         if weight == 0:
             update.forget_gradients()
-            warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
+            warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
         try:
             with retrying_allocations(self.model.devices if self._is_auto else ()):
@@ -434,3 +440,15 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sums": None, "_runs": []}  # a copy has no gradients
+
+
+def _explain(error: Exception, shard: Shard) -> None:
+    """Adds a note to an error if targets may be among the inputs: none were given, or a mapping has keys that forward refuses."""
+    inputs, names = shard.inputs
+    is_misplaced = isinstance(error, TypeError) if names else not shard.targets.inputs
+    if is_misplaced and not isinstance(error, torch.OutOfMemoryError):
+        description = describe(names or inputs if len(inputs) != 1 else inputs[0])
+        error.add_note(
+            f"the inputs of this shard are {description}. If targets are among them, expected step(inputs, targets): write "
+            "step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a mapping. A step computes loss and backward itself"
+        )

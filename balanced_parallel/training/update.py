@@ -127,7 +127,7 @@ def _listed(value: Any, kind: type, name: str) -> list[Any]:
     listed = list(value) if isinstance(value, (list, tuple)) else [value]
     for entry in listed:
         if not isinstance(entry, kind):
-            raise TypeError(f"the {name} is {describe(entry)}, expected {kind.__name__}, or a list of them")
+            raise TypeError(f"the {name} is {describe(entry)}, expected an instance of {kind.__name__}, or a list of them")
     return listed
 
 
@@ -148,7 +148,8 @@ def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float 
     check_type("cut", cut, Cut | None, "ByCost(...), or None for equal rows")
     if cut is not None and cut.limit is not None and micro_batch_size is not None:
         raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+    is_positive = isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0
+    if max_grad_norm is True or not (max_grad_norm is None or is_positive):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
 
 

@@ -1,6 +1,9 @@
 """Arguments that cannot work: the errors name them, and say what to pass instead."""
 
+import functools
 import re
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ from balanced_parallel import (
     savings,
     scatter,
     shard_by_cost,
+    simulate,
     verify,
     weighted_mean,
 )
@@ -145,10 +149,203 @@ class TestSteps:
         with pytest.raises(ValueError, match="max_grad_norm='1', expected a positive number"):
             make_step(max_grad_norm="1")
 
+    @pytest.mark.parametrize(
+        ("setting", "message"),
+        [
+            ({"max_grad_norm": True}, "max_grad_norm=True, expected a positive number"),
+            ({"scheduler": torch.optim.lr_scheduler.StepLR}, "the scheduler is the class StepLR, expected an instance of LRS"),
+            ({"optimizer": lambda _: SGD}, "the optimizer is the class SGD, expected an instance of Optimizer, or a list"),
+        ],
+    )
+    def test_settings_that_look_right(self, setting, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            make_step(**setting)
+
+    def test_update_without_rows(self):
+        step = make_step()
+        for _ in range(2):
+            with pytest.warns(UserWarning, match=r"no rows were added before apply\(\): nothing is updated, and its loss is nan"):
+                step.apply()
+            step.add(INPUTS, TARGETS)
+            assert step.apply().isfinite()
+
+    @pytest.mark.parametrize("state", [[], None, "step.pt"])
+    def test_states_that_are_not_mappings(self, state):
+        with pytest.raises(TypeError, match=r"state_dict=.*, expected what a TrainStep's state_dict\(\) returns"):
+            make_step().load_state_dict(state)
+
     @pytest.mark.parametrize("cost", [None, 5, torch.tensor(5)])
     def test_costs_that_are_not_one_per_row(self, cost):
         with pytest.raises(TypeError, match=r"cost= returned .*, expected one number for each row of the inputs"):
             make_step(cut=ByCost(lambda inputs: cost))(INPUTS, TARGETS)
+
+
+class Masked(nn.Linear):
+    """A model with an optional second argument, and a method besides forward."""
+
+    def forward(self, inputs, mask=None):
+        return super().forward(inputs)
+
+    def encode(self, inputs):
+        return super().forward(inputs)
+
+
+def error_of(call):
+    """Returns the error of a call, with its notes."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the texts are those of Python and torch
+        call()
+    return "".join(traceback.format_exception_only(caught.value))
+
+
+def unpacked(outputs):
+    first, second = outputs
+    return first, second
+
+
+class TestBatches:
+    """Targets among the inputs are an error of Python or torch, whose note says how a step is called."""
+
+    @pytest.mark.parametrize("way", ["step", "add", "coupled"])
+    @pytest.mark.parametrize(
+        ("batch", "description"),
+        [
+            ([INPUTS, TARGETS], r"list with entries \[0\], \[1\]"),
+            ((INPUTS, TARGETS), r"tuple with entries \[0\], \[1\]"),
+            ({"inputs": INPUTS, "labels": TARGETS}, r"dict with entries \['inputs'\], \['labels'\]"),
+            (INPUTS, r"a tensor of shape \(\d, 4\)"),
+            (torch.ones(()), r"a tensor of shape \(\)"),  # a loss
+        ],
+    )
+    def test_targets_among_the_inputs(self, way, batch, description):
+        for net in (nn.Linear(4, 3), Masked(4, 3)):
+            model = DataParallelModel(net, CPUS)
+            criterion = None if way == "step" else DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
+            step = make_step(model, criterion)
+            expected = rf"{description}\. If targets are among them, expected step\(inputs, targets\): write step\(\*batch\) for"
+            text = error_of((lambda: (step.add(batch), step.apply())) if way == "add" else lambda: step(batch))  # noqa: B023
+            assert re.search(expected, text), text
+
+    def test_foreign_keys_beside_targets(self):
+        text = error_of(lambda: make_step()({"input": INPUTS, "labels": TARGETS}, TARGETS))
+        assert "unexpected keyword argument 'labels'" in text
+        assert "write step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a mapping" in text
+
+    def test_other_errors_have_no_note(self):
+        model = make_model()
+        assert "If targets are among them" not in error_of(lambda: make_step(model)(torch.ones(7, 5), TARGETS))
+        model.module.forward = lambda **inputs: inputs["input"][9]
+        assert "If targets are among them" not in error_of(lambda: make_step(model)({"input": INPUTS}))
+
+
+class TestTensorsOutsideOfTheArguments:
+    """A criterion reads a tensor of the whole batch, or of another device: the note of torch's error names it."""
+
+    def test_rows_in_a_closure(self):
+        rows = torch.rand(7)
+        losses = functools.partial(F.cross_entropy, reduction="none")
+        criteria = {
+            "divided": DataParallelCriterion(lambda output, target: (rows * losses(output, target)).sum(), weight="rows"),
+            "found": DataParallelCriterion(lambda output, target: (rows * losses(output, target)).mean()),
+            "masked": DataParallelCriterion(lambda output, target: losses(output, target)[rows > 0].sum(), reduction="sum"),
+        }
+        for criterion in criteria.values():
+            text = error_of(lambda: make_step(criterion=criterion)(INPUTS, TARGETS))  # noqa: B023
+            assert "the criterion reads rows beside its arguments, which is neither split by rows nor moved to cpu" in text
+            assert "pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial" in text
+
+    def test_rows_in_globals_and_attributes(self):
+        class Weighted(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rows = torch.rand(7, 1)
+
+            def forward(self, output, target):
+                return (self.rows * (output - target)).sum()
+
+        for criterion, name in ((Weighted(), "rows"), (lambda output, target: (output - INPUTS[:, :3]).sum(), "INPUTS")):
+            wrapped = DataParallelCriterion(criterion, reduction="sum")
+            text = error_of(lambda: wrapped(make_model()(INPUTS), torch.zeros(7, 3)))  # noqa: B023
+            assert f"the criterion reads {name} beside its arguments" in text
+
+    def test_tensor_of_another_device(self):
+        with simulate(2):
+            classes = torch.ones(3)
+            model = DataParallelModel(nn.Linear(4, 3))
+            criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target, classes), weight="rows")
+            text = error_of(lambda: criterion(model(INPUTS), TARGETS))
+            assert re.search(r"reads classes beside its arguments, .* nor moved to sim:\d", text), text
+            functional = functools.partial(F.cross_entropy, weight=classes)
+            assert DataParallelCriterion(functional)(model(INPUTS), TARGETS).isfinite()
+
+    def test_other_errors_have_no_note(self):
+        assert "reads" not in error_of(lambda: DataParallelCriterion(nn.MSELoss())(make_model()(INPUTS), torch.zeros(7, 5, 2)))
+
+
+class TestWrappers:
+    def test_methods_of_the_module(self):
+        model = DataParallelModel(Masked(4, 3), CPUS)
+        with pytest.raises(AttributeError, match=r"'DataParallelModel' object has no attribute 'encode', which its module has"):
+            model.encode(INPUTS)
+        with pytest.raises(AttributeError, match=r"write model.call\('encode', ...\) for .*, and model.module.encode for"):
+            model.encode(INPUTS)
+        assert model.call("encode", INPUTS).gather().shape == (7, 3)
+        with pytest.raises(AttributeError, match="'DataParallelModel' object has no attribute 'encoder'$"):
+            model.encoder(INPUTS)
+        assert not hasattr(DataParallelModel.__new__(DataParallelModel), "module")  # as where it is copied
+
+    @pytest.mark.parametrize("way", ["model", "function"])
+    def test_compiled_wrapper_on_several_devices(self, way):
+        model = make_model()
+        call = {"model": model, "function": lambda inputs: model(inputs)[0] * 2}[way]
+        with pytest.raises(RuntimeError, match=r"torch.compile was given a model on several devices, .* call model.compile\(\)"):
+            torch.compile(call, backend="eager")(INPUTS)
+        assert len(model(INPUTS)) == 3
+
+    def test_texts_of_torch_are_on_the_page(self):
+        """Only torch or Python can raise these, and the page on errors quotes them."""
+        table = (
+            Path(__file__)
+            .parents[2]
+            .joinpath("docs/troubleshooting.md")
+            .read_text()
+            .partition("## Errors of torch and Python")[2]
+        )
+        model = DataParallelModel(nn.Linear(4, 3), CPUS)
+        calls = {
+            "element 0 of tensors does not require grad and does not have a grad_fn": lambda: make_step()(
+                INPUTS, TARGETS
+            ).backward(),
+            "too many values to unpack (expected 2)": lambda: unpacked(model(INPUTS)),
+            "return only tensors, got unsupported type": lambda: torch.func.vjp(model, INPUTS),
+        }
+        for text, call in calls.items():
+            assert text in table
+            assert text in error_of(call)
+        gathering = DataParallelModel(nn.Linear(4, 3), CPUS, gather_outputs=True)
+        assert torch.func.vjp(gathering, INPUTS)[0].shape == (7, 3)
+
+    def test_folders_that_are_not_paths(self):
+        for folder in (5, None, make_step()):
+            with pytest.raises(TypeError, match=r"folder=.*, expected the path of a folder: Checkpoints\(folder, step=step\)"):
+                Checkpoints(folder, net=nn.Linear(4, 3))
+        with pytest.raises(TypeError, match="folder="):
+            Checkpoints(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "expected"),
+    [
+        (make_step, "gradient_accumulation_steps", "micro_batch_size"),
+        (make_step, "clip_grad_norm", "max_grad_norm"),
+        (lambda **settings: DataParallelModel(nn.Linear(4, 3), **settings), "devices", "device_ids"),
+        (lambda **settings: parallelize(nn.Linear(4, 3), nn.MSELoss(), **settings), "devices", "device_ids"),
+        (lambda **settings: RankBatchSampler(INPUTS, 2, **settings), "shuffle", "seed"),
+        (lambda **settings: BalancedBatchSampler([1.0, 2.0], 2, **settings), "shuffle", "seed"),
+    ],
+)
+def test_arguments_of_other_libraries(call, name, expected):
+    with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{name}', expected one of .*\b{expected}\b"):
+        call(**{name: 4})
 
 
 @pytest.mark.parametrize(

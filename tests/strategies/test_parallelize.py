@@ -65,6 +65,19 @@ def test_gradients_of_a_method_besides_forward_are_reduced():
     run_ranks(2, train_a_method)
 
 
+def miss_a_method(rank, strategy):
+    model = parallelize(TwoTowers(), strategy=strategy)
+    with pytest.raises(AttributeError, match=r"no attribute 'encode_image', which .*: write model.call\('encode_image', "):
+        model.encode_image(torch.randn(2, 4), torch.ones(3))
+    with pytest.raises(AttributeError, match="no attribute 'encode'$"):
+        model.encode(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_error_for_a_method_of_the_module_names_call(strategy):
+    run_ranks(2, miss_a_method, strategy)
+
+
 def teach(rank):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

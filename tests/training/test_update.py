@@ -119,13 +119,13 @@ def test_invalid_optimizers_and_schedulers_raise_an_error():
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(TypeError, match=r"the optimizer is an object of type generator, expected Optimizer, or"):
+    with pytest.raises(TypeError, match=r"the optimizer is an object of type generator, expected an instance of Optimizer, or"):
         make_update_step(net, net.parameters())
     with pytest.raises(TypeError, match=r"the optimizer is a tensor of shape \(6, 4\), expected"):
         make_update_step(net, list(net.parameters()))
     with pytest.raises(ValueError, match="no optimizer was given, expected one or more"):
         make_update_step(net, [])
-    with pytest.raises(TypeError, match=r"the scheduler is an object of type SGD, expected LRScheduler, or"):
+    with pytest.raises(TypeError, match=r"the scheduler is an object of type SGD, expected an instance of LRScheduler, or"):
         make_update_step(net, optimizer, scheduler=[optimizer])
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric: call its step"):
         make_update_step(net, optimizer, scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), plateau])
