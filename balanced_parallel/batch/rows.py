@@ -314,7 +314,7 @@ def take(node: Any, part: RowNumbers, dim: int = 0, place: tuple[int, int] = (0,
             return Along(take(leaf.leaf, part, leaf.dim), leaf.dim)
         if containers.is_row_list(leaf):
             kind: Any = type(leaf)
-            return kind(leaf[row] for row in part) if leaf else leaf
+            return kind(leaf[row] for row in part if leaf)
         if isinstance(leaf, Rows):
             return Rows([leaf.entries[row] for row in part])
         if isinstance(leaf, RowShards) and len(leaf) == place[1]:

@@ -42,8 +42,10 @@ class ModuleTree:
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
         self.is_compiled = any(map(is_compiled, self.modules))
-        parameters = [parameter for module in self.modules for parameter in parameters_of(module).values()]
-        self.parameters = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
+        # modules of torch itself cache no tensors
+        self._custom = [at for at, module in enumerate(self.modules) if not type(module).__module__.startswith("torch.")]
+        parameters = {id(each): each for module in self.modules for each in parameters_of(module).values() if each is not None}
+        self.parameters = list(parameters.values())
         self.note_kinds()
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
@@ -93,18 +95,16 @@ class ModuleTree:
         Lists and dictionaries, and what has a graph, stay as they are.
         """
         self._caches = list(self._find_caches())
-        tensors = [leaf for *_, value in self._caches for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
-        by_id = {id(tensor): tensor for tensor in tensors if tensor.is_leaf and tensor.device == home}
+        cached = [leaf for *_, value in self._caches for _, leaf in leaves(value)]
+        by_id = {id(each): each for each in cached if type(each) is Tensor and each.is_leaf and each.device == home}
         for module in self.modules:
             if buffers := module.__dict__[BUFFERS]:
                 by_id.update((id(buffer), buffer) for buffer in buffers.values() if buffer is not None)
         return list(by_id.values())
 
     def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
-        for place, module in enumerate(self.modules):
-            if type(module).__module__.startswith("torch."):  # they cache nothing
-                continue
-            for name, value in module.__dict__.items():  # without a call for each: this runs in every forward
+        for place in self._custom:
+            for name, value in self.modules[place].__dict__.items():  # without a call for each: this runs in every forward
                 if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value)):
                     yield place, name, value
 
@@ -151,8 +151,8 @@ class ModuleTree:
             state[BUFFERS].update(of_replica[BUFFERS])
             for name in state.keys() - of_replica.keys():  # the first replica has set it in this forward
                 del state[name]
-            shared = (CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS)
-            state.update((name, value) for name, value in of_replica.items() if name not in shared)
+            plain = of_replica.keys() - {CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS}
+            state.update((name, of_replica[name]) for name in plain)
         try:
             yield
         finally:
