@@ -151,8 +151,8 @@ class ModuleTree:
             state[BUFFERS].update(of_replica[BUFFERS])
             for name in state.keys() - of_replica.keys():  # the first replica has set it in this forward
                 del state[name]
-            plain = of_replica.keys() - {CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS}
-            state.update((name, of_replica[name]) for name in plain)
+            for name in of_replica.keys() - {CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS}:
+                state[name] = of_replica[name]
         try:
             yield
         finally:
