@@ -190,7 +190,7 @@ def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
         dim = next(dims_of_leaves)
         if isinstance(leaf, (*MARKS, PerReplica)):
             return leaf
-        has_rows = (isinstance(leaf, torch.Tensor) and leaf.dim() > 0) or containers.is_row_list(leaf)
+        has_rows = (isinstance(leaf, torch.Tensor) and leaf.dim() > 0) or (containers.is_row_list(leaf) and leaf)
         return Whole(leaf) if dim is None else Along(leaf, dim) if has_rows else leaf
 
     return containers.map_leaves(mark_leaf, value)
@@ -314,7 +314,7 @@ def take(node: Any, part: RowNumbers, dim: int = 0, place: tuple[int, int] = (0,
             return Along(take(leaf.leaf, part, leaf.dim), leaf.dim)
         if containers.is_row_list(leaf):
             kind: Any = type(leaf)
-            return kind(leaf[row] for row in part)
+            return kind(leaf[row] for row in part if leaf)
         if isinstance(leaf, Rows):
             return Rows([leaf.entries[row] for row in part])
         if isinstance(leaf, RowShards) and len(leaf) == place[1]:

@@ -259,7 +259,7 @@ def compare_state(plain: Program, split: Program, devices: int, limit: float) ->
 
 _FINDINGS = (
     (nn.Parameter, "holds parameters that are not registered: make it an nn.ParameterList or an nn.ParameterDict"),
-    (Tensor, "holds tensors, which stay on the first device: use register_buffer"),
+    (Tensor, "holds tensors, which every forward copies, but not those in lists and dictionaries: use register_buffer"),
     (nn.Module, "holds modules that are not registered: make it an nn.ModuleList or an nn.ModuleDict"),
 )
 

@@ -225,8 +225,8 @@ def _as_groups(params: Iterable[Any]) -> Groups:
 
 def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -> None:
     """Raises ``TypeError`` if ``step()`` of an optimizer needs a closure, which ``caller``, a name, does not have."""
-    parameters = list(inspect.signature(optimizer_class.step).parameters.values())[1:]
-    if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].name == "closure":
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
         raise TypeError(
             f"{optimizer_class.__name__} evaluates the loss several times per step, and {caller} once: expected an optimizer "
             "whose step() needs no closure; otherwise call optimizer.step(closure) in a loop of your own"
@@ -560,7 +560,9 @@ def check_exact(recipe: Recipe, shard: str) -> None:
             if trial.exception() is None:
                 break
     if (error := trial.exception()) is not None:
-        raise TypeError(f"{name} failed to update small tensors, which shows if shard={shard!r} is exact: {error}") from error
+        raise TypeError(
+            f"{name} failed to update small tensors without a closure, which shows if shard={shard!r} is exact: {error}"
+        ) from error
     if not trial.result():
         expected = "elementwise updates" if shard == "elements" else "updates and state of single parameters, no random numbers"
         raise TypeError(

@@ -177,7 +177,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def _run(self, method: str | None, arguments: Arguments) -> Any:
         batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
-        shards = batch.split(self.devices, self.split)
+        with torch.enable_grad():  # the forward may ask for gradients of its inputs under no_grad too
+            shards = batch.split(self.devices, self.split)
         outputs = self._run_shards(shards, method)
         if batch.cut_already is not None:
             outputs.in_order(batch.cut_already.order)
@@ -206,7 +207,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         output = outputs[outputs.sizes.index(rows)]
         for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True):
             shape = leaf.shape if isinstance(leaf, torch.Tensor) else (rows,)
-            is_scalar = shape == () or (dim is not None and shape[dim:][:1] == (1,) and rows > 1)
+            is_scalar = dim is not None and (shape == () or (shape[dim:][:1] == (1,) and rows > 1))
             if is_scalar and len(outputs) > 1 and torch.is_grad_enabled() and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -226,6 +227,7 @@ def _refuse_compilation() -> None:
 
 
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
-    inputs, kwargs = move_arguments(shard.inputs, shard.device)
+    with torch.enable_grad():
+        inputs, kwargs = move_arguments(shard.inputs, shard.device)
     with shard.context():
         return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)

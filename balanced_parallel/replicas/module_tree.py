@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..batch.containers import leaves, map_leaves
 from ..runtime.torch_private import BUFFERS, CHILDREN, FORWARD_HOOKS, PARAMETERS, buffers_of, is_compiled, parameters_of
 
 
@@ -41,8 +42,10 @@ class ModuleTree:
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
         self.is_compiled = any(map(is_compiled, self.modules))
-        parameters = [parameter for module in self.modules for parameter in parameters_of(module).values()]
-        self.parameters = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
+        # modules of torch itself cache no tensors
+        self._custom = [at for at, module in enumerate(self.modules) if not type(module).__module__.startswith("torch.")]
+        parameters = {id(each): each for module in self.modules for each in parameters_of(module).values() if each is not None}
+        self.parameters = list(parameters.values())
         self.note_kinds()
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
@@ -85,13 +88,25 @@ class ModuleTree:
             for part in self._parts
         ]
 
-    def buffers(self) -> list[Tensor]:
-        """Returns the buffers of all modules, each once."""
-        by_id: dict[int, Tensor] = {}
+    def buffers(self, home: torch.device) -> list[Tensor]:
+        """Returns the buffers of all modules, and the tensors on ``home`` that a forward may have cached, each once.
+
+        These are attributes, or in tuples that are attributes. The first replica is the module itself, so the others find them.
+        Lists and dictionaries, and what has a graph, stay as they are.
+        """
+        self._caches = list(self._find_caches())
+        cached = [leaf for *_, value in self._caches for _, leaf in leaves(value)]
+        by_id = {id(each): each for each in cached if type(each) is Tensor and each.is_leaf and each.device == home}
         for module in self.modules:
             if buffers := module.__dict__[BUFFERS]:
                 by_id.update((id(buffer), buffer) for buffer in buffers.values() if buffer is not None)
         return list(by_id.values())
+
+    def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
+        for place in self._custom:
+            for name, value in self.modules[place].__dict__.items():  # without a call for each: this runs in every forward
+                if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value)):
+                    yield place, name, value
 
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
         """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters) and ``buffers`` by id."""
@@ -117,6 +132,8 @@ class ModuleTree:
             skeleton.__dict__.update(state)
             if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
+        for place, name, value in self._caches:
+            skeletons[place][1].__dict__[name] = map_leaves(lambda leaf: buffers.get(id(leaf), leaf), value)
         return skeletons[0][1]
 
     @contextmanager
@@ -124,7 +141,7 @@ class ModuleTree:
         """Gives the modules the parameters and buffers of ``skeletons`` in this block. Buffers that it writes end up there.
 
         The code of a compiled module is bound to it, so it runs in place of its skeletons, one after the other. Other attributes
-        that the block writes are put back, as those of skeletons are lost.
+        are those of the skeletons, and what the block writes to them is lost.
         """
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries as they are, and as they were
         for part, skeleton, _ in skeletons:
@@ -132,7 +149,10 @@ class ModuleTree:
             changed += [(mapping, mapping.copy()) for mapping in (state[PARAMETERS], state[BUFFERS], state)]
             state[PARAMETERS].update(of_replica[PARAMETERS])
             state[BUFFERS].update(of_replica[BUFFERS])
-            state.update((name, of_replica[name]) for name in part.lists)
+            for name in state.keys() - of_replica.keys():  # the first replica has set it in this forward
+                del state[name]
+            for name in of_replica.keys() - {CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS}:
+                state[name] = of_replica[name]
         try:
             yield
         finally:

@@ -74,7 +74,7 @@ class Replicas:
                     refuse_rescaled(tree.rescaled)
                 tensors = self._connected_parameters(tree, list(dict.fromkeys(devices)))
                 # buffers every time: batch norm writes to its statistics without torch's version counter
-                buffers = copy_buffers(tree.buffers(), others)
+                buffers = copy_buffers(tree.buffers(home), others)
                 for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
                     modules.append(tree.fill(skeletons, tensors.get(device), copied))
                 if tree.is_compiled:
@@ -153,6 +153,9 @@ class Replicas:
             renewed += copies.extend_to(devices[1:], tree.parameters)
         for device in renewed:
             flatten_weights(tree.rnns, copies.by_device[device])
+        for each in copies.by_device.values() if renewed or moved or frozen else ():
+            for copied, parameter in zip(each, tree.parameters, strict=True):
+                copied.requires_grad_(parameter.requires_grad)  # a forward under no_grad may ask for gradients
         if moved and self.gradients.is_sharded:
             renewed_copies = {tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved}
             owners = [bucket.owners for bucket in self.gradients.buckets if bucket.owners is not None]

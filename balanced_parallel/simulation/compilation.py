@@ -51,7 +51,7 @@ def load_native() -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Returns ``~/.cache/balanced_parallel``, or a temporary folder if that is not writable."""
+    """Returns ``~/.cache/balanced_parallel``, or a temporary folder of this user if that is not writable."""
     try:
         folder = Path.home() / ".cache" / "balanced_parallel"
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,6 +59,10 @@ def cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):  # no home, or a read-only one
         pass
+    folder = Path(tempfile.gettempdir()) / f"balanced_parallel-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid == os.getuid():  # code is loaded from it, so it must not be another user's
+        return folder
     return Path(tempfile.mkdtemp(prefix="balanced_parallel-"))
 
 

@@ -272,11 +272,10 @@ class TrainStep:
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
-            if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(
-                    "This was the optimizer's step, which may have changed some parameters and not others: go on from a "
-                    "checkpoint. BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
-                )
+            error.add_note(
+                "This was the optimizer's step, which may have changed some parameters and not others: go on from a checkpoint. "
+                "If memory ran out, BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
+            )
             raise
         self._failure, self.grad_norm = "", update.grad_norm
         if self.scheduler is not None and update.has_stepped:

@@ -96,7 +96,13 @@ class Update:
     def step(self) -> None:
         """Steps every optimizer."""
         for optimizer in self.optimizers:
-            optimizer.step()
+            try:
+                optimizer.step()
+            except (AssertionError, TypeError) as error:  # SAM has a default for the closure that it needs
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
+                    "optimizer.step(closure) in a loop of your own"
+                ) from error
         self.has_stepped = True
 
 

@@ -143,3 +143,25 @@ def test_targets_without_inputs_raise_an_error():
     step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()))
     with pytest.raises(ValueError, match="the targets have 5 rows, but the inputs have none: expected the same number"):
         step(torch.zeros(0, 4), torch.zeros(5, dtype=torch.long))
+
+
+def test_an_empty_list_goes_to_every_replica():
+    """It had no rows to count, and was then indexed by row."""
+    first, second = scatter({"x": torch.zeros(5, 2), "names": []}, CPUS[:2])
+    assert (first["names"], second["names"], len(first["x"])) == ([], [], 3)
+
+    class Hints(torch.nn.Linear):
+        def forward(self, x, hints, names=(), extra=None):
+            assert hints == extra["hints"] == []
+            return super().forward(x)
+
+    net, x = Hints(2, 3), torch.randn(7, 2)
+    for in_dims in (None, 0):
+        model = DataParallelModel(net, CPUS, in_dims=in_dims)
+        torch.testing.assert_close(gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []}))
+
+    criterion = DataParallelCriterion(lambda output, target, names: torch.nn.functional.mse_loss(output, target) + len(names))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step, target = TrainStep(model, criterion, optimizer, micro_batch_size=1), torch.randn(7, 3)
+    expected = torch.nn.functional.mse_loss(net(x, [], extra={"hints": []}), target).detach()
+    torch.testing.assert_close(step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected)

@@ -56,6 +56,14 @@ class TestGatherOutputs:
         assert len(caught) == 1
         assert caught[0].filename == __file__
 
+    @pytest.mark.parametrize("shape", [(), (1,)])
+    def test_outputs_that_are_the_same_on_all_replicas_emit_no_warning(self, shape):
+        scaled = Calls(lambda net, x: {"logits": net(x), "nested": {"scale": net[0].bias.sum().exp().view(shape)}})
+        dims = {"nested": {"scale": None}}
+        outputs = DataParallelModel(scaled, CPUS, gather_outputs=True, out_dims=dims)(torch.randn(7, 4))
+        assert outputs["nested"]["scale"].shape == shape
+        assert outputs["logits"].shape == (7, CLASSES)
+
     def test_time_major_outputs_are_gathered_along_their_dimension(self):
         x = torch.randn(5, 7, 4)
         assert DataParallelModel(build_net(), CPUS, dim=1, gather_outputs=True)(x).shape == (5, 7, CLASSES)

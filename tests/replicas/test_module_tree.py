@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from helpers import caches
 from helpers.problems import assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from torch import nn
@@ -317,3 +318,29 @@ def check_ranks(rank):
 @pytest.mark.usefixtures("double")
 def test_embeddings_that_rescale_their_rows_are_refused_on_several_ranks():
     run_ranks(2, check_ranks)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("kind", caches.KINDS)
+@pytest.mark.parametrize("rows", caches.ROWS)
+def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
+    caches.check_caches(kind, rows)
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
+def test_writes_to_a_tensor_in_a_plain_attribute_are_those_of_the_first_replica(devices):
+    class Average(nn.Linear):
+        average = None
+
+        def forward(self, x):
+            self.average = torch.zeros(4, device=x.device) if self.average is None else self.average
+            self.average += x.mean(0)
+            return super().forward(x)
+
+    x = torch.randn(7, 4)
+    with simulate(3):
+        net = Average(4, 3)
+        model = DataParallelModel(net, devices)
+        for _ in range(3):
+            model(x)
+        torch.testing.assert_close(net.average.cpu(), 3 * x[:3].mean(0))

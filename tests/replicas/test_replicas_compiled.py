@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from helpers import caches
 from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
 from helpers.slow import slow
 from torch import nn
@@ -132,6 +133,12 @@ def test_buffers_and_attributes_are_those_of_the_first_replica():
             model(inputs)
         results.append((net.total, net.last_rows, sorted(net.__dict__.keys() - {"_compiled_call_impl"})))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", caches.KINDS)
+@pytest.mark.parametrize("rows", caches.ROWS)
+def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
+    caches.check_caches(kind, rows, lambda net: net.compile(backend="eager"))
 
 
 def test_a_failing_forward_leaves_the_module_as_it_was():

@@ -1,5 +1,7 @@
 """Evaluation without a graph: modes are put back, replicas follow, and training goes on."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,3 +85,46 @@ def test_activations_are_not_kept():
     size = 1024 * width * 4
     assert peaks[0] >= layers * size
     assert peaks[1] <= 4 * size + 2 * layers * (width + 1) * width * 4
+
+
+class Forces(nn.Module):
+    """Energies, and their gradients by the positions, by features, or by a weight."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.second = way, nn.Linear(3, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_() if self.way == "detached" else x
+            features = self.first(x).tanh()
+            energies = self.second(features)
+            of = {"features": features, "weight": self.second.weight}.get(self.way, x)
+            (gradient,) = torch.autograd.grad(energies.sum(), of)
+        return energies.detach(), gradient
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("way", ["positions", "detached", "features", "weight"])
+def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
+    """Shards had no graph to their input, and replicas on other devices had parameters without ``requires_grad``."""
+    plain, x = Forces(way), torch.randn(7, 3, requires_grad=True)
+    with simulate(3):
+        net = copy.deepcopy(plain)
+        model, inputs = DataParallelModel(net, devices), x.detach().to("cpu" if devices else "sim:0").requires_grad_()
+        model(inputs)
+        for module in (plain, net):  # after the copies were made
+            module.first.requires_grad_(not frozen)
+        model.refresh_replicas()
+        with torch.no_grad():
+            outputs = model(inputs)
+            energies, forces = plain(x)
+        torch.testing.assert_close(outputs.unzip()[0].gather("cpu"), energies, rtol=1e-10, atol=1e-10)
+        parts = [part.cpu() for _, part in outputs]
+        total = sum(parts) if way == "weight" else torch.cat(parts)
+        torch.testing.assert_close(total, forces, rtol=1e-10, atol=1e-10)
+        copies = [copied for each in model.replicas.copies.by_device.values() for copied in each]
+        expected = [parameter.requires_grad for parameter in net.parameters()]
+        assert [copied.requires_grad for copied in copies] == expected * (0 if devices else 2)
+        assert all(tensor.grad is None for tensor in (*net.parameters(), *copies, inputs))

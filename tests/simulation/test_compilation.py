@@ -44,8 +44,17 @@ def test_a_failing_compiler_raises_an_error_with_its_message(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [compiler]
 
 
-def test_a_read_only_home_falls_back_to_a_temporary_folder(monkeypatch, tmp_path):
+def test_processes_without_a_writable_home_share_a_folder_of_their_user(monkeypatch, tmp_path):
+    """Each process compiled into a folder of its own."""
     monkeypatch.setattr(compilation.Path, "home", lambda: tmp_path / "file")
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compilation.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-    assert compilation.cache_folder() == tmp_path
+    monkeypatch.setattr(compilation.tempfile, "tempdir", str(tmp_path))
+    folder = compilation.cache_folder()
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert compilation.cache_folder() == folder
+    monkeypatch.setattr(compilation.os, "getuid", lambda: 12345)  # a folder of this name that another user has made
+    (tmp_path / "balanced_parallel-12345").mkdir()
+    other = compilation.cache_folder()
+    assert other.parent == tmp_path
+    assert other.name != "balanced_parallel-12345"

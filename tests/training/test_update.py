@@ -12,7 +12,7 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, class_ta
 from helpers.steps import make_step, run, tolerance_of
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
 
 CPUS = ["cpu"] * 3
 
@@ -330,3 +330,61 @@ def check_added_group(rank, ranks, precision):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_added_param_group_is_divided_once(ranks, precision):
     run(ranks, check_added_group, precision)
+
+
+class TwoSteps(torch.optim.SGD):
+    """Evaluates the loss again after a first change of the parameters, as SAM does. The closure has a default."""
+
+    def step(self, closure=None):
+        super().step()
+        torch.enable_grad()(closure)()
+        super().step()
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, *, closure):
+        super().step(closure)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_optimizers_that_need_a_closure_are_named(balanced, precision):
+    """The error was "'NoneType' object is not callable"."""
+    net = build_net()
+    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
+    optimizer = BalancedOptimizer(model, TwoSteps, lr=0.1) if balanced else TwoSteps(net.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, precision=precision)
+    name = type(optimizer).__name__
+    message = rf"{name}\.step\(\) failed without a closure: 'NoneType' object is not callable; if it needs one, call optimizer"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        step(torch.randn(3, 4), class_targets(3))
+    assert "may have changed some parameters and not others" in caught.value.__notes__[-1]
+    with pytest.raises(TypeError, match="NeedsClosure evaluates the loss several times per step, and TrainStep once: expected"):
+        make_update_step(net, NeedsClosure(net.parameters(), lr=0.1))
+
+
+def test_optimizers_that_need_a_closure_are_named_before_they_are_sharded():
+    class OverMatrices(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self, closure=None):
+            closure()
+
+    with simulate(2):
+        message = "OverMatrices failed to update small tensors without a closure, which shows if shard='parameters' is exact"
+        with pytest.raises(TypeError, match=message):
+            BalancedOptimizer(DataParallelModel(build_net()), OverMatrices)
+
+
+def test_an_error_in_the_step_of_an_optimizer_has_a_note():
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            raise ValueError("in the middle")
+
+    net = build_net()
+    with pytest.raises(ValueError, match="in the middle") as caught:
+        make_update_step(net, Fails(net.parameters(), lr=0.1))(torch.randn(3, 4), class_targets(3))
+    (note,) = caught.value.__notes__
+    assert note.startswith("This was the optimizer's step, which may have changed some parameters and not others: go on from")
