@@ -384,6 +384,11 @@ def test_gradients_can_be_read_written_and_cleared():
         with model.no_sync():
             criterion(model(x), target).backward()
         torch.testing.assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 2)
+        with model.no_sync():
+            criterion(model(x), target).backward()
+        criterion(model(x), target).backward()
+        assert all(parameter.grad is None for parameter in net.parameters())  # it was that of the first replica
+        torch.testing.assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 4)
         before = net[0].weight.detach().cpu()
         optimizer.zero_grad()
         net[0].weight.grad = torch.ones_like(net[0].weight)
