@@ -347,7 +347,7 @@ class TrainStep:
                 self._drop(error)
                 self._runs = []
                 if self._by_row is not None:
-                    self._by_row.end()
+                    self._by_row.end(has_failed=True)
                 if self._recovery is not None:
                     self._recovery.forget()
                 raise
