@@ -172,6 +172,6 @@ class BalancedBatchSampler(RankBatchSampler):
 def _refuse_samplers(name: str, value: Any) -> None:
     if isinstance(value, (Sampler, DataLoader)):
         raise TypeError(
-            f"{name} is a {type(value).__name__}, expected {'the data set' if name == 'rows' else 'a number for each row'}: its "
-            "order, weights and batches would be ignored. Rows are drawn here, by seed, and given to DataLoader(batch_sampler=...)"
+            f"{name} is a {type(value).__name__}, expected the data set, or costs of its rows: order, weights and "
+            "batches of a sampler would be ignored. Rows are drawn here, by seed, and given to DataLoader(batch_sampler=...)"
         )

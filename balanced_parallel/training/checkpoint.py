@@ -17,7 +17,6 @@ import re
 import shutil
 import stat
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
@@ -40,12 +39,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..runtime import collectives
+from ..runtime.torch_private import checkpoint_threads
 from ..runtime.values import check_number, check_type
 from .state import Path as TreePath
 from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
 
 MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".removed"
-_unreported: set["Writer"] = set()  # of saves of this process that nobody has waited for
+_unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
 
 
 class Checkpoints:
@@ -89,7 +89,8 @@ class Checkpoints:
         except ImportError as error:
             raise ImportError("checkpoints are written as safetensors, expected the package: pip install safetensors") from error
         self.folder, self.keep, self.parts = Path(folder).absolute(), keep, parts  # os.chdir() does not change it
-        self._writing: Writer | None = None
+        self._writing: Future[Any] | None = None
+        self._is_starting = False
         self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
@@ -120,24 +121,27 @@ class Checkpoints:
         tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
         name, group = f"step-{number:08}", _group()
         writer = Writer(self.folder / name, tree, rank, collectives.world_size(), self.keep, frozenset(self._damaged))
-        self._writing = writer  # before it begins: Ctrl-C may come at any time
-        _unreported.add(writer)
-        writer.saving = cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None))
+        self._is_starting = True
+        writing = cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None))
+        _unreported[writing] = writer.folder
+        self._writing, self._is_starting = writing, False
 
     def wait(self) -> None:
         """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the end of the program does."""
-        writer = self._writing
-        if writer is None:
+        if self._is_starting:  # Ctrl-C came before the write was recorded
+            for thread in checkpoint_threads():
+                thread.join()
+            self._is_starting = False
+        if self._writing is None:
             return
-        writer.wait()  # after Ctrl-C here, it is still being written
-        self._writing = None
-        _unreported.discard(writer)
-        error = writer.error()
+        wait([self._writing])  # after Ctrl-C here, it is still being written
+        writing, self._writing = self._writing, None
+        folder, error = _unreported.pop(writing), writing.exception()
         if error is None:
             return
-        message = _explain(writer.folder, error)
+        message = _explain(folder, error)
         if getattr(error, "failures", None) and collectives.rank() == 0:  # every rank has ended its writing
-            remove(writer.partial)
+            remove(folder.with_suffix(PARTIAL))
         raise OSError(message) from error
 
     def load_latest(self) -> int | None:
@@ -238,7 +242,7 @@ def _explain(folder: Path, error: BaseException) -> str:
 @atexit.register
 def _report_failures() -> None:
     """Ends the program with exit code 1 if its last save has failed without a ``wait()``. Python has ended the threads before."""
-    failures = [_explain(writer.folder, error) for writer in _unreported if (error := writer.error())]
+    failures = [_explain(folder, error) for save, folder in _unreported.items() if save.done() and (error := save.exception())]
     if failures:
         print("OSError:", *failures, file=sys.stderr)
         sys.stdout.flush()
@@ -252,26 +256,6 @@ class Writer(HuggingFaceStorageWriter):
         super().__init__(f"{folder}{PARTIAL}", save_distributed=True)
         self.folder, self.partial = folder, Path(f"{folder}{PARTIAL}")
         self.tree, self.number, self.ranks, self.keep, self.damaged = tree, rank, ranks, keep, damaged
-        self.saving: Future[Any] | None = None  # None until it is known, and for ever if Ctrl-C came before
-        self._has_begun = threading.Event()
-        self._thread = threading.current_thread()  # that writes, from its beginning on
-
-    def set_up_storage_writer(self, is_coordinator: bool, *arguments: Any, **options: Any) -> None:
-        """Begins the write, in its thread."""
-        self._thread = threading.current_thread()
-        self._has_begun.set()
-        super().set_up_storage_writer(is_coordinator, *arguments, **options)
-
-    def wait(self) -> None:
-        """Waits for the end of the write. One that was interrupted may begin within the next second, or never."""
-        if self.saving is not None:
-            wait([self.saving])
-        elif self._has_begun.wait(1):
-            self._thread.join()
-
-    def error(self) -> BaseException | None:
-        """Returns the error of a write that has failed."""
-        return self.saving.exception() if self.saving is not None and self.saving.done() else None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Writes the tensors of this rank, and its other values."""

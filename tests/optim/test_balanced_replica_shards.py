@@ -186,12 +186,17 @@ READS = {
     "nothing": lambda optimizer, weight: None,
     "param_groups": lambda optimizer, weight: optimizer.param_groups,
     "gradient": lambda optimizer, weight: optimizer.gradient(weight) if isinstance(optimizer, BalancedOptimizer) else weight.grad,
-    "zeroed": lambda optimizer, weight: optimizer.zero_grad(),
+    "zeroed": lambda optimizer, weight: optimizer.zero_grad(),  # which is refused between add() and apply()
 }
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("how", ["no_sync of the model", "no_sync of two models", "train step"])
+@pytest.mark.parametrize(
+    ("how", "read"),
+    [
+        *itertools.product(["no_sync of the model", "no_sync of two models"], READS),
+        *itertools.product(["train step"], ["nothing", "param_groups", "gradient"]),
+    ],
+)
 def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, read):
     """The optimizer takes ``grad`` of a parameter away, for which the gradients of other replicas may wait."""
 
