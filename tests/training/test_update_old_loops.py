@@ -124,7 +124,7 @@ def test_gradients_that_are_changed_in_a_window_are_an_error(adds, devices, chan
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_two_open_windows_of_one_model_are_an_error_of_both(devices):
-    net, optimizer, first = build(["cpu"] * devices)
+    _net, optimizer, first = build(["cpu"] * devices)
     second = TrainStep(first.model, first.criterion, optimizer)
     first.add(*batch())
     second.add(*batch())
@@ -135,7 +135,7 @@ def test_two_open_windows_of_one_model_are_an_error_of_both(devices):
 
 def test_owners_that_took_gradients_in_a_window_do_not_hide_that_they_were_cleared():
     with simulate(3):
-        net, optimizer, step = build(["sim:0", "sim:1", "sim:2"])
+        _net, optimizer, step = build(["sim:0", "sim:1", "sim:2"])
         step.add(*batch())
         assert optimizer.param_groups[0]["lr"] == 0.1  # the owners take the gradients
         step.add(*batch())
@@ -148,7 +148,7 @@ def test_owners_that_took_gradients_in_a_window_do_not_hide_that_they_were_clear
 
 def test_a_kept_step_of_the_scheduler_is_an_error():
     """The learning rate fell twice as fast."""
-    net, optimizer, step = build(["cpu"])
+    _net, optimizer, step = build(["cpu"])
     scheduler = StepLR(optimizer, 1, 0.5)
     steps = [TrainStep(step.model, step.criterion, optimizer, scheduler=scheduler) for _ in range(2)]
     for each in steps * 2:  # several may share one
