@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type, naming_arguments
@@ -36,6 +36,7 @@ class RankBatchSampler(Sampler[list[int]]):
         rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
 
     Raises:
+        TypeError: a sampler or a loader in place of the data set.
         ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
 
     Example:
@@ -52,6 +53,7 @@ class RankBatchSampler(Sampler[list[int]]):
     def __init__(
         self, rows: Sized, batch_size: int, seed: int | None = None, *, rank: int | None = None, ranks: int | None = None
     ) -> None:
+        _refuse_samplers("rows", rows)
         check_type("rows", rows, Sized, "a data set with a length")
         for name, value in (("batch_size", batch_size), ("seed", seed), ("rank", rank), ("ranks", ranks)):
             if value is not None or name == "batch_size":
@@ -154,6 +156,7 @@ class BalancedBatchSampler(RankBatchSampler):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
+        _refuse_samplers("costs", costs)
         check_type("combine", combine, Callable | None, "a function")
         try:
             self.costs, self.combine = [float(cost) for cost in costs], combine
@@ -166,3 +169,11 @@ class BalancedBatchSampler(RankBatchSampler):
         """Returns this rank's rows of an effective batch, the costliest first."""
         shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
         return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []  # fewer rows than ranks
+
+
+def _refuse_samplers(name: str, value: Any) -> None:
+    if isinstance(value, (Sampler, DataLoader)):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, expected the data set, or costs of its rows: order, weights and "
+            "batches of a sampler would be ignored. Rows are drawn here, by seed, and given to DataLoader(batch_sampler=...)"
+        )

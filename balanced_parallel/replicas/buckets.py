@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..runtime import torch_private, transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
-from ..runtime.torch_private import foreach_add, foreach_add_, has_gradient_hooks, run_first, will_run
+from ..runtime.torch_private import foreach_add, foreach_add_, has_gradient_hooks, run_after_backward, run_first, will_run
 
 T = TypeVar("T", Tensor, Tensor | None)
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
@@ -178,10 +178,20 @@ class Bucket:
                 reduction()
         else:
             reduction()
+        if self._local and self.owners is not None:
+            run_after_backward(self.reduce)  # grad has the part of the first replica, and in a backward may have another bucket's
         return returned
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners, which take ``grad`` away."""
+        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners, which take ``grad`` away.
+
+        Buckets of other modules that wait for a ``grad`` that the owners take come first.
+        """
+        if self._local and self.owners is not None:
+            owned = set(map(id, self.parameters))
+            for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
+                if bucket.held and bucket.owners is None and not owned.isdisjoint(map(id, bucket.parameters)):
+                    bucket.reduce()
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
@@ -318,12 +328,7 @@ class GradientBuckets:
         self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold, after those of other modules that wait for a ``grad`` that owners take."""
-        if self.is_sharded:
-            owned = {id(parameter) for bucket in self.buckets if bucket.owners for parameter in bucket.parameters}
-            for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
-                if bucket.held and bucket.owners is None and not owned.isdisjoint(map(id, bucket.parameters)):
-                    bucket.reduce()
+        """Sums the gradients that the replicas hold."""
         for bucket in self.buckets:
             bucket.reduce()
 

@@ -4,6 +4,7 @@ Each name is behind a function or an alias, because torch has no public one. Num
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -38,6 +39,10 @@ def run_first(node: Node) -> None:
     The ready node with the highest number is first (pytorch#114120 added this function).
     """
     node._set_sequence_nr(_HIGHEST_PRIORITY)
+
+
+# Returns the number of nodes that autograd has recorded in this thread. No public function tells whether a forward has run.
+count_graph_nodes = torch._C._autograd._get_sequence_nr
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:
@@ -373,3 +378,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def has_nccl() -> bool:
     """Returns True if torch was built with NCCL. ``torch.cuda.nccl.is_available`` warns where it was not."""
     return hasattr(torch._C, "_nccl_reduce")
+
+
+def checkpoint_threads() -> list[threading.Thread]:
+    """Returns the threads in which ``async_save`` writes now. An interrupted call has not returned its future."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("AsyncCheckpointExecutor")]

@@ -146,6 +146,7 @@ class Accumulation:
         self.total = torch.zeros((), dtype=dtype, device=device)
         self.weight: Weight = 0.0
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
+        self.gradients: list[tuple[str, Tensor, int]] = []  # behind the last add(), with names and version counters
         self.is_reduced = False  # over replicas and ranks: nothing can be added
         self._sync = sync
         self._is_mean = is_mean

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..runtime import collectives
+from ..runtime.torch_private import checkpoint_threads
 from ..runtime.values import check_number, check_type
 from .state import Path as TreePath
 from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
@@ -88,8 +89,9 @@ class Checkpoints:
             import safetensors.torch  # noqa: F401  an error now, not after the first hours
         except ImportError as error:
             raise ImportError("checkpoints are written as safetensors, expected the package: pip install safetensors") from error
-        self.folder, self.keep, self.parts = Path(folder), keep, parts
+        self.folder, self.keep, self.parts = Path(folder).absolute(), keep, parts  # os.chdir() does not change it
         self._writing: Future[Any] | None = None
+        self._is_starting = False
         self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
@@ -120,12 +122,17 @@ class Checkpoints:
         tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
         name, group = f"step-{number:08}", _group()
         writer = Writer(self.folder / name, tree, rank, collectives.world_size(), self.keep, frozenset(self._damaged))
-        writing = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        self._writing = cast("Future[Any]", writing)
-        _unreported[self._writing] = writer.folder
+        self._is_starting = True
+        writing = cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None))
+        _unreported[writing] = writer.folder
+        self._writing, self._is_starting = writing, False
 
     def wait(self) -> None:
         """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the end of the program does."""
+        if self._is_starting:  # Ctrl-C came before the write was recorded
+            for thread in checkpoint_threads():
+                thread.join()
+            self._is_starting = False
         if self._writing is None:
             return
         wait([self._writing])  # after Ctrl-C here, it is still being written

@@ -202,7 +202,7 @@ class RetriedAllocations(TorchDispatchMode):
 
 def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
     """Returns a :class:`RetriedAllocations` for accelerators, which have a cache."""
-    return RetriedAllocations() if any(device.type != "cpu" for device in devices) else contextlib.nullcontext()
+    return RetriedAllocations() if {device.type for device in devices} - {"cpu"} else contextlib.nullcontext()
 
 
 def release_memory() -> None:

@@ -36,6 +36,7 @@ class RandomByRow:
         self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
         self._draws: dict[Hashable, list[Draw]] = {}  # by the kind of a batch
         self._update: UpdateRandom | None = None
+        self._state_before: Tensor | None = None  # of the CPU's generator, before the seed of an update was drawn
 
     def begin(self, batch: Batch, run: Callable[[list[Shard]], Any]) -> Callable[[Shard], Shard]:
         """Numbers the rows of a batch. Returns a function that gives its shards a context. ``run`` runs shards of one forward."""
@@ -46,6 +47,7 @@ class RandomByRow:
         kind, rows = (tuple([module.training for module in self._modules]), *types), batch.rows or 0
         is_known = not rows or kind in self._draws
         if self._update is None:
+            self._state_before = torch.get_rng_state()
             everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
             self._update = UpdateRandom(everyone[0][0], sum(count for _, count, _ in everyone[: rank()]))
             is_known = all(is_known for _, _, is_known in everyone)
@@ -70,18 +72,29 @@ class RandomByRow:
     def _run_two_and_three(self, batch: Batch, run: Callable[[Shard], Any]) -> None:
         """Runs two and three rows, and puts back what they change. A rank without rows runs none, twice."""
         self._before.take()
-        with torch.no_grad():
-            for count in (2, 3) if batch.rows else (0, 0):
-                distinct = 1 if batch.pads else batch.rows or 0  # of rows with one length
-                run(batch.shard([row % distinct for row in range(count)], self._device))
-        self._before.restore()
+        try:
+            with torch.no_grad():
+                for count in (2, 3) if batch.rows else (0, 0):
+                    distinct = 1 if batch.pads else batch.rows or 0  # of rows with one length
+                    run(batch.shard([row % distinct for row in range(count)], self._device))
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
+                "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
+            )
+            raise
+        finally:
+            self._before.restore()
         self._sync.begin()
 
-    def end(self) -> None:
-        """Ends the update."""
+    def end(self, *, has_failed: bool = False) -> None:
+        """Ends the update. After one that has failed, the CPU's generator is where it was before, for a repetition."""
         if self._update is not None:
             self._update.end()
             self._update = None
+        if has_failed and self._state_before is not None:
+            torch.set_rng_state(self._state_before)
+        self._state_before = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_update": None}
+        return {**self.__dict__, "_update": None, "_state_before": None}

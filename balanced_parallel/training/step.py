@@ -44,6 +44,7 @@ from .update import (
     check_optimizers,
     each_optimizer,
     each_scheduler,
+    step_schedulers,
     trained_tensors,
 )
 
@@ -159,6 +160,8 @@ class TrainStep:
         """
         with self._updating(is_last=False):
             self._add(BatchRun(self._open(inputs, targets), False))
+            if self._sums is not None:
+                self._sums.gradients = self._update.note_gradients()
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
@@ -279,8 +282,7 @@ class TrainStep:
             raise
         self._failure, self.grad_norm = "", update.grad_norm
         if self.scheduler is not None and update.has_stepped:
-            for scheduler in each_scheduler(self.scheduler):
-                scheduler.step()
+            step_schedulers(each_scheduler(self.scheduler))
         return loss
 
     def _reduce(self) -> tuple[Tensor, float, Weight]:
@@ -345,14 +347,17 @@ class TrainStep:
         numbers = self._sync.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
         with window(self.model, self.criterion), collectives.naming_ranks(), numbers:
             try:
+                if self._sums is not None:
+                    self._update.check_gradients(self._sums.gradients)
                 yield
             except BaseException as error:
                 if had_rows and (self._sums is not None or self._runs):
                     error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
                 self._drop(error)
+                self._update.forget_gradients()  # nobody takes them for those of another loss
                 self._runs = []
                 if self._by_row is not None:
-                    self._by_row.end()
+                    self._by_row.end(has_failed=True)
                 if self._recovery is not None:
                     self._recovery.forget()
                 raise

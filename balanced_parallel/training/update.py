@@ -1,7 +1,11 @@
 """One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
 
+import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +18,7 @@ from ..batch.rows import Cut
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import SEVERAL, Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
-from ..runtime.torch_private import foreach_multiply_, is_sharded
+from ..runtime.torch_private import count_graph_nodes, foreach_multiply_, is_sharded, versions
 from ..runtime.values import check_type
 from .accumulation import GradientSync
 
@@ -32,6 +36,11 @@ class Update:
         self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
+        for optimizer in optimizers:
+            if optimizer not in _claims:
+                _claims[optimizer] = -1
+                with contextlib.suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
+                    optimizer.register_step_pre_hook(_drop_claimed)
         owner: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
             for parameter in _parameters_of(optimizer):
@@ -62,6 +71,24 @@ class Update:
         for parameter in self.trained.values():
             parameter.grad = None
 
+    def note_gradients(self) -> list[tuple[str, Tensor, int]]:
+        """Returns the gradients of a window that goes on, with their names and version counters."""
+        _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
+        gradients = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
+        return list(zip(gradients, gradients.values(), versions([*gradients.values()]), strict=True))
+
+    def check_gradients(self, noted: Iterable[tuple[str, Tensor, int]]) -> None:
+        """Raises ``RuntimeError`` if gradients of a window were cleared or changed, but for those that owners have taken."""
+        owners = [optimizer for optimizer in self.optimizers if isinstance(optimizer, BalancedOptimizer)]
+        for name, gradient, version in noted:
+            parameter = self.trained[name]
+            is_same = parameter.grad is gradient and versions([gradient]) == [version]
+            if not is_same and all(owner.gradient(parameter) is None for owner in owners):
+                raise RuntimeError(
+                    f"the gradient of {name} was cleared or changed before apply(), expected that of the rows that were added: "
+                    "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
+                )
+
     def run(self, sync: GradientSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
         """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and steps the optimizers.
 
@@ -83,6 +110,7 @@ class Update:
             else:
                 scaler.step(whole)  # unless it found an overflow
                 scaler.update()
+            _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
         except BaseException:
             if scaler is not None:
                 scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
@@ -96,6 +124,7 @@ class Update:
     def step(self) -> None:
         """Steps every optimizer."""
         for optimizer in self.optimizers:
+            _claims[optimizer] = -1  # the hook lets this step pass
             try:
                 optimizer.step()
             except (AssertionError, TypeError) as error:  # SAM has a default for the closure that it needs
@@ -104,6 +133,34 @@ class Update:
                     "optimizer.step(closure) in a loop of your own"
                 ) from error
         self.has_stepped = True
+
+
+# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others.
+_claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # after the last step, of any TrainStep
+
+
+def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
+    if _claims.get(optimizer) == count_graph_nodes():
+        optimizer.zero_grad()
+        warnings.warn(
+            "optimizer.step() was called, but TrainStep steps the optimizer itself: these gradients are dropped, and nothing is "
+            "updated. Leave optimizer.step() out, or run a backward of your own before it",
+            stacklevel=3,
+        )
+
+
+def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
+    """Steps every scheduler after an update. Raises ``RuntimeError`` if one was stepped by hand since the update before."""
+    for scheduler in schedulers:
+        epoch = getattr(scheduler, "last_epoch", 0)
+        if epoch == _epochs.get(scheduler, math.nan) + 1:  # a state that was loaded is hardly the next one
+            raise RuntimeError(
+                f"{type(scheduler).__name__} was stepped by hand, but TrainStep steps it after each update, expected one of "
+                "both: leave scheduler.step() out, or scheduler= here"
+            )
+        scheduler.step()
+        _epochs[scheduler] = epoch + 1
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

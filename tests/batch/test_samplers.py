@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, WeightedRandomSampler
 
 from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
 
@@ -201,3 +201,12 @@ def test_ranks_train_as_one_process():
     losses = losses_of(0, 1)
     for found in run_ranks(2, losses_of, 2):
         assert found == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.parametrize("make", [RankBatchSampler, BalancedBatchSampler])
+def test_samplers_and_loaders_are_not_taken_for_data(make):
+    """The weights of a sampler were ignored: every row was drawn."""
+    weighted = WeightedRandomSampler([0.0] * 15 + [1.0] * 5, 20)
+    for value in (weighted, BatchSampler(weighted, 4, False), DistributedSampler(ROWS, 2, 0), DataLoader(ROWS, batch_size=4)):
+        with pytest.raises(TypeError, match=rf"is a {type(value).__name__}, expected .* weights and batches would be ignored"):
+            make(value, SIZE)

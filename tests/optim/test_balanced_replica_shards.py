@@ -186,12 +186,17 @@ READS = {
     "nothing": lambda optimizer, weight: None,
     "param_groups": lambda optimizer, weight: optimizer.param_groups,
     "gradient": lambda optimizer, weight: optimizer.gradient(weight) if isinstance(optimizer, BalancedOptimizer) else weight.grad,
-    "zeroed": lambda optimizer, weight: optimizer.zero_grad(),
+    "zeroed": lambda optimizer, weight: optimizer.zero_grad(),  # which is refused between add() and apply()
 }
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("how", ["no_sync of the model", "no_sync of two models", "train step"])
+@pytest.mark.parametrize(
+    ("how", "read"),
+    [
+        *itertools.product(["no_sync of the model", "no_sync of two models"], READS),
+        *itertools.product(["train step"], ["nothing", "param_groups", "gradient"]),
+    ],
+)
 def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, read):
     """The optimizer takes ``grad`` of a parameter away, for which the gradients of other replicas may wait."""
 
@@ -384,6 +389,11 @@ def test_gradients_can_be_read_written_and_cleared():
         with model.no_sync():
             criterion(model(x), target).backward()
         torch.testing.assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 2)
+        with model.no_sync():
+            criterion(model(x), target).backward()
+        criterion(model(x), target).backward()
+        assert all(parameter.grad is None for parameter in net.parameters())  # it was that of the first replica
+        torch.testing.assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 4)
         before = net[0].weight.detach().cpu()
         optimizer.zero_grad()
         net[0].weight.grad = torch.ones_like(net[0].weight)

@@ -64,6 +64,50 @@ def test_ctrl_c_while_waiting_does_not_forget_the_write(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize("begins", [True, False], ids=["after the write has begun", "before it begins"])
+def test_ctrl_c_before_a_write_is_recorded_does_not_forget_it(begins, tmp_path, monkeypatch):
+    """The next save removed the files that were being written: the checkpoint was lost."""
+    may_end = threading.Event()
+    write, start = checkpoint.Writer.write_data, checkpoint.async_save
+
+    def slow(*arguments):
+        assert may_end.wait(30)
+        return write(*arguments)
+
+    def interrupted(*arguments, **options):
+        if begins:
+            start(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.Writer, "write_data", slow)
+    monkeypatch.setattr(checkpoint, "async_save", interrupted)
+    checkpoints = Checkpoints(tmp_path, net=nn.Linear(4, 3))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(1)
+    monkeypatch.setattr(checkpoint, "async_save", start)
+    timer = threading.Timer(0.2, may_end.set)
+    timer.start()
+    checkpoints.save(2)
+    checkpoints.wait()
+    timer.join()
+    names = ["step-00000001", "step-00000002"] if begins else ["step-00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    """After ``os.chdir`` nothing was found there, so that a new run began."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    monkeypatch.chdir(first)
+    checkpoints = Checkpoints("runs", net=nn.Linear(4, 3))
+    checkpoints.save(1)
+    checkpoints.wait()
+    monkeypatch.chdir(second)
+    assert checkpoints.load_latest() == 1
+    assert list(second.iterdir()) == []
+
+
 def save_on_rank_0(rank, folder):
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
     if rank == 1:

@@ -316,3 +316,52 @@ def test_a_step_without_the_setting_calls_nothing_of_it():
     finally:
         sys.setprofile(None)
     assert not seen
+
+
+class FailingNet(nn.Module):
+    """Fails in one forward, counted from 1, behind its batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 3)
+        self.fails_in = 0
+
+    def forward(self, x):
+        x = self.norm(x)
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            raise torch.OutOfMemoryError("injected")
+        return self.head(self.drop(x))
+
+
+def train_after_a_failure(fails_in, limit=None):
+    """Returns the parameters and the next random number of a step, after one that has failed in a forward, and its notes."""
+    net, notes = FailingNet().double(), []
+    model, criterion = DataParallelModel(net, ["cpu"]), DataParallelCriterion(nn.MSELoss())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=limit, reproducible=True)
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 4).double() + 3, torch.randn(8, 3).double()
+    if fails_in:
+        net.fails_in = fails_in
+        with pytest.raises(torch.OutOfMemoryError, match="injected") as caught:
+            step(x, y)
+        notes = caught.value.__notes__
+    loss = step(x, y)
+    return ([loss, *net.parameters()], torch.rand(())), net.norm.running_mean, notes
+
+
+@pytest.mark.parametrize("limit", [None, "auto"])
+@pytest.mark.parametrize("fails_in", [1, 2])
+def test_a_failure_in_the_small_forwards_leaves_nothing(fails_in, limit):
+    """Batch norm had the statistics of rows that were never trained on, and the repetition drew other numbers."""
+    result, mean, _ = train_after_a_failure(0, limit)
+    repeated, mean_of_repetition, notes = train_after_a_failure(fails_in, limit)
+    assert_equal(repeated, result)
+    assert torch.equal(mean_of_repetition, mean)
+    assert any("runs two and three rows of its first batch" in note for note in notes)
+
+
+def test_a_repeated_step_draws_the_numbers_of_the_failed_one():
+    assert_equal(train_after_a_failure(3)[0], train_after_a_failure(0)[0])

@@ -1,0 +1,197 @@
+"""Lines of an old loop that were kept beside a :class:`TrainStep`: they change no number, or are an error."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from helpers.problems import CLASSES
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def build(devices, kind=torch.optim.SGD):
+    torch.manual_seed(1)
+    net = nn.Linear(4, CLASSES).to(devices[0])
+    model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
+    is_balanced = torch.device(devices[0]).type == "sim"
+    optimizer = BalancedOptimizer(model, kind, lr=0.1) if is_balanced else kind(net.parameters(), lr=0.1)
+    return net, optimizer, TrainStep(model, criterion, optimizer)
+
+
+def batch(rows=7):
+    return torch.randn(rows, 4), torch.randint(CLASSES, (rows,))
+
+
+def clip_and_step(net, optimizer):
+    nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 0.01)
+    optimizer.step()
+
+
+KEPT = {
+    "optimizer.step()": lambda net, optimizer: optimizer.step(),
+    "clipping and optimizer.step()": clip_and_step,
+    "zero_grad() and optimizer.step()": lambda net, optimizer: (optimizer.zero_grad(), optimizer.step()),
+}
+
+
+def train(devices, kind, after):
+    torch.manual_seed(0)
+    batches = [batch() for _ in range(3)]
+    net, optimizer, step = build(devices, kind)
+    for x, y in batches:
+        step(x, y)
+        after(net, optimizer)
+    return [parameter.detach().cpu() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("layout", ["one device", "three replicas", "balanced"])
+def test_a_kept_step_of_the_optimizer_updates_nothing(layout, kind, kept):
+    """It updated again with the same gradients."""
+
+    def compare(devices):
+        expected = train(devices, kind, lambda net, optimizer: None)
+        with pytest.warns(UserWarning, match=r"TrainStep steps the optimizer itself: .* Leave optimizer.step\(\) out"):
+            result = train(devices, kind, KEPT[kept])
+        assert all(map(torch.equal, result, expected))
+
+    if layout == "balanced":
+        with simulate(3):
+            compare(["sim:0", "sim:1", "sim:2"])
+    else:
+        compare(["cpu"] * (3 if layout == "three replicas" else 1))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_loop_by_hand_may_use_the_optimizer_of_a_step(devices, set_to_none):
+    net, optimizer, step = build(["cpu"] * devices)
+    other = TrainStep(step.model, step.criterion, optimizer)
+    x, y = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x, y)
+        other(x, y)
+        plain = copy.deepcopy(net)
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(plain(x), y), list(plain.parameters()))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        step.criterion(step.model(x), y).backward()
+        optimizer.step()
+    for parameter, before, gradient in zip(net.parameters(), plain.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter, before - 0.1 * gradient)
+
+
+def step_again(net, optimizer, step):
+    TrainStep(step.model, step.criterion, optimizer)(*batch())
+
+
+CHANGES = {
+    "zero_grad()": lambda net, optimizer, step: optimizer.zero_grad(),
+    "zero_grad(set_to_none=False)": lambda net, optimizer, step: optimizer.zero_grad(set_to_none=False),
+    "zero_grad() of the net": lambda net, optimizer, step: net.zero_grad(),
+    "clipping": lambda net, optimizer, step: nn.utils.clip_grad_norm_(net.parameters(), 0.01),
+    "backward": lambda net, optimizer, step: net.weight.square().sum().backward(),
+    "another step": step_again,
+    "optimizer.step()": lambda net, optimizer, step: optimizer.step(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_that_are_changed_in_a_window_are_an_error(adds, devices, change):
+    """Rows were lost or counted twice."""
+    net, optimizer, step = build(["cpu"] * devices)
+    step.add(*batch())
+    CHANGES[change](net, optimizer, step)
+    before = copy.deepcopy(net)
+    with pytest.raises(RuntimeError, match=r"the gradient of model\.weight was cleared or changed before apply\(\)") as caught:
+        step.add(*batch()) if adds else step.apply()
+    assert "add them again" in caught.value.__notes__[0]
+    assert all(map(torch.equal, net.parameters(), before.parameters()))
+    x, y = batch()
+    loss = nn.functional.cross_entropy(net(x), y)
+    torch.testing.assert_close(step(x, y), loss.detach())  # the window is closed
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_two_open_windows_of_one_model_are_an_error_of_both(devices):
+    _net, optimizer, first = build(["cpu"] * devices)
+    second = TrainStep(first.model, first.criterion, optimizer)
+    first.add(*batch())
+    second.add(*batch())
+    for step in (first, second):
+        with pytest.raises(RuntimeError, match="was cleared or changed before apply"):
+            step.apply()
+
+
+def test_owners_that_took_gradients_in_a_window_do_not_hide_that_they_were_cleared():
+    with simulate(3):
+        _net, optimizer, step = build(["sim:0", "sim:1", "sim:2"])
+        step.add(*batch())
+        assert optimizer.param_groups[0]["lr"] == 0.1  # the owners take the gradients
+        step.add(*batch())
+        step.apply()
+        step.add(*batch())
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="was cleared or changed before apply"):
+            step.apply()
+
+
+def test_a_kept_step_of_the_scheduler_is_an_error():
+    """The learning rate fell twice as fast."""
+    _net, optimizer, step = build(["cpu"])
+    scheduler = StepLR(optimizer, 1, 0.5)
+    steps = [TrainStep(step.model, step.criterion, optimizer, scheduler=scheduler) for _ in range(2)]
+    for each in steps * 2:  # several may share one
+        each(*batch())
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 9})
+    steps[0](*batch())
+    scheduler.step()
+    with pytest.raises(RuntimeError, match=r"StepLR was stepped by hand, .* leave scheduler.step\(\) out, or scheduler= here"):
+        steps[1](*batch())
+
+
+def train_on_rank(rank, strategy):
+    """Returns the errors of the lines that were kept. Without one, the parameters are those of a loop without the line."""
+    warnings.simplefilter("ignore", UserWarning)
+    expected, errors = None, []
+    for kept in ("nothing", "step", "zero_grad"):
+        torch.manual_seed(1)
+        net = nn.Linear(4, CLASSES).double()
+        model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = TrainStep(model, criterion, optimizer)
+        try:
+            for number in range(4):
+                x, y = torch.randn(3 + rank, 4).double(), torch.randint(CLASSES, (3 + rank,))
+                if number == 0:  # the first updates of FSDP find out if whole gradients fit
+                    step(x, y), step(x, y), step.add(x, y), step.add(x, y), step.apply()
+                step.add(x, y)
+                if kept == "zero_grad":
+                    optimizer.zero_grad()
+                step.add(x + 1, y)
+                step.apply()
+                if kept == "step":
+                    optimizer.step()
+            values = [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in model.parameters()]
+            expected = expected or values
+            assert all(map(torch.equal, values, expected))
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_kept_lines_on_ranks(strategy):
+    """FSDP keeps the gradients of a window where ``zero_grad()`` does not find them."""
+    for errors in run_ranks(2, train_on_rank, strategy):
+        assert ["was cleared or changed before apply" in error for error in errors] == [True] * (strategy == "ddp")
