@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims
 from ..batch.rows import count_rows
+from ..loss.coupled import Checks
 from ..loss.criterion import DataParallelCriterion
 from ..loss.means import UnknownMeanError
 from ..loss.rules import refuse_coupled
@@ -250,7 +251,7 @@ def _wrap_criterion(
         wrapped = copy.deepcopy(like)
         wrapped.module, wrapped.devices, wrapped.output_device, wrapped.precision = module, None, None, Precision("fp32")
         wrapped.dim = wrapped.dim if dim is None else dim
-        wrapped.is_coupled, wrapped.is_checked = wrapped.is_coupled or wrapped.finds_means, False
+        wrapped.is_coupled, wrapped.checks = wrapped.is_coupled or wrapped.finds_means, Checks()
         if weight is not None:
             wrapped.weigh_by(weight)
     else:

@@ -10,7 +10,7 @@ triplets), or statistics, which are summed (``LossOfSums``, of an :class:`Additi
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,6 +27,21 @@ from ..runtime.values import scaled
 from .sums import LossSum, ShardLoss, add_up, call_spread, copy_criterion, devices_of, hand_back, weighted_sum, widen
 
 Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
+
+
+class Checks:
+    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when it has new terms."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._forms: set[Hashable] = set()
+
+    def are_due(self, form: Hashable) -> bool:
+        """Counts a call. Returns True if statistics of this form are to be compared."""
+        self._calls += 1
+        is_new = form not in self._forms
+        self._forms.add(form)
+        return is_new or not self._calls & (self._calls - 1)
 
 
 class CoupledLoss(abc.ABC):
@@ -151,7 +166,6 @@ class LossOfSums(CoupledLoss):
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(outputs, shards)
-        self.criterion.is_checked = True
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
         if not ranks:
@@ -160,7 +174,7 @@ class LossOfSums(CoupledLoss):
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all statistics, and its derivative at each of them."""
-        has_rows, self.criterion.is_checked = bool(self._total), True
+        has_rows = bool(self._total)
         total, ranks = self._over_ranks(None)
         if has_rows:
             values = list(total.values())
@@ -178,24 +192,41 @@ class LossOfSums(CoupledLoss):
         return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        samples, failure = list[list[ShardStatistics]](), None
-        for output, size, shard in zip(outputs, outputs.sizes, () if self.criterion.is_checked else shards, strict=False):
-            if self._rows_checked < ROWS_TO_CHECK and failure is None:
-                self._rows_checked += size or 0
-                try:
-                    samples.append(self._samples(PerReplica([output], [size], outputs.dim), shard))
-                except Exception as error:  # noqa: BLE001 - it may raise anything, and does so for all rows too if it is wrong
-                    failure = error if size != 1 else None
         parts: list[ShardStatistics] = self.criterion.run(self._statistics, outputs, shards)
-        if failure is not None:
-            reason = f"half of the first rows, in dimension {outputs.dim}, raises {type(failure).__name__}: {failure}"
-            self._refuse(reason, failure)
-        if self.has_names:
-            self._check_shapes([part.tensors for part in parts if part.tensors is not None])
-        for of_shard in samples:
-            if None not in (sample.tensors for sample in of_shard):
-                self._compare(of_shard)
+        self.check([part.tensors for part in parts], outputs, shards)
         return parts
+
+    def check(self, statistics: Sequence[dict[Any, Tensor] | None], outputs: PerReplica, shards: Sequence[Shard]) -> None:
+        """Compares the statistics of shards with each other, and those of the first rows with those of their halves.
+
+        Raises:
+            ValueError: the statistics of some rows have another form, or are not the sum of those of the halves.
+        """
+        tensors = [part for part in statistics if part is not None]
+        if self.has_names:
+            self._check_shapes(tensors)
+        checks = self.criterion.checks if self.is_split and tensors else None
+        if checks is None:
+            return
+        is_due = checks.are_due((self._form(tensors[0]), *_whole_settings(self.criterion.module))) or self._rows_checked > 0
+        for output, size, shard in zip(outputs, outputs.sizes, shards if is_due else (), strict=False):
+            if self._rows_checked < ROWS_TO_CHECK:
+                self._rows_checked += size or 0
+                self._check_halves(PerReplica([output], [size], outputs.dim), shard)
+
+    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+        try:
+            samples = self._samples(output, shard)
+        except Exception as error:  # noqa: BLE001 - it may raise anything
+            if output.sizes[0] == 1:
+                return
+            self._refuse(f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}", error)
+        if None not in (sample.tensors for sample in samples):
+            self._compare(samples)
+
+    def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
+        """Returns what a criterion has computed, without its values."""
+        return tuple(tensors)
 
     def _collect(self, parts: list[ShardStatistics]) -> None:
         for part in parts:
@@ -311,6 +342,12 @@ class LossOfSums(CoupledLoss):
         ) from cause
 
 
+def _whole_settings(criterion: Any) -> list[int]:
+    """Returns the flags and whole numbers of a module, such as an epoch."""
+    modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
+    return [value for module in modules for value in vars(module).values() if isinstance(value, int)]
+
+
 def _smaller(output: Any) -> Any:
     """Returns an output with all values between 0.5 and 0.9 of themselves."""
 
@@ -424,8 +461,7 @@ class WholeLoss(CoupledLoss):
         pieces, self.pieces = self.pieces, []
         self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
         outputs = _output_leaves(pieces[0], self._outputs) if pieces else []
-        if len(pieces) > 1 and not self.criterion.is_checked:
-            self.criterion.is_checked = True
+        if len(pieces) > 1 and self.criterion.checks is not None and self.criterion.checks.are_due(None):
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
         device = self.criterion.output_device or (without_mark(outputs[0]).device if outputs else self.home)
         join = functools.partial(_join_rows, device=device)
@@ -472,7 +508,7 @@ class AdditiveLoss(nn.Module):
         finish: a function or a module that computes the loss of a total in the same structure, a scalar.
 
     Raises:
-        ValueError: the statistics of a shard are not the sum of those of its halves. The first batch is checked.
+        ValueError: the statistics of a shard are not the sum of those of its halves. Some batches are checked.
 
     Example:
         >>> def statistics(output, target):

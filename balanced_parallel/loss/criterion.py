@@ -17,7 +17,7 @@ from ..replicas.replicas import Replicas
 from ..runtime.collectives import explain_unwatched, refuse_unshared, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
-from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss, check_coupled
+from .coupled import AdditiveLoss, Checks, CoupledLoss, LossOfSums, WholeLoss, check_coupled
 from .means import LossOfMeans, single_mean
 from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, weight_of_targets
 from .sums import (
@@ -28,6 +28,7 @@ from .sums import (
     ShardLoss,
     Weight,
     add_means,
+    bounds_of,
     call_weight,
     check_settings,
     copy_criterion,
@@ -67,7 +68,9 @@ class DataParallelCriterion(nn.Module):
             inside, and adds them, needs none.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
-        minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
+        minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count. For
+            several means, one number for each in the structure of the weights. A single one bounds the divisors that are whole
+            numbers, as counts are.
         in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The entry of the
             outputs, the first argument, is used only if they are not a :class:`PerReplica`.
         whole: gathers all outputs and targets, of all ranks too, and computes the loss once per process, on ``output_device``.
@@ -96,7 +99,7 @@ class DataParallelCriterion(nn.Module):
         weight: Divisor | None = None,
         precision: str | Precision | None = None,
         reduction: str | None = None,
-        minimum: float = 0.0,
+        minimum: Any = 0.0,
         in_dims: Dims = None,
         whole: bool = False,
     ) -> None:
@@ -113,13 +116,15 @@ class DataParallelCriterion(nn.Module):
         self.dim, self.in_dims, self.whole = dim, in_dims, whole
         self.precision = Precision("fp32" if precision is None else precision)
         self.replicas = Replicas()
-        self.weight, self.minimum, self._reduction = weight, minimum, reduction
+        self.weight, self._reduction = weight, reduction
         self._is_joint = whole or isinstance(criterion, AdditiveLoss)  # it is computed once, of all rows
         is_mean = weight is None and self.reduction == "mean"
-        self.finds_means = is_mean and not is_known(criterion)  # its means are found while it runs
+        self.finds_means = is_mean and not is_known(criterion)  # its means are found while it runs, with their bounds
+        self.minimum = 0.0 if self.finds_means else minimum
+        self.least = max(flat_weights(self.minimum))  # the smallest divisor of an update
         # In two passes over several micro-batches. Means are, until all of them are over one count.
         self.is_coupled = self._is_joint or self.finds_means
-        self.is_checked = False  # parts of a coupled loss are checked in the first batch
+        self.checks: Checks | None = Checks()
 
     def weigh_by(self, weight: Divisor) -> None:
         """Sets the divisor of the criterion's mean."""
@@ -232,7 +237,10 @@ class DataParallelCriterion(nn.Module):
             raise ValueError(
                 "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
             )
-        return [add_means(part) for part in self.run(self._term(self.reduction), outputs, shards)]
+        parts = self.run(self._term(self.reduction), outputs, shards)
+        if self.finds_means:
+            LossOfMeans(self, torch.device("cpu")).check([part.terms for part in parts], outputs, shards)
+        return [add_means(part) for part in parts]
 
     def _term(self, reduction: str) -> Callable[[ShardLoss], Any]:
         """Returns the function that computes one replica's part of the loss."""
@@ -320,8 +328,10 @@ def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[An
     if not (is_whole and targets and is_mean and isinstance(criterion.weight, (Mapping, list, tuple))):
         return BatchLosses(criterion.loss_sums, is_mean=is_mean)
     parts = [flat_weights(weights_of_targets(criterion.weight, part)) for part in targets]
-    total = sum_over_ranks(torch.tensor(parts, dtype=torch.float64).sum(0)).clamp(min=criterion.minimum)
-    return BatchLosses(functools.partial(criterion.divided_sums, total.tolist()), is_mean=False)
+    totals = sum_over_ranks(torch.tensor(parts, dtype=torch.float64).sum(0))
+    bounds = bounds_of(criterion.minimum, criterion.weight)
+    divisors = [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)]
+    return BatchLosses(functools.partial(criterion.divided_sums, divisors), is_mean=False)
 
 
 def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:

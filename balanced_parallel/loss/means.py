@@ -8,10 +8,11 @@
 
 A result must be a linear combination of such means, with coefficients that are numbers, parameters or buffers of the criterion.
 Any other result is refused: nothing tells how that of the whole batch follows from those of the shards. The rows of a mean may
-still depend on each other, as in a contrastive loss. So the terms of the first batch are compared with those of its halves.
+still depend on each other, as in a contrastive loss. So the terms of some batches are compared with those of halves.
 """
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,12 +34,16 @@ from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen, zero_
 
 Form = dict[int, Any]  # a linear combination: the coefficients of terms by their numbers; number 0 is the constant 1
 _OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
+_OVER_NUMBER = "a sum over a number"
 _SEVERAL = "several"  # the key of a mean that takes two passes in micro-batches
 # Names of one operation, without underscores.
 _NAMES = {"radd": "add", "iadd": "add", "rmul": "mul", "imul": "mul", "multiply": "mul", "isub": "sub", "subtract": "sub"}
 _NAMES |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "negative": "neg"}
 _SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
 _JOINS = {"stack", "cat"}
+_READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}  # values of a tensor, as Python objects
+_SIZES = {"len", "size", "numel"}
+_SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}  # whose size depends on values
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Operations that keep the sum of the elements and its gradient, and a mean, which divides it.
 _UNCHANGED = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "view", "reshape", "squeeze", "clone", "pos"}
@@ -68,7 +73,7 @@ class MeanRecorder(TorchFunctionMode):
     ``constants`` do not depend on the rows, and ``targets`` not on the outputs. So do the results of functions of them alone.
     """
 
-    def __init__(self, constants: Any, targets: Any, rows: int) -> None:
+    def __init__(self, constants: Any, output: Any, targets: Any, rows: int) -> None:
         super().__init__()
         self.terms = [Term("a constant", torch.tensor(float(rows)), rows, None)]
         self._rows = rows
@@ -76,6 +81,10 @@ class MeanRecorder(TorchFunctionMode):
         self._forms = WeakIdKeyDictionary()
         self._levels = WeakIdKeyDictionary()
         self._clamps = WeakIdKeyDictionary()  # by the result, a count and its smallest value
+        self._selected = WeakIdKeyDictionary()  # the number of rows that were selected by values, by tensors made of them
+        self._knows_sizes = True  # no such number was read
+        self._knows_numbers = not _has_entries((output, targets), rows)  # no value of the batch is a Python number
+        self.has_unknown_count = False
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
             self._levels.update({leaf: level for _, leaf in containers.leaves(structure) if isinstance(leaf, Tensor)})
         self._held: list[Tensor] = []  # whose storages identify divisors
@@ -85,9 +94,11 @@ class MeanRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = [leaf for _, leaf in containers.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         level = max(map(self._level, tensors), default=_OF_NOTHING)
-        if func in RULES and level:
-            return self._loss(func, arguments_of(func, *args, **kwargs))
         name = str(getattr(func, "__name__", "")).strip("_")
+        if func in RULES and level:
+            loss = self._loss(func, arguments_of(func, *args, **kwargs))
+            self._note_numbers(name, tensors, loss)
+            return loss
         name = _NAMES.get(name, name)
         form = self._combine(name, args, kwargs) if any(tensor in self._forms for tensor in tensors) else None
         result = func(*args, **kwargs)
@@ -99,6 +110,7 @@ class MeanRecorder(TorchFunctionMode):
                 self._clamps.pop(tensor, None)
                 if tensors or tensor.numel() == 1:  # an empty tensor may be written to unseen
                     self._levels[tensor] = level
+        self._note_numbers(name, tensors, result)
         if not isinstance(result, Tensor):
             return result
         if name in _UNCHANGED and isinstance(args[0], Tensor):  # not that of a tensor whose type and device it takes
@@ -115,6 +127,23 @@ class MeanRecorder(TorchFunctionMode):
                     self._clamps[result] = args[0], least
             self._record(name, result, args)
         return result
+
+    def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
+        """Notes values that become Python numbers, and tensors whose size depends on values."""
+        if not isinstance(result, (Tensor, tuple)) and name in _READS:
+            self._knows_numbers = self._knows_numbers and self._is_mean(tensors[0])
+        sizes = [self._selected[tensor] for tensor in tensors if tensor in self._selected]
+        if sizes and (isinstance(result, torch.Size) or name in _SIZES):
+            self._knows_sizes = False
+        results = [each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
+        if results and _is_selection(name, tensors, result):
+            sizes = [len(results[0])]
+        if sizes:
+            self._selected.update(zip(results, itertools.repeat(sizes[0])))
+
+    def _is_mean(self, tensor: Tensor) -> bool:
+        terms = [self.terms[number] for number in self._forms.get(tensor, ())]
+        return bool(terms) and all(term.weight is not None or term.divisor is not None for term in terms)
 
     def _level(self, tensor: Tensor) -> int:
         return int(self._levels.get(tensor, _OF_NOTHING if isinstance(tensor, nn.Parameter) else _OF_OUTPUTS))
@@ -162,11 +191,18 @@ class MeanRecorder(TorchFunctionMode):
             parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
             if any(divisor is None for _, divisor, _ in parts):
                 parts = [(first.reshape(()).clone(), 1.0, 1.0)]  # it may be divided in place
+            size = self._selected.get(first)
+            if not self._knows_numbers or size == 0 or (size is None and not self._knows_sizes):
+                self.has_unknown_count = True
+                return None
+            kind = _OVER_NUMBER
             form = {}
             for total, divisor, coefficient in parts:
                 count = (divisor or 1.0) * factor
+                if size is not None:
+                    kind = f"{_OVER_NUMBER} that is {count / size:.9g} per selected row"
                 form[len(self.terms)] = coefficient
-                self.terms.append(Term("a sum over a number", total, None, ("a number", count), divisor=count))
+                self.terms.append(Term(kind, total, None, ("a number", count), divisor=count))
         return _times(form, factor if name == "mul" else 1 / factor)
 
     def _record(self, name: str, result: Tensor, args: Any) -> None:
@@ -233,6 +269,21 @@ class MeanRecorder(TorchFunctionMode):
         return None if form is None or any(term.weight is None for term in terms) else terms
 
 
+def _is_selection(name: str, tensors: list[Tensor], result: Any) -> bool:
+    """Returns True for an operation whose result has a size that depends on values."""
+    if name == "getitem":
+        return any(index.dtype == torch.bool for index in tensors[1:])
+    return name in _SELECTIONS or (name == "where" and isinstance(result, tuple))
+
+
+def _has_entries(value: Any, rows: int) -> bool:
+    """Returns True for a structure with a list of an entry for each row, such as strings or mappings."""
+    if isinstance(value, list):
+        return not all(isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value)
+    container = containers.open_container(value)
+    return container is not None and any(_has_entries(child, rows) for child in container.children)
+
+
 def _plus(first: Form, second: Form) -> Form:
     return first | {number: first[number] + factor if number in first else factor for number, factor in second.items()}
 
@@ -282,9 +333,10 @@ class MeanName(NamedTuple):
     number: int
     kind: str
     has_several: bool  # the means of the criterion have several counts
+    text: str  # contains the coefficient, if it is a Python number
 
 
-_ROWS = MeanName("", -1, "", False), "rows"
+_ROWS = MeanName("", -1, "", False, ""), "rows"
 
 
 def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName, Term]]:
@@ -295,21 +347,39 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     """
     module, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     constants = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else (arguments, settings)
-    with MeanRecorder(constants, (shard.targets, shard.kwargs), shard.rows) as recorder:
+    with MeanRecorder(constants, shard.output, (shard.targets, shard.kwargs), shard.rows) as recorder:
         result = shard.call()
     pairs: list[tuple[str, Term]] = []
     for place, loss in containers.leaves(result):
         terms = [] if loss is None else recorder.terms_of(loss)
         if terms is None and is_split:
-            _refuse_unknown(module)
+            _refuse_unknown(module, recorder.has_unknown_count)
         terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)] if terms is None else terms
         pairs += [(place, term) for term in terms]
     keys = {term.key for _, term in pairs} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
-    return result, {MeanName(place, number, term.kind, has_several): term for number, (place, term) in enumerate(pairs)}
+    names = {}
+    for number, (place, term) in enumerate(pairs):
+        has_factor = not isinstance(term.factor, Tensor) and term.factor != 1
+        text = f"{term.factor:.9g} * {term.kind}" if has_factor else term.kind
+        names[MeanName(place, number, term.kind, has_several, text)] = term
+    return result, names
 
 
-def _refuse_unknown(criterion: Any) -> NoReturn:
+_COUNTS = (
+    "A number that a sum is divided by must follow from the sizes of its rows, as len(errors) does. For a count of some rows, "
+    "divide by a tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
+    "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, reduction='sum'"
+)
+
+
+def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
+    refuse_coupled(criterion)
+    if has_unknown_count:
+        raise UnknownMeanError(
+            f"the loss of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, as "
+            f"int(mask.sum()), len(mask.nonzero()) or an entry of a list, which may have a lower bound in each shard. {_COUNTS}"
+        )
     setting = getattr(criterion, "reduction", "mean")
     note = "" if setting == "mean" else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
     raise UnknownMeanError(
@@ -341,10 +411,14 @@ def single_mean(shard: ShardLoss) -> LossSum:
         add_up([term.factor], term.total.device) * count if term.kind == "a constant" else widen(term.total) * term.factor
         for term in terms.values()
     ]
-    return LossSum(functools.reduce(torch.add, totals or [shard.nothing()]), count)
+    names = {(name, "total"): term.total for name, term in terms.items()}
+    return LossSum(functools.reduce(torch.add, totals or [shard.nothing()]), count, names)
 
 
-_ALWAYS = "expected the same means for all rows: compute them always, also of nothing, or give DataParallelCriterion weight="
+_ALWAYS = (
+    "expected the same means times the same numbers for all rows: compute them always, also of nothing, or give "
+    "DataParallelCriterion weight="
+)
 
 
 class LossOfMeans(LossOfSums):
@@ -382,13 +456,12 @@ class LossOfMeans(LossOfSums):
         structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
         return ShardStatistics(tensors, structure, nothing)
 
-    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        if self.is_split and not self.criterion.is_checked:
-            refuse_coupled(self.criterion.module)
-        return super()._parts(outputs, shards)
+    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+        refuse_coupled(self.criterion.module)
+        super()._check_halves(output, shard)
 
-    def _samples(self, output: PerReplica, shard: Shard) -> list[ShardStatistics]:
-        return super()._samples(output, shard) if self.is_split else []
+    def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
+        return tuple(name.kind for name, kind in tensors if kind == "total")
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)
@@ -403,7 +476,7 @@ class LossOfMeans(LossOfSums):
         losses: dict[str, Tensor] = {}
         for name in [name for name, kind in total if kind == "total"]:
             value = total[name, "total"]
-            mean = divide(value, _count_of(total, name).to(value.dtype).clamp(min=self.criterion.minimum))
+            mean = divide(value, _count_of(total, name).to(value.dtype))
             mean = mean * (total[name, "coefficient"] / total[_ROWS]).to(value.dtype)
             losses[name.place] = losses[name.place] + mean if name.place in losses else mean
 
@@ -420,19 +493,25 @@ class LossOfMeans(LossOfSums):
         return 2e-2 if is_half else 1e-3
 
     def _name(self, number: int, place: Any) -> str:
-        return f"the {place[1]} of {place[0].kind}"
+        return f"the {place[1]} of {place[0].text}"
 
     def _refuse_shapes(self, first: Shapes, other: Shapes) -> NoReturn:
-        texts = [", ".join(name.kind for name, kind in shapes if kind == "total") for shapes in (first, other)]
+        texts = [", ".join(name.text for name, kind in shapes if kind == "total") for shapes in (first, other)]
         raise UnknownMeanError(f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others; {_ALWAYS}")
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        is_of_number = reason.startswith("the count of") and _OVER_NUMBER in reason
+        advice = _COUNTS if is_of_number else _DEPENDENT
         raise UnknownMeanError(
-            f"the loss of {containers.describe(self.criterion.module)} does not add up over the rows: {reason}. The rows depend "
-            "on each other, or it draws random numbers. Give DataParallelCriterion whole=True, which computes it once for all "
-            "rows; or AdditiveLoss(statistics, finish), if it is a function of sums; or weight=, a function (output, *targets) "
-            "-> scalar, if its rows are independent; or reduction='sum' for a sum over a constant"
+            f"the loss of {containers.describe(self.criterion.module)} does not add up over the rows: {reason}. {advice}"
         ) from cause
+
+
+_DEPENDENT = (
+    "The rows depend on each other, or it draws random numbers. Give DataParallelCriterion whole=True, which computes it once "
+    "for all rows; or AdditiveLoss(statistics, finish), if it is a function of sums; or weight=, a function (output, *targets) "
+    "-> scalar, if its rows are independent"
+)
 
 
 def _count_of(total: dict[Any, Tensor], name: MeanName) -> Tensor:

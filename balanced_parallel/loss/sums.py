@@ -8,9 +8,10 @@ as it is. The mean of any criterion is multiplied by its weight. A loss of torch
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,20 @@ class LossSum(Leaf):
 
     total: Tensor
     weight: Weight | None
+    terms: dict[Any, Tensor] | None = None  # the totals of the means that were found in the loss
+    bound: "Bound | None" = None  # of the divisor, if the loss is one of several
+
+
+class Bound(NamedTuple):
+    """The smallest divisor of a mean."""
+
+    minimum: float
+    is_of_counts: bool = False  # a divisor that is not a whole number is not bounded
+
+    def of(self, divisor: Tensor) -> Tensor:
+        """Returns a divisor that is not smaller."""
+        bounded = divisor.clamp(min=self.minimum)
+        return torch.where(divisor % 1 == 0, bounded, divisor) if self.is_of_counts else bounded
 
 
 def weighted_mean(
@@ -106,7 +121,7 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 0.0) -> Tensor:
+def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: Any = 0.0) -> Tensor:
     """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a weight are not divided.
 
     The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are.
@@ -114,10 +129,11 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     total = add_up([part.total for part in sums], device)
     weights = [part.weight for part in sums if part.weight is not None]
     divisor = add_up(weights, device) if weights else torch.ones((), device=device)
+    bound = sums[0].bound or Bound(minimum)
     if world_size() == 1:
-        return divide(total, divisor.clamp(min=minimum) if minimum else divisor)
+        return divide(total, bound.of(divisor) if minimum else divisor)
     whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
-    whole_divisor = whole[1].clamp(min=minimum) if weights else torch.ones_like(whole[1])
+    whole_divisor = bound.of(whole[1]) if weights else torch.ones_like(whole[1])
     local = divide(total * world_size(), whole_divisor.to(total.dtype))
     loss = divide(whole[0], whole_divisor).to(total.dtype)
     return hand_back(loss, [torch.ones_like(local)], [local])  # whose gradient is that of this rank's part
@@ -276,15 +292,16 @@ class MeanAndWeight:
     """A function that computes ``mean x weight`` of a shard. ``weigh`` returns a weight, or one for each mean."""
 
     weigh: Callable[[ShardLoss], Any]
-    minimum: float
+    minimum: Any
 
     def __call__(self, shard: ShardLoss) -> Any:
         """Returns the :class:`LossSum` of a shard, or a structure of them."""
         weights = self.read([shard])[0] if shard.weights is None else shard.weights
+        bounds = bounds_of(self.minimum, weights)
         if not shard.rows or weights == 0 == self.minimum:
             # The criterion would return nan or raise an error.
-            return map_weights(lambda weight: LossSum(shard.nothing(), weight), weights)
-        return _weighted(shard.call(), weights, self.minimum, "the loss")
+            return map_weights(lambda weight: LossSum(shard.nothing(), weight, bound=next(bounds)), weights)
+        return _weighted(shard.call(), weights, bounds, "the loss")
 
     @torch.no_grad()
     def read(self, shards: Sequence[ShardLoss]) -> list[Any]:
@@ -295,10 +312,15 @@ class MeanAndWeight:
         return weights
 
 
-def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
+def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> Any:
     if isinstance(weights, float):
-        factor = max(weights, minimum)
-        return containers.map_leaves(lambda mean: None if mean is None else LossSum(weighted_sum(mean, factor), weights), means)
+        bound = next(bounds)
+        factor = float(bound.of(torch.tensor(weights, dtype=torch.float64))) if bound.minimum else weights
+
+        def weigh(mean: Any) -> Any:
+            return None if mean is None else LossSum(weighted_sum(mean, factor), weights, bound=bound)
+
+        return containers.map_leaves(weigh, means)
     container = containers.open_container(means)
     names = [*map(str, weights if isinstance(weights, dict) else range(len(weights)))]
     has_names = container is not None and (isinstance(weights, list) or containers.entry_names(container) == names)
@@ -309,7 +331,23 @@ def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
         )
     children = weights.values() if isinstance(weights, dict) else weights
     pairs = zip(container.children, children, container.places, strict=True)
-    return container.rebuild([_weighted(mean, weight, minimum, place + where) for mean, weight, where in pairs])
+    return container.rebuild([_weighted(mean, weight, bounds, place + where) for mean, weight, where in pairs])
+
+
+def bounds_of(minimum: Any, weights: Any) -> Iterator[Bound]:
+    """Returns the bound of each weight in a structure. A number bounds a single divisor, or the counts among several."""
+    if not _is_structure(minimum):
+        return itertools.repeat(Bound(minimum, _is_structure(weights)))
+    forms = [str(map_weights(lambda _: 0, structure)) for structure in (minimum, weights)]
+    if forms[0] != forms[1]:
+        raise ValueError(
+            f"minimum={minimum!r}, expected one number, or one for each weight in the structure and order of weight="
+        )
+    return map(Bound, flat_weights(minimum))
+
+
+def _is_structure(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple))
 
 
 def sum_and_weight(shard: ShardLoss) -> LossSum:
@@ -333,7 +371,8 @@ def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any
 def add_means(part: Any) -> LossSum:
     """Returns the sum of all losses of one replica, whose sums have one weight."""
     sums = [leaf for _, leaf in containers.leaves(part) if leaf is not None]
-    if len({mean.weight for mean in sums}) > 1:
+    are_bounded = any(mean.bound and mean.bound.is_of_counts and mean.bound.minimum and mean.weight % 1 for mean in sums)
+    if are_bounded or len({(mean.weight, mean.bound) for mean in sums}) > 1:
         raise ValueError(
             "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
             "step(inputs, targets) with functions of the targets alone, one per mean, as in weight={'class': lambda target: "
@@ -406,7 +445,7 @@ Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 
 
-def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float, *, whole: bool) -> None:
+def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: Any, *, whole: bool) -> None:
     """Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the reduction of a loss of torch."""
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
@@ -424,7 +463,9 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
             f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
             "a list with a function (*targets) -> scalar for each"
         )
-    check_number("minimum", minimum, MINIMUM, at_least=0)
+    map_weights(lambda number: check_number("minimum", number, MINIMUM, at_least=0), minimum)
+    if _is_structure(minimum) and weight in (None, "rows"):
+        raise ValueError(f"minimum={minimum!r} was given with weight={weight!r}, expected a weight= that has a divisor for each")
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
     if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:

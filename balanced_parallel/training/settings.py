@@ -89,7 +89,7 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
         "criterion": _name(function),
         "reduction": criterion.reduction,
         "weight=": criterion.weight if isinstance(criterion.weight, str) else _name(criterion.weight),
-        "minimum": criterion.minimum,
+        "minimum": str(criterion.minimum),
         "whole": criterion.whole,
         "precision of the criterion": criterion.precision.name,
         **_settings(keywords, " of the criterion"),

@@ -313,7 +313,7 @@ class TrainStep:
                     self._try(self._run, run)
 
     def _finish(self) -> tuple[Tensor, float, Weight]:
-        return self._begin().finish(self.criterion.minimum, self._settings)
+        return self._begin().finish(self.criterion.least, self._settings)
 
     def _run_coupled(self) -> None:
         """Runs all rows for a loss that depends on all of them: in two passes, or in one if there is one micro-batch."""

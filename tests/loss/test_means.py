@@ -294,11 +294,8 @@ COUPLED = {
     "variances": lambda out, values: out.std(0).mean() + F.mse_loss(out, values),
     "a mean of a mean": lambda out, values: F.mse_loss(out.mean(0), values.mean(0)),
     "times the rows": lambda out, values: F.mse_loss(out, values) * len(out),
-    "over its value": lambda out, values: F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values),
     "a constant of the rows": lambda out, values: F.mse_loss(out, values) + len(out),
     "a mean that one half lacks": lambda out, values: F.mse_loss(out, values) + (out.mean() if len(out) > 1 else 0),
-    "a division by a constant": lambda out, values: (out - values).pow(2).sum() / 32,
-    "a division by the columns": lambda out, values: (out - values).pow(2).sum() / out.size(1),
     "more than two rows": lambda out, values: F.mse_loss(out, values) if out[2].numel() else None,
 }
 
@@ -314,6 +311,21 @@ def test_losses_that_do_not_add_up_are_refused_with_one_row_for_each_device(name
     """The standard deviation of one row is nan, with a warning of torch."""
     with pytest.raises(ValueError, match=r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight="):
         two_outputs(COUPLED[name], rows=2)
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_a_mean_over_its_value_is_refused(rows):
+    with pytest.raises(
+        ValueError, match=r"computes .* \* mse_loss, l1_loss for some rows, and .* \* mse_loss, l1_loss for others"
+    ):
+        two_outputs(lambda out, values: F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values), rows)
+
+
+@pytest.mark.parametrize("rows", [2, 6])
+def test_a_sum_over_a_constant_is_refused_with_its_reason(rows):
+    for loss in (lambda out, values: out.sum() / 12, lambda out, values: out.pow(2).sum() / out.size(1)):
+        with pytest.raises(ValueError, match=r"number that a sum is divided by must .*clamp\(min=1\).* weight=.*reduction='sum'"):
+            two_outputs(loss, rows)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
@@ -359,6 +371,12 @@ ACCEPTED = {
     "a numeral": lambda out, values: 3 - F.mse_loss(out, values) / 2,
     "a stack times weights": lambda out, values: (torch.stack([F.mse_loss(out, values), out.mean()]) * 0.3).sum(),
     "a zero to begin with": lambda out, values: torch.zeros(1) + torch.tensor(0.0) + F.mse_loss(out, values),
+    "logs on the way": lambda out, values: log(F.mse_loss(out, values)) + out.abs().sum() / len(out),
+    "a mean of some elements by hand": lambda out, values: out[values > 0.5].sum() / len(out[values > 0.5]),
+    "a loss of some elements by hand": lambda out, values: (
+        F.l1_loss(out[values > 0.5], values[values > 0.5], reduction="sum") / len(values[values > 0.5]) / 2
+    ),
+    "a division by the elements": lambda out, values: out.abs().sum() / out.numel() + out.abs().sum() / (4 * out.shape[0]),
     "a loss of zero": lambda out, values: F.mse_loss(out, out.detach()),
     "an unbound parameter": lambda out, values: sum(weight * out.mean() for weight in nn.Parameter(torch.ones(3)).unbind()),
     "a minimum with its place": lambda out, values: F.mse_loss(out, values.sort(1)[0]) + out.min(1)[0].mean(),
@@ -521,7 +539,8 @@ def test_half_precision_does_not_overflow():
         assert result.item() == 2500
 
 
-def test_the_host_waits_for_no_device_after_the_first_update():
+def test_the_host_waits_for_no_device_after_the_first_updates():
+    """A check of halves waits: it is the 1st, 2nd, 4th, 8th, ... computation of the loss."""
     net = build_net().float()
     with simulate(devices=2) as cluster:
         inputs, target = torch.randn(8, 4, dtype=torch.float32).pin_memory(), class_targets(8).pin_memory()
@@ -529,19 +548,21 @@ def test_the_host_waits_for_no_device_after_the_first_update():
         criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
         model = DataParallelModel(net, [0, 1])
         step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
-        step(inputs, target)
+        for _ in range(4):
+            step(inputs, target)
         before = len(cluster.waits)
         step(inputs, target)
         assert cluster.waits[before:] == []
 
 
-def test_a_loop_by_hand_waits_for_no_device_after_the_first_batch():
+def test_a_loop_by_hand_waits_for_no_device_after_the_first_batches():
     net, inputs, target = build_net(), torch.randn(8, 4), class_targets(8)
     with simulate(2) as cluster:
         model = DataParallelModel(net)
         criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
         batch = inputs.to("sim:0"), target.to("sim:0")
-        criterion(model(batch[0]), batch[1]).backward()
+        for _ in range(2):
+            criterion(model(batch[0]), batch[1]).backward()
         before = len(cluster.waits)
         assert before
         criterion(model(batch[0]), batch[1]).backward()

@@ -17,7 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, TrainStep, weighted_mean
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, weighted_mean
 
 CPUS = ["cpu"] * 3
 
@@ -187,3 +187,79 @@ def test_several_criteria_are_refused_with_the_way_to_write_them():
         TrainStep(DataParallelModel(net, ["cpu"]), criteria, torch.optim.SGD(net.parameters()))
     with pytest.raises(TypeError, match=advice):
         DataParallelCriterion(criteria)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 0.1])
+
+
+def weighted_and_bounded(out, labels, boxes):
+    """Returns a mean with a small divisor that has no bound, one with a bound, and one whose small divisor has a bound."""
+    errors, has_box, scores = (out[:, 3] - boxes).abs(), labels != 2, CLASS_WEIGHTS.to(out)[labels] / 4
+    return {
+        "class": F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS.to(out)),
+        "box": (errors * has_box).sum() / has_box.sum().clamp(min=1),
+        "score": (errors * scores).sum() / scores.sum().clamp(min=1),
+    }
+
+
+BOUNDED_DIVISORS = {
+    "class": lambda labels, boxes: CLASS_WEIGHTS.double()[labels].sum(),
+    "box": lambda labels, boxes: (labels != 2).sum(),
+    "score": lambda labels, boxes: CLASS_WEIGHTS.double()[labels].sum() / 4,
+}
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 2, 2], [2, 2, 2, 2, 2]])
+@pytest.mark.parametrize("names", [("class", "box", "score"), ("class", "box")])
+def test_each_mean_has_its_minimum(labels, names, double):
+    """A number bounds counts, and a number for each mean its divisor, by hand and in micro-batches."""
+    torch.manual_seed(0)
+    net, inputs, boxes, labels = nn.Linear(4, 4), torch.randn(5, 4), torch.rand(5), torch.tensor(labels)
+
+    def criterion(*arguments):
+        return {name: mean for name, mean in weighted_and_bounded(*arguments).items() if name in names}
+
+    weight, minimum = {name: BOUNDED_DIVISORS[name] for name in names}, {"class": 0, "box": 1, "score": 1}
+    minimum = 1 if "score" not in names else minimum
+    expected = criterion(net(inputs), labels, boxes)
+    split = DataParallelCriterion(criterion, weight=weight, minimum=minimum)
+    model = DataParallelModel(net, CPUS)
+    torch.testing.assert_close(split(model(inputs), labels, boxes), expected)
+    step = TrainStep(model, split, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=1)
+    torch.testing.assert_close(step(inputs, (labels, boxes)), sum(expected.values()).detach())
+
+
+def test_a_minimum_for_each_mean_has_the_structure_of_the_weights():
+    for minimum in ([0, 1], {"box": 1, "class": 0}, {"class": 0}):
+        weight = {name: BOUNDED_DIVISORS[name] for name in ("class", "box")}
+        criterion = DataParallelCriterion(weighted_and_bounded, weight=weight, minimum=minimum)
+        with pytest.raises(ValueError, match="expected one number, or one for each weight in the structure and order of weight="):
+            criterion(PerReplica([torch.zeros(2, 4)], [2]), torch.zeros(2, dtype=torch.long), torch.zeros(2))
+    with pytest.raises(ValueError, match="minimum=.* was given with weight=None, expected a weight= that has a divisor for each"):
+        DataParallelCriterion(weighted_and_bounded, minimum=[1, 0])
+
+
+def test_means_with_one_divisor_and_their_minimum_are_refused_in_a_step():
+    def counts(out, labels, boxes):
+        return {"class": CLASS_WEIGHTS[labels].sum(), "again": CLASS_WEIGHTS[labels].sum()}
+
+    def criterion(out, labels, boxes):
+        mean = F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS)
+        return {"class": mean, "again": mean}
+
+    net = nn.Linear(4, 4)
+    split = DataParallelCriterion(criterion, weight=counts, minimum=1)
+    step = TrainStep(DataParallelModel(net, CPUS), split, torch.optim.SGD(net.parameters(), lr=0.0))
+    with pytest.raises(ValueError, match="divisors of their own"):
+        step(torch.randn(3, 4), (torch.tensor([2, 2, 2]), torch.rand(3)))
+
+
+def test_a_minimum_does_not_change_means_that_are_found(double):
+    torch.manual_seed(0)
+    out, labels = torch.randn(4, 4), torch.tensor([2, 2, 2, 2])
+
+    def criterion(out, labels):
+        return F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS.to(out), reduction="mean") + out.abs().mean()
+
+    split = DataParallelCriterion(criterion, minimum=1)
+    torch.testing.assert_close(split(PerReplica(out.split(2), [2, 2]), labels), criterion(out, labels))

@@ -244,7 +244,7 @@ def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> 
     if wrapped.finds_means:
         wrapped.weigh_by("rows")  # takes the same memory
     wrapped.dim, wrapped.replicas = request.dim, replicas
-    wrapped.is_checked = True  # fake tensors have no values
+    wrapped.checks = None  # fake tensors have no values
     if wrapped.precision.name == "fp32":
         wrapped.precision = Precision(request.precision)
     return wrapped

@@ -1,0 +1,185 @@
+"""Criteria that read Python numbers from a batch, and criteria that change after the first batch: exact or refused."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import build_net
+from torch import nn
+
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, verify
+
+pytestmark = pytest.mark.usefixtures("double")
+
+COUNTS = {
+    "a bounded item": lambda mask: torch.clamp(mask.sum(), min=1).item(),
+    "a bounded integer": lambda mask: max(1, int(mask.sum())),
+    "a bounded float": lambda mask: float(mask.sum().clamp(min=1)),
+    "an item and a small number": lambda mask: mask.sum().item() + 1e-6,
+    "a count or one": lambda mask: mask.sum().item() or 1,
+    "a condition": lambda mask: int(mask.sum()) if mask.sum() else 1,
+    "indices or one": lambda mask: len(mask.nonzero()) or 1,
+    "the larger of a size and one": lambda mask: max(torch.where(mask)[0].shape[0], 1),
+    "a list": lambda mask: max(1, sum(mask.tolist())),
+    "an array": lambda mask: max(1.0, float(mask.numpy().sum())),
+    "the larger of numpy": lambda mask: float(np.maximum(np.asarray(mask).sum(), 1)),
+    "a tensor of a number": lambda mask: torch.as_tensor([len(mask[mask])], dtype=torch.float).clamp(min=1).item(),
+}
+
+
+def update(criterion, micro_batch_size, batches):
+    """Returns the losses of a ``TrainStep`` with three replicas, or by hand without ``micro_batch_size``."""
+    net = build_net()
+    model = DataParallelModel(net, ["cpu"] * 3)
+    if micro_batch_size is None:
+        return [criterion(model(inputs), *targets) for inputs, *targets in batches], net
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    return [step(inputs, tuple(targets)) for inputs, *targets in batches], net
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
+    """One row for each replica counts one, with every target and with none: as many as the rows."""
+    count = COUNTS[name]
+
+    def loss(output, values, mask):
+        return ((output - values).abs().sum(1) * mask).sum() / count(mask)
+
+    inputs, values, mask = torch.randn(3, 4), torch.randn(3, 5), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"sum over a number|number that a sum is divided by|for some rows, and .* for others"):
+        update(DataParallelCriterion(loss), micro_batch_size, [(inputs, values, mask), (inputs, values, torch.arange(3) < 1)])
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_a_bounded_number_of_selected_rows_is_exact_or_refused(micro_batch_size):
+    def loss(output, values, mask):
+        return F.mse_loss(output[mask], values[mask], reduction="sum") / (len(output[mask]) or 1)
+
+    batch, full, sparse = (torch.randn(12, 4), torch.randn(12, 5)), torch.ones(12, dtype=torch.bool), torch.arange(12) < 4
+    results, net = update(DataParallelCriterion(loss), micro_batch_size, [(*batch, full)])
+    torch.testing.assert_close(results[0], loss(net(batch[0]), batch[1], full).reshape(()), check_dtype=False)
+    with pytest.raises(ValueError, match=r"a sum over a number that was read from values.*clamp\(min=1\).*weight=.*minimum=1"):
+        update(DataParallelCriterion(loss), micro_batch_size, [(*batch, full), (*batch, sparse)])
+
+
+def test_a_count_of_entries_of_a_list_is_refused():
+    """One image with a box, and one without, have the divisor 1."""
+
+    def loss(output, targets):
+        return output.abs().sum() / max(sum(len(target["boxes"]) for target in targets), 1)
+
+    boxes = [{"boxes": torch.zeros(1, 4)} for _ in range(3)]
+    with pytest.raises(ValueError, match="an entry of a list"):
+        DataParallelCriterion(loss)(PerReplica(torch.randn(3, 5).split(1), [1, 1, 1]), Rows(boxes))
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
+    def loss(output, values, mask):
+        return F.mse_loss(output, values) + 0.5 * float(mask.any()) * output.abs().mean()
+
+    inputs, values = torch.randn(12, 4), torch.randn(12, 5)
+    batches = [(inputs, values, torch.ones(12, dtype=torch.bool)), (inputs, values, torch.arange(12) < 4)]
+    with pytest.raises(ValueError, match=r"computes mse_loss, 0.5 \* mean for some rows, and .* for others"):
+        update(DataParallelCriterion(loss), micro_batch_size, batches)
+
+
+class WarmUp(nn.Module):
+    """A loss with a term that begins later."""
+
+    has_begun = False
+
+    def forward(self, output, values):
+        loss = F.mse_loss(output, values)
+        return loss + self.term(output, values) if self.has_begun else loss
+
+
+class Contrast(WarmUp):
+    def term(self, output, values):
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+class Spread(WarmUp):
+    def term(self, output, values):
+        return F.relu(100 - output.std(0)).mean()
+
+
+class SameCount(WarmUp):
+    """Has the divisor of the other term."""
+
+    def term(self, output, values):
+        return F.mse_loss(output - output.mean(0), values)
+
+
+class HardExamples(WarmUp):
+    """Has the same terms when its threshold begins."""
+
+    def forward(self, output, values):
+        errors = (output - values).pow(2).sum(1)
+        return errors[errors > (errors.detach().median() if self.has_begun else 0.0)].mean()
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("kind", [Contrast, Spread, SameCount, HardExamples])
+def test_a_criterion_that_changes_after_some_batches_is_compared_again(kind, micro_batch_size, before):
+    criterion, inputs, values = DataParallelCriterion(kind()), torch.randn(12, 4), torch.randn(12, 5)
+    net = build_net()
+    model = DataParallelModel(net, ["cpu"] * 3)
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    run = (lambda: criterion(model(inputs), values)) if micro_batch_size is None else (lambda: step(inputs, values))
+    for _ in range(before):
+        torch.testing.assert_close(run(), criterion.module(net(inputs), values), check_dtype=False)
+    criterion.module.has_begun = True
+    with pytest.raises(ValueError, match=r"does not add up over the rows|have different counts|for some rows"):
+        run()
+
+
+def test_terms_that_begin_later_and_add_up_are_exact():
+    class Later(WarmUp):
+        def term(self, output, values):
+            return 0.1 * output.abs().mean() if self.has_begun else 0
+
+    criterion, inputs, values = DataParallelCriterion(Later()), torch.randn(12, 4), torch.randn(12, 5)
+    model = DataParallelModel(build_net(), ["cpu"] * 3)
+    for number in range(6):
+        criterion.module.has_begun = number % 2 == 1
+        torch.testing.assert_close(criterion(model(inputs), values), criterion.module(model.module(inputs), values))
+
+
+def test_a_batch_on_one_device_counts_for_no_check():
+    criterion = DataParallelCriterion(lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out))))
+    output, values = torch.randn(8, 5), torch.randn(8, 5)
+    for _ in range(2):
+        criterion(PerReplica([output], [8]), values)
+    with pytest.raises(ValueError, match="does not add up over the rows"):
+        criterion(PerReplica(output.split(4), [4, 4]), values)
+
+
+def test_statistics_that_change_are_compared_again():
+    class Changes(AdditiveLoss):
+        is_mean = False
+
+        def statistics(self, output, values):
+            return output.mean() if self.is_mean else output.sum()
+
+        def finish(self, total):
+            return total
+
+    criterion, outputs = DataParallelCriterion(Changes()), PerReplica(torch.randn(8, 5).split(4), [4, 4])
+    criterion(outputs, torch.zeros(8))
+    criterion.module.is_mean = True
+    with pytest.raises(ValueError, match="statistics do not add up"):
+        criterion(outputs, torch.zeros(8))
+
+
+def test_verify_tells_of_a_count_that_would_be_refused():
+    report = verify(
+        build_net(),
+        lambda out, mask: (out.sum(1) * mask).sum() / max(1, int(mask.sum())),
+        torch.randn(6, 4),
+        torch.ones(6),
+        device_ids=["cpu"] * 2,
+    )
+    assert "minimum=1" in report.warnings[0]
