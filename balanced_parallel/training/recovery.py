@@ -203,8 +203,8 @@ def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
             if isinstance(tensor, nn.Parameter):
                 return f"a parameter {kind} by a forward that has to run again, expected a change outside of forward"
             return (
-                f"a tensor of the batch {kind} since it was passed, but has to run again, expected the same values: change a copy "
-                "(tensor.clone()) in the forward"
+                f"a tensor of the batch {kind} since it was passed, but has to run again, expected the same values: change a "
+                "copy (tensor.clone()) in the forward"
             )
     return ""
 

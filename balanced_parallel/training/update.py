@@ -156,8 +156,8 @@ def warn_of_hooks(model: nn.Module) -> None:
     names = [name for name, module in model.named_modules() if has_backward_hooks(module)]
     if names:
         warnings.warn(
-            f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, not of the batch: "
-            "expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per update "
+            f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, not "
+            "of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per update "
             "(docs/exactness.md, Limits)",
             stacklevel=6,
         )

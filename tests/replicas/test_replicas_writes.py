@@ -383,5 +383,7 @@ def test_a_forward_that_writes_parameters_runs_once_per_device(frozen, enabled):
         for devices in (["cpu", "cpu"], ["sim:0", "sim:1", "sim:1"]):
             net = Momentum()
             net.key.requires_grad_(not frozen)
-            with pytest.raises(RuntimeError, match="wrote to a parameter that several replicas on one device share, .* expected one"):
+            with pytest.raises(
+                RuntimeError, match="wrote to a parameter that several replicas on one device share, .* expected one"
+            ):
                 DataParallelModel(net, devices)(x)

@@ -250,7 +250,9 @@ def test_parameters_that_the_forward_writes_are_put_back():
         torch.testing.assert_close(found, expected)
 
 
-WRITTEN = r"a parameter \(torch.float32, shape \(4, 4\)\) was changed in place by a forward that has to run again, expected a change"
+WRITTEN = (
+    r"a parameter \(torch.float32, shape \(4, 4\)\) was changed in place by a forward that has to run again, expected a change"
+)
 
 
 def test_parameters_that_the_forward_writes_first_are_an_error():

@@ -62,7 +62,9 @@ def check_hooks(rank, ranks, way, precision, strategy):
         found = train(step, way, inputs[mine], targets[mine])
         torch.testing.assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
         torch.testing.assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
-        whole = nn.ParameterList(getattr(parameter, "full_tensor", lambda each=parameter: each)() for parameter in net.parameters())
+        whole = nn.ParameterList(
+            getattr(parameter, "full_tensor", lambda each=parameter: each)() for parameter in net.parameters()
+        )
         for parameter, expected in zip(whole, plain.parameters(), strict=True):
             torch.testing.assert_close(parameter, expected, rtol=tolerance_of(precision), atol=tolerance_of(precision))
         if strategy != "fsdp":
@@ -140,7 +142,9 @@ def test_hooks_with_gradients_in_pieces_are_refused():
     net[0].weight.register_hook(clamp)
     model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
     step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=0.1))
-    with pytest.raises(TypeError, match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected"):
+    with pytest.raises(
+        TypeError, match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected"
+    ):
         step(torch.randn(7, 4), class_targets(7))
 
 
@@ -155,7 +159,9 @@ def test_hooks_of_modules_are_warned_of_once_where_a_batch_is_cut(register):
         return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=size)
 
     for step in (make(2), make(1, 2), make(1, "auto")):
-        with pytest.warns(UserWarning, match=r"module\.2 has a hook of its backward, which gets gradients of one micro-batch") as seen:
+        with pytest.warns(
+            UserWarning, match=r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
+        ) as seen:
             step(inputs, targets)
             step(inputs, targets)
         assert [warning.filename for warning in seen] == [__file__]
