@@ -49,11 +49,6 @@ class Program:
         """Number of forwards in this step."""
         return max(self._forwards.values(), default=0)
 
-    @property
-    def forwards(self) -> int:
-        """Number of forwards of all replicas in this step."""
-        return sum(self._forwards.values())
-
     def _start_forward(self, *_: Any) -> None:
         if (forward := row_random.running.get()) is not None and forward.expected is None:
             return  # it finds the draws

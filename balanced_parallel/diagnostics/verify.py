@@ -182,7 +182,7 @@ def verify(
         whole = ["nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="]
         hidden = (
             [refusal] * bool(refusal),
-            whole * (split.forwards == 1),
+            whole * (len(split.calls) == 1),
             numbers,
             weight_in_parts(plain.output, losses, targets, wrapped.out_dims),
         )

@@ -180,9 +180,8 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Returns True if a hook was registered on the backward of a module."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+# The tables of the hooks of a module's backward, and of those before it.
+backward_hooks_of: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
 
 
 def is_traced(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from ..batch.rows import Cut
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import SEVERAL, Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
-from ..runtime.torch_private import foreach_multiply_, has_backward_hooks, hooks_of, is_sharded
+from ..runtime.torch_private import backward_hooks_of, foreach_multiply_, hooks_of, is_sharded
 from ..runtime.values import check_type
 from .accumulation import GradientSync
 
@@ -153,12 +153,12 @@ def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
 
 def warn_of_hooks(model: nn.Module) -> None:
     """Warns of hooks of modules' backwards, which get a part of the batch."""
-    names = [name for name, module in model.named_modules() if has_backward_hooks(module)]
+    names = [name for name, module in model.named_modules() if any(backward_hooks_of(module))]
     if names:
         warnings.warn(
-            f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, not "
-            "of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per update "
-            "(docs/exactness.md, Limits)",
+            f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
+            "not of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per "
+            "update (docs/exactness.md, Limits)",
             stacklevel=6,
         )
 
