@@ -179,15 +179,15 @@ def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) ->
 
 
 class Change(NamedTuple):
-    """An attribute or a buffer with two different values."""
+    """An attribute, a buffer or a parameter with two different values."""
 
     name: str  # key path
     before: Any
     after: Any
-    is_buffer: bool
+    kind: str  # buffer or parameter; empty for others
 
     def __str__(self) -> str:
-        return f"buffer {self.name}" if self.is_buffer else self.name
+        return f"{self.kind} {self.name}".lstrip()
 
 
 def _changes(before: Any, after: Any) -> Iterator[Change]:
@@ -201,11 +201,13 @@ def _changes(before: Any, after: Any) -> Iterator[Change]:
             is_mapping = isinstance(value, dict) and not key.startswith("_")  # names with an underscore are those of nn.Module
             is_flag = value is True and key not in values  # of the first forward: replicas without it set up anew
             if (is_comparable or is_mapping) and not is_flag and not _same(values.get(key), value):
-                yield Change(f"{prefix}{key}", values.get(key), value, False)
+                yield Change(f"{prefix}{key}", values.get(key), value, "")
         if isinstance(layer, nn.Module) and not isinstance(layer, BatchNorm):
-            for key, buffer in layer.named_buffers(recurse=False):
-                if not _same(buffer, value := getattr(other, key, None)):
-                    yield Change(f"{prefix}{key}", buffer, value, True)
+            entries = [("buffer", *entry) for entry in layer.named_buffers(recurse=False)]
+            entries += [("parameter", *entry) for entry in layer.named_parameters(recurse=False)]
+            for kind, key, tensor in entries:
+                if not _same(tensor, value := getattr(other, key, None)):
+                    yield Change(f"{prefix}{key}", tensor, value, kind)
 
 
 def _same(before: Any, after: Any) -> bool:
@@ -243,12 +245,12 @@ def state_of_model(before: nn.Module, after: nn.Module, devices: int) -> Iterato
 
 
 def compare_state(plain: Program, split: Program, devices: int, limit: float) -> tuple[dict[str, float], list[str]]:
-    """Returns the relative error of each buffer that differs between two programs, and a line for each number that does."""
+    """Returns the relative error of each buffer and parameter that differs between two programs, and a line for each number."""
     errors, lines = {}, []
     changes = [("", change) for change in _changes(plain.module, split.module)]
     changes += [("criterion.", change) for change in _changes(plain.criterion, split.criterion)]
-    for prefix, (name, before, after, is_buffer) in changes:
-        if is_buffer:
+    for prefix, (name, before, after, kind) in changes:
+        if kind:
             is_same_shape = isinstance(after, Tensor) and after.shape == before.shape
             errors[f"{prefix}{name}"] = relative_error(after, before) if is_same_shape else math.inf
         elif type(before) in (int, float) and type(after) in (int, float):

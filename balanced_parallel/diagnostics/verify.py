@@ -20,7 +20,7 @@ from ..loss.rules import refuse_coupled
 from ..loss.sums import Criterion
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
-from ..runtime.devices import DeviceLike, keep_random_state, without_tf32
+from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
 from ..runtime.values import Precision, check_number
 from ..training.step import TrainStep
 from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors
@@ -45,7 +45,8 @@ class VerificationReport:
         first_difference: first module whose output differs, with its error; None if there is none.
         reasons: known reasons for a difference that apply.
         step: number of the step that the errors belong to: the first of two that differs, else the second.
-        state_errors: relative error of each buffer that differs after the steps, except those of batch norms.
+        state_errors: relative error of each buffer, and of each parameter that a forward has written, that differs after the
+            steps, except those of batch norms.
         warnings: attributes that differ after the steps although the results are equal, and tensors that are not compared.
     """
 
@@ -64,13 +65,13 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        """True if the errors of the loss and of all gradients are within the tolerance, and no buffer differs."""
+        """True if the errors of the loss and of all gradients are within the tolerance, and no buffer or parameter differs."""
         return not self.state_errors and max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
 
     def __str__(self) -> str:
         rows = [("loss", self.loss_error), *sorted(self.gradient_errors.items(), key=lambda item: -item[1])]
         shown, more = rows[: _MAX_GRADIENTS + 1], len(rows) - _MAX_GRADIENTS - 1
-        state = [(f"buffer {name}", error) for name, error in self.state_errors.items()]
+        state = [(f"state {name}", error) for name, error in self.state_errors.items()]
         width = max(len(name) for name, _ in (*shown, *state))
         lines = [
             f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: replicas on {', '.join(self.devices)}; "
@@ -118,14 +119,15 @@ def verify(
         model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
         criterion: a module, a function, or a :class:`DataParallelCriterion`. Several terms are added up.
         inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that computes its own loss.
-        device_ids, in_dims, weight: as in :class:`DataParallelModel` and :class:`DataParallelCriterion`.
+        device_ids, in_dims, weight: as in :class:`DataParallelModel` and :class:`DataParallelCriterion`. Without ``device_ids``,
+            a single device has three replicas.
         micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch in one forward.
         dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
         reproducible: draws random numbers as ``TrainStep(reproducible=True)``, in the plain program those of one device.
 
     Returns:
-        A :class:`VerificationReport` with the errors of loss and gradients, and of buffers that end with other values. If they
+        A :class:`VerificationReport` with the errors of loss and gradients, and of state that ends with other values. If they
         exceed the tolerance, it has the first module whose output differs, and the known reasons that apply.
 
     Example:
@@ -178,7 +180,13 @@ def verify(
             equal = max(errors.values()) <= limit
         count = len(wrapped.devices)
         state, numbers = compare_state(plain, split, count, limit)
-        hidden = [refusal] * bool(refusal), numbers, weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
+        whole = ["nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="]
+        hidden = (
+            [refusal] * bool(refusal),
+            whole * (len(split.calls) == 1),
+            numbers,
+            weight_in_parts(plain.output, losses, targets, wrapped.out_dims),
+        )
         reasons = () if equal or state else _rounding(dtype, max(errors.values()))
         if (equal and state) or reasons:
             reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
@@ -189,6 +197,8 @@ def verify(
                 plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit, reproducible=reproducible
             )
     difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
+    if not reasons and difference is None and errors[""] <= limit < max(errors.values()):
+        reasons = ("loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/exactness.md)",)
     return VerificationReport(
         devices=tuple(map(str, wrapped.devices)),
         micro_batches=split.rounds,
@@ -237,10 +247,13 @@ def _wrap_model(
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
     settings: dict[str, Any] = {} if in_dims is None else {"in_dims": in_dims}
+    devices: Sequence[DeviceLike] = device_ids or resolve_devices(None)
     if isinstance(like, DataParallelModel):
         settings = {"split": None if device_ids else like.split, "in_dims": like.in_dims, "out_dims": like.out_dims, **settings}
-        device_ids, dim = device_ids or like.devices, like.dim if dim is None else dim
-    return DataParallelModel(module, device_ids, dim=dim or 0, **settings)
+        devices, dim = device_ids or like.devices, like.dim if dim is None else dim
+    if device_ids is None and len(devices) == 1:
+        devices, settings["split"] = [*devices] * 3, None  # one replica is the plain program
+    return DataParallelModel(module, devices, dim=dim or 0, **settings)
 
 
 def _wrap_criterion(

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..runtime import torch_private, transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
-from ..runtime.torch_private import foreach_add, foreach_add_, has_gradient_hooks, run_after_backward, run_first, will_run
+from ..runtime.torch_private import foreach_add, foreach_add_, hooks_of, run_after_backward, run_first, will_run
 
 T = TypeVar("T", Tensor, Tensor | None)
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
@@ -288,7 +288,7 @@ class _Broadcast(torch.autograd.Function):
                 return (None, None, None, *prepare_sums(bucket.parameters, replicas)())
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [  # a parameter without requires_grad has no node
-                None if has_gradient_hooks(parameter) else node is not None and will_run(node)
+                None if any(hooks_of(parameter)) else node is not None and will_run(node)
                 for parameter, node in zip(bucket.parameters, nodes, strict=True)
             ]
             if schedule.side is not None and schedule.overlaps and bucket.owners is None:

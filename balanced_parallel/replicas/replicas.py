@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..runtime import transport
 from ..runtime.streams import SideStreams, current_streams
-from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states
+from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states, versions
 from .buckets import Bucket, GradientBuckets
 from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, refuse_rescaled
 from .workers import Workers, run_in_turn, run_replicas, shared_pool
@@ -40,7 +40,7 @@ class Replicas:
 
     The first replica is the module itself, so writes to its buffers and attributes stay. If the module's device gets no rows, the
     buffers of the first replica are copied back. The other replicas have copies of the buffers: writes to them are lost, as in
-    ``nn.DataParallel``. Replicas on one device share the values of the parameters.
+    ``nn.DataParallel``. Replicas on one device share the values of the parameters, and must not write to them.
 
     ``workers`` runs the replicas of a forward. ``None`` runs them in the threads of :func:`shared_pool`.
     """
@@ -70,8 +70,6 @@ class Replicas:
                     yield modules
                     return
                 tree = self._follow(module, [home, *others])
-                if tree.rescaled and torch.is_grad_enabled() and set(others) != {home}:
-                    refuse_rescaled(tree.rescaled)
                 tensors = self._connected_parameters(tree, list(dict.fromkeys(devices)))
                 # buffers every time: batch norm writes to its statistics without torch's version counter
                 buffers = copy_buffers(tree.buffers(home), others)
@@ -80,7 +78,8 @@ class Replicas:
                 if tree.is_compiled:
                     self._turns = [*[None] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
                     modules[:] = [tree.modules[0]] * len(modules)
-                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
+                replaced = tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext()
+                with replaced, self._unwritten(tree, devices) if len({*devices}) < len(devices) else nullcontext():
                     yield modules
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
@@ -89,6 +88,18 @@ class Replicas:
                 self._turns = []
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
+
+    @contextmanager
+    def _unwritten(self, tree: ModuleTree, devices: Sequence[torch.device]) -> Iterator[None]:
+        """Raises ``RuntimeError`` if the block writes to parameters that several replicas share: each of them would."""
+        shared = [self.copies.by_device.get(device, tree.parameters) for device in {*devices} if devices.count(device) > 1]
+        before = [*map(versions, shared)]
+        yield
+        if before != [*map(versions, shared)] and not tree.rescaled:  # rows that are rescaled twice stay the same
+            raise RuntimeError(
+                "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to it: "
+                "expected one replica per device, or a write outside of forward, after the update"
+            )
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
         """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
@@ -214,6 +225,8 @@ class Replicas:
         tensors = {place: [*self.copies.by_device.get(place, tree.parameters)] for place in places}
         if not torch.is_grad_enabled():
             return tensors
+        if tree.rescaled:
+            refuse_rescaled(tree.rescaled)
         streams = current_streams(places)
         for bucket in self.gradients.buckets:
             at = [tree.place[id(parameter)] for parameter in bucket.parameters]

@@ -165,9 +165,20 @@ def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
         tensor._is_param = True
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Returns True if a hook was registered on a tensor."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+# The tables of the hooks of a gradient, and of those behind its accumulation. None if there never was a hook.
+hooks_of: Callable[[Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
+    """Takes the hooks of ``tensors`` off, until the end of a block or until it is closed.
+
+    Autograd and the handles of the hooks have references to the tables, so these are emptied, and filled again.
+    """
+    stack = contextlib.ExitStack()
+    for table in (table for tensor in tensors for table in hooks_of(tensor) if table):
+        stack.callback(table.update, table.copy())
+        table.clear()
+    return stack
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -188,6 +199,10 @@ _COMPILED = "_orig_mod"  # the child of the module that torch.compile returns
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+
+
+# The tables of the hooks of a module's backward, and of those before it.
+backward_hooks_of: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
 
 
 def is_traced(tensor: Tensor) -> bool:

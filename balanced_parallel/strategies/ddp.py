@@ -42,6 +42,7 @@ from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -247,7 +248,8 @@ class GradientRecord:
         self._backward: int | None = None
         for number, parameter in enumerate(self._parameters):
             if any(parameter is weight for weight in wrapped.sparse):  # it has a gradient in each backward
-                parameter.register_hook(functools.partial(self._note_use, number))
+                node: torch_private.Node = get_gradient_edge(parameter).node
+                node.register_prehook(functools.partial(self._note_use, number))
 
     def used(self) -> set[int]:
         """Returns the numbers of the parameters that have got a gradient."""
@@ -289,8 +291,8 @@ class GradientRecord:
             if parameter.grad is not None and parameter.grad.layout == torch.strided:
                 self._noted.add(number)
 
-    def _note_use(self, number: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
+    def _note_use(self, number: int, gradients: tuple[Tensor | None]) -> None:
+        if gradients[0] is not None:
             self._noted.add(number)
 
 

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch.containers import leaves
 from ..batch.outputs import PerReplica
@@ -39,7 +39,7 @@ from ..runtime import torch_private
 from ..runtime.collectives import rank, world_size
 from ..runtime.devices import accelerators
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
+from ..runtime.torch_private import TorchDispatchMode, buffers_of, parameters_of, versions
 from ..runtime.values import Precision
 from ..savings.saving import advice
 from .accumulation import GradientSync
@@ -96,7 +96,7 @@ class Recovery:
         ``largest`` are the largest micro-batch of each batch per device, and the limit that halves it, 0 if nothing does.
         """
         size, half = max(largest, default=(0, 0))
-        writes = explain_writes(self._recorded)
+        writes = explain_writes([*self._recorded, *self._before.uncopied])
         smaller = self._sync.smallest(0 if writes else half if self._is_local else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
             smaller = -self._sync.smallest(-half)  # of the largest, since others may have no rows
@@ -120,6 +120,7 @@ class Recovery:
             tried = ", then ".join(f"{size:g}" for size in self._tried)
             kind = "rows" if unit == "rows" else "of cost"
             _log.warning("out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, limit)
+        self._before.learn()
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +128,11 @@ class Recovery:
 
 
 class Snapshot:
-    """Copies of what the forwards of an update change, in the same memory each time: buffers of modules, and random numbers."""
+    """Copies of what the forwards of an update change, in the same memory each time: buffers of modules, and random numbers.
+
+    Copies of all parameters would take too much memory. ``uncopied`` are those without a copy, with their version counters:
+    all, but for those that the forwards of an update have written before, such as those of a momentum encoder.
+    """
 
     def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
         self._modules, self._devices = list(modules), list(devices)
@@ -135,6 +140,8 @@ class Snapshot:
         self._copies: list[Tensor] = []
         self._kinds: list[tuple[Any, ...]] = []
         self._random: RandomState | None = None
+        self._written: dict[int, Tensor] = {}  # parameters, by id
+        self.uncopied: list[tuple[Tensor, int]] = []
 
     def __reduce__(self) -> Any:  # a copy has nothing to put back
         return Snapshot, (self._modules, self._devices)
@@ -142,8 +149,11 @@ class Snapshot:
     def take(self) -> None:
         """Copies the present state."""
         self._random = RandomState(self._devices)
-        parts = [buffers_of(part) for module in self._modules for part in module.modules()]
-        self._buffers = [(part, part.copy()) for part in parts]
+        parts = [part for module in self._modules for part in module.modules()]
+        self._buffers = [(buffers_of(part), buffers_of(part).copy()) for part in parts]
+        stable = [parameters_of(part) for part in parts if not getattr(part, "max_norm", None)]  # rescaling twice changes nothing
+        parameters = [each for part in stable for each in part.values() if each is not None and id(each) not in self._written]
+        self.uncopied = list(zip(parameters, versions(parameters), strict=True))
         buffers = self._tensors()
         kinds = [(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
         with torch.no_grad():
@@ -154,7 +164,10 @@ class Snapshot:
                 self._kinds = kinds
 
     def restore(self) -> None:
-        """Puts the state back. Buffers that a forward has replaced are the former tensors again, those it has added are gone."""
+        """Puts the state back. Buffers that a forward has replaced are the former tensors again, those it has added are gone.
+
+        Raises ``RuntimeError`` if a parameter was written of which there is no copy.
+        """
         if self._random is not None:
             self._random.restore()
         for part, before in self._buffers:
@@ -162,9 +175,17 @@ class Snapshot:
             part.update(before)
         with torch.no_grad():
             torch_private.foreach_copy_(self._tensors(), self._copies)
+        if writes := explain_writes(self.uncopied):
+            raise RuntimeError(writes)
+
+    def learn(self) -> None:
+        """Notes the parameters that were written since :meth:`take`, which copies them from now on."""
+        now = versions([parameter for parameter, _ in self.uncopied])
+        self._written |= {id(each): each for (each, before), after in zip(self.uncopied, now, strict=True) if before != after}
 
     def _tensors(self) -> list[Tensor]:
-        return [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
+        buffers = [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
+        return [*buffers, *self._written.values()]
 
 
 def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:
@@ -175,12 +196,15 @@ def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:
 
 
 def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
-    """Describes a tensor that was changed in place and so cannot run again. Returns an empty text if there is none."""
+    """Describes a tensor that was changed in place, so that forwards cannot run again. Returns an empty text if there is none."""
     for tensor, before in recorded:
         if versions([tensor]) != [before]:
+            kind = f"({tensor.dtype}, shape {tuple(tensor.shape)}) was changed in place"
+            if isinstance(tensor, nn.Parameter):
+                return f"a parameter {kind} by a forward that has to run again, expected a change outside of forward"
             return (
-                f"a tensor of the batch ({tensor.dtype}, shape {tuple(tensor.shape)}) was changed in place since it was "
-                "passed, but has to run again, expected the same values: change a copy (tensor.clone()) in the forward"
+                f"a tensor of the batch {kind} since it was passed, but has to run again, expected the same values: change a "
+                "copy (tensor.clone()) in the forward"
             )
     return ""
 

@@ -13,7 +13,7 @@ on each other goes through the plan twice.
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -28,7 +28,7 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
-from ..runtime.torch_private import is_compiled
+from ..runtime.torch_private import hooks_of, is_compiled, without_hooks
 from ..runtime.values import Precision, naming_arguments
 from .accumulation import Accumulation, gradient_sync
 from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
@@ -46,6 +46,7 @@ from .update import (
     each_scheduler,
     step_schedulers,
     trained_tensors,
+    warn_of_hooks,
 )
 
 
@@ -148,9 +149,9 @@ class TrainStep:
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
         outputs: list[PerReplica] = []
-        with self._updating(is_last=True):
+        with self._updating(is_last=True) as hooks:
             self._add(BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None))
-            loss = self._apply()
+            loss = self._apply(hooks)
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
     def add(self, inputs: Any, targets: Any = ()) -> None:
@@ -165,8 +166,8 @@ class TrainStep:
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
-        with self._updating(is_last=True):
-            return self._apply()
+        with self._updating(is_last=True) as hooks:
+            return self._apply(hooks)
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
@@ -260,9 +261,10 @@ class TrainStep:
             )
         return self._sums
 
-    def _apply(self) -> Tensor:
+    def _apply(self, hooks: ExitStack) -> Tensor:
         cause = "no target of this batch was counted" if self._sums or self._runs else "no rows were added before apply()"
         loss, weight, factor = self._reduce()
+        hooks.close()
         if self._by_row is not None:
             self._by_row.end()
         update, self._sums, self._runs, self._weight_before = self._update, None, [], weight
@@ -321,8 +323,7 @@ class TrainStep:
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
             is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
-            may_split = self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
-            loss.is_split = may_split or not is_single
+            loss.is_split = self._may_split or not is_single
             if passes.takes_one(is_single):
                 self._run(self._runs[0], BatchLosses(passes.at_once))
                 return
@@ -335,21 +336,22 @@ class TrainStep:
             self._run(run, BatchLosses(loss.hand_back))
 
     @contextmanager
-    def _updating(self, *, is_last: bool) -> Iterator[None]:
-        """Surrounds a part of an update, whose last one makes it.
+    def _updating(self, *, is_last: bool) -> Iterator[ExitStack]:
+        """Surrounds a part of an update, whose last one makes it. Hooks of parameters are off until the result is closed.
 
         If it fails, all rows since the last update are dropped: nobody knows which rows the gradients are of.
         """
-        if not self._has_compared and collectives.world_size() > 1:
-            self._settings().compare()  # before the first update
-        self._has_compared = True
+        if not self._has_compared:
+            self._check_first(is_whole=is_last)
         had_rows = self._sums is not None or bool(self._runs)
         numbers = self._sync.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
-        with window(self.model, self.criterion), collectives.naming_ranks(), numbers:
+        hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
+        hooks = without_hooks(hooked) if hooked else ExitStack()
+        with hooks, window(self.model, self.criterion), collectives.naming_ranks(), numbers:
             try:
                 if self._sums is not None:
                     self._update.check_gradients(self._sums.gradients)
-                yield
+                yield hooks
             except BaseException as error:
                 if had_rows and (self._sums is not None or self._runs):
                     error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
@@ -362,9 +364,22 @@ class TrainStep:
                     self._recovery.forget()
                 raise
 
+    def _check_first(self, *, is_whole: bool) -> None:
+        """Compares the ranks, and warns of hooks, before the first update."""
+        if collectives.world_size() > 1:
+            self._settings().compare()
+        if self._may_split or not is_whole:
+            warn_of_hooks(self.model)
+        self._has_compared = True
+
     def _drop(self, error: BaseException) -> None:
         self._sums = None
         self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+
+    @property
+    def _may_split(self) -> bool:
+        """A single batch may run in several forwards."""
+        return self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
 
     def _settings(self) -> Settings:
         return Settings(

@@ -18,7 +18,14 @@ from ..batch.rows import Cut
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import SEVERAL, Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
-from ..runtime.torch_private import count_graph_nodes, foreach_multiply_, is_sharded, versions
+from ..runtime.torch_private import (
+    backward_hooks_of,
+    count_graph_nodes,
+    foreach_multiply_,
+    hooks_of,
+    is_sharded,
+    versions,
+)
 from ..runtime.values import check_type
 from .accumulation import GradientSync
 
@@ -92,6 +99,7 @@ class Update:
     def run(self, sync: GradientSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
         """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and steps the optimizers.
 
+        Hooks of parameters are called before the clipping, once, with the gradient of the whole batch.
         Scaled gradients are one optimizer's to the scaler, which would otherwise skip each optimizer on its own.
         """
         whole = cast(Optimizer, self)
@@ -102,6 +110,9 @@ class Update:
                 if gradients:  # get_scale() would wait for the device
                     foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
             sync.multiply([*self.parameters, *self.outside], factor)
+            hooked = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
+            if hooked:
+                self._call_hooks(hooked)
             if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
                 self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
@@ -115,6 +126,14 @@ class Update:
             if scaler is not None:
                 scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
             raise
+
+    def _call_hooks(self, parameters: Sequence[Tensor]) -> None:
+        if any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
+            raise TypeError("a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected no hook")
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                parameter.backward(gradient)  # autograd calls the hooks, and sets the gradient that they return
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -199,6 +218,18 @@ def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
     both = nn.ModuleDict({"model": model, "criterion": criterion})
     learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
     return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Warns of hooks of modules' backwards, which get a part of the batch."""
+    names = [name for name, module in model.named_modules() if any(backward_hooks_of(module))]
+    if names:
+        warnings.warn(
+            f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
+            "not of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per "
+            "update (docs/exactness.md, Limits)",
+            stacklevel=6,
+        )
 
 
 def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, cut: Any) -> None:

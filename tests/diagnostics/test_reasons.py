@@ -381,7 +381,7 @@ def test_a_buffer_that_keeps_the_rows_of_one_replica_is_a_difference():
     assert not report.equal
     assert max(report.loss_error, *report.gradient_errors.values()) <= 1e-10
     assert report.state_errors == {"0.rows": pytest.approx(4 / 7)}  # the first of three replicas has three of seven rows
-    assert "\nbuffer 0.rows " in str(report)
+    assert "\nstate 0.rows " in str(report)
     assert "state written in forward: buffer 0.rows; all replicas but the first lose it" in report.reasons
     assert "state written in forward: 0.log; all replicas write to the same object, in any order" in report.reasons
     assert report.warnings == ()

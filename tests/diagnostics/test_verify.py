@@ -294,7 +294,7 @@ def test_a_buffer_that_differs_is_in_the_table():
     assert not report.equal
     lines = str(report).splitlines()
     assert lines[0].startswith("DIFFERENT")
-    assert "buffer norm.rows  6.0e-01  <-" in lines
+    assert "state norm.rows  6.0e-01  <-" in lines
 
 
 class Drawing(nn.Module):
@@ -350,3 +350,90 @@ def test_random_numbers_by_row_are_not_blamed():
 class Poisson(nn.Module):
     def forward(self, x):
         return x + torch.poisson(x.detach().abs())
+
+
+@pytest.mark.usefixtures("double")
+def test_a_single_device_is_split_unless_it_is_given():
+    """The report said equal of any weight=, since one replica was compared with itself."""
+    x, target = torch.randn(7, 4), class_targets(7, 4)
+
+    def loss(output, target):
+        return F.cross_entropy(output, target)
+
+    criterion = DataParallelCriterion(loss, weight="rows")
+    for model in (build_net(), DataParallelModel(build_net(), ["cpu"], split=[1])):
+        report = verify(model, criterion, x, target)
+        assert not report.equal
+        assert report.devices == ("cpu", "cpu", "cpu")
+    with simulate(2):
+        assert verify(build_net(), criterion, x, target).devices == ("sim:0", "sim:1")
+    settings = {"device_ids": ["cpu"]}
+    assert verify(build_net(), criterion, x, target, **settings).equal
+    assert not verify(build_net(), criterion, x, target, micro_batch_size=2, **settings).equal
+
+
+@pytest.mark.usefixtures("double")
+def test_a_batch_that_is_not_split_is_a_warning():
+    text = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
+    assert check(build_net(), device_ids=["cpu"]).warnings == (text,)
+    report = verify(build_net(), nn.CrossEntropyLoss(), torch.randn(1, 4), class_targets(1))
+    assert report.warnings == (text,)
+    assert f"warning: {text}" in str(report)
+    assert check(build_net(), device_ids=["cpu"], micro_batch_size=3).warnings == ()
+    assert check(build_net(), device_ids=None).warnings == ()
+
+
+class AddsToGradient(torch.autograd.Function):
+    """Gives an auxiliary loss the gradient one, as libraries of mixtures of experts do."""
+
+    @staticmethod
+    def forward(ctx, output, loss):
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.new_ones(())
+
+
+class Routed(nn.Module):
+    def __init__(self, injects):
+        super().__init__()
+        self.first, self.second, self.injects = nn.Linear(4, 6), nn.Linear(6, 5), injects
+
+    def forward(self, x):
+        features = self.first(x)
+        output = self.second(features.tanh())
+        return AddsToGradient.apply(output, features.pow(2).mean()) if self.injects else (output, features)
+
+
+def with_auxiliary_loss(output, features, target):
+    return F.cross_entropy(output, target) + features.pow(2).mean()
+
+
+@pytest.mark.usefixtures("double")
+def test_gradients_that_the_backward_changes_are_named():
+    report = check(Routed(injects=True))
+    assert report.loss_error <= 1e-10
+    assert report.reasons == (
+        "loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/exactness.md)",
+    )
+    assert check(Routed(injects=False), with_auxiliary_loss).equal
+
+
+class Following(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.key = build_net(), nn.Linear(4, 6)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.key.weight.lerp_(self.net[0].weight, 0.5)
+        return self.net(x)
+
+
+@pytest.mark.usefixtures("double")
+def test_parameters_that_the_forward_writes_are_compared():
+    report = check(Following(), device_ids=["cpu"], micro_batch_size=3)
+    assert not report.equal
+    assert list(report.state_errors) == ["key.weight"]
+    assert "state written in forward: parameter key.weight; each micro-batch writes it, from its own rows" in report.reasons

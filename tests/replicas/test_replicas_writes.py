@@ -352,3 +352,38 @@ def test_writes_through_data_equal_the_plain_program(loop):
     expected = loop(Plain())
     with simulate(3):
         assert_equal(loop(Split()), expected)
+
+
+class Momentum(nn.Module):
+    """The second layer follows the first in each forward, as in MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.key.weight.lerp_(self.query.weight, 0.5)
+        return self.query(x) - self.key(x + 1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_forward_that_writes_parameters_runs_once_per_device(frozen, enabled):
+    x, expected = torch.randn(6, 4), Momentum()
+    output = expected(x)
+    with simulate(2), torch.set_grad_enabled(enabled):
+        for devices in (["sim:0", "sim:1"], ["cpu", "sim:1"]):
+            net = Momentum()
+            net.key.requires_grad_(not frozen)
+            found = gather(DataParallelModel(net, devices)(x))
+            torch.testing.assert_close(found.cpu(), output)
+            torch.testing.assert_close(net.key.weight.cpu(), expected.key.weight)
+        for devices in (["cpu", "cpu"], ["sim:0", "sim:1", "sim:1"]):
+            net = Momentum()
+            net.key.requires_grad_(not frozen)
+            with pytest.raises(
+                RuntimeError, match="wrote to a parameter that several replicas on one device share, .* expected one"
+            ):
+                DataParallelModel(net, devices)(x)

@@ -123,13 +123,29 @@ def test_marked_results_of_operators_are_parameters_to_isinstance():
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_gradient_hooks_are_found_until_they_are_removed(register):
-    parameter = nn.Parameter(torch.ones(2))
-    assert not torch_private.has_gradient_hooks(parameter)
-    handle = getattr(parameter, register)(lambda _: None)
-    assert torch_private.has_gradient_hooks(parameter)
+def test_gradient_hooks_are_found_taken_off_and_removed(register):
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    assert not any(torch_private.hooks_of(parameter))
+    handle = getattr(parameter, register)(lambda _: calls.append(1))
+    with torch_private.without_hooks([parameter]):
+        assert not any(torch_private.hooks_of(parameter))
+        parameter.sum().backward()
+        assert calls == []
+    assert any(torch_private.hooks_of(parameter))
+    parameter.sum().backward()
+    assert calls == [1]
     handle.remove()
-    assert not torch_private.has_gradient_hooks(parameter)
+    assert not any(torch_private.hooks_of(parameter))
+    parameter.sum().backward()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_the_backward_of_a_module_are_found(register):
+    module = nn.Linear(2, 2)
+    assert not any(torch_private.backward_hooks_of(module))
+    getattr(module, register)(lambda *of: None)
+    assert any(torch_private.backward_hooks_of(module))
 
 
 def test_views_share_the_id_of_their_storage():

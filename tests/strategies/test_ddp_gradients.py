@@ -27,6 +27,7 @@ from helpers.problems import (
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize
 from balanced_parallel.runtime import devices
@@ -69,7 +70,7 @@ def check_order(rank):
     devices.start_copy = noted
     try:
         net = build_net()
-        net[2].weight.register_hook(lambda gradient: events.append("backward"))
+        net[2].register_forward_hook(lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None)
         model, criterion = parallelize(net, nn.CrossEntropyLoss())
         step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
         step(torch.randn(4, 4), class_targets(4))
@@ -317,7 +318,7 @@ def check_failing_backward(rank, place, frozen):
             raise ValueError("this rank fails")
 
     if place == "accumulation":
-        net[0].bias.register_hook(fail)
+        get_gradient_edge(net[0].bias).node.register_prehook(fail)
     elif place == "module":
         net[1].register_full_backward_hook(fail)
     else:

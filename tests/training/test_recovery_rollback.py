@@ -218,3 +218,63 @@ def test_state_without_room_for_its_copies_is_copied_again():
         assert step(*make_batch()).isfinite()
     assert mode.name is None
     assert step.micro_batch_size is None
+
+
+class Momentum(nn.Module):
+    """A layer that follows another one in each forward, as in MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.key.weight.lerp_(self.query.weight, 0.5)
+        return self.query(inputs) - self.key(inputs)
+
+
+def test_parameters_that_the_forward_writes_are_put_back():
+    """The failed attempt's write stayed: buffers were put back, parameters were not."""
+    results = []
+    for fails in (False, True):
+        step, net = make_step(Momentum())
+        step(*make_batch())
+        if not fails:
+            step.micro_batch_size = 4
+        net[2].fails = fails
+        losses = [step(*make_batch(number)) for number in (1, 2)]
+        assert step.micro_batch_size == 4
+        results.append([*losses, *net.state_dict().values()])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+WRITTEN = (
+    r"a parameter \(torch.float32, shape \(4, 4\)\) was changed in place by a forward that has to run again, expected a change"
+)
+
+
+def test_parameters_that_the_forward_writes_first_are_an_error():
+    step, net = make_step(Momentum())
+    net[2].fails = True
+    with pytest.raises(RuntimeError, match=WRITTEN):  # before any update
+        step(*make_batch())
+    assert step(*make_batch()).isfinite()
+    step, _ = make_step(Momentum(), micro_batch_size=2, whole=True)
+    with pytest.raises(RuntimeError, match=WRITTEN):  # in the first of two passes
+        step(*make_batch())
+    step, net = make_step(Momentum(), micro_batch_size=2)
+    step = TrainStep(step.model, step.criterion, step.optimizer, reproducible=True)
+    with pytest.raises(RuntimeError, match=WRITTEN):  # in the small forwards
+        step(*make_batch())
+
+
+def test_rows_that_are_rescaled_run_again():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 5), OutOfMemoryOnce())
+    criterion, optimizer = DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(DataParallelModel(net, ["cpu"]), criterion, optimizer, micro_batch_size="auto")
+    net[2].fails = True
+    assert step(torch.arange(8), class_targets(8)).isfinite()
+    assert step.micro_batch_size == 4

@@ -59,20 +59,39 @@ def test_several_optimizers_and_schedulers_equal_the_plain_program(ranks):
     run(ranks, check_several)
 
 
+class Overflows(torch.autograd.Function):
+    """Multiplies the gradient by infinity."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.inf
+
+
+class Overflowing(nn.Linear):
+    overflows = True
+
+    def forward(self, inputs):
+        return F.linear(inputs, Overflows.apply(self.weight) if self.overflows else self.weight, self.bias)
+
+
 def check_overflow(rank, ranks):
     """The gradient of the last layer overflows, that of the first does not: neither steps, and the scale falls once."""
     net = build_net()
+    net[2] = Overflowing(6, 5)
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None)
     optimizers, schedulers = make_optimizers(net)
     step = TrainStep(model, criterion, optimizers, scheduler=schedulers, max_grad_norm=1.0, precision="fp16")
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    hook = net[2].weight.register_hook(lambda gradient: gradient * torch.inf)
     step(torch.randn(4, 4), class_targets(4))
     assert all(map(torch.equal, net.parameters(), before))
     assert not optimizers[1].state
     assert [one.get_last_lr() for one in schedulers] == [[0.5], [0.1]]
     assert step.precision.scaler.get_scale() == 2.0**15
-    hook.remove()
+    net[2].overflows = False
     step(torch.randn(4, 4), class_targets(4))
     assert not any(map(torch.equal, net.parameters(), before))
     assert [one.get_last_lr() for one in schedulers] == [[0.25], [0.05]]

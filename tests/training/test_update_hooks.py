@@ -1,0 +1,171 @@
+"""Hooks of parameters: called once per update, with the gradient of the whole batch. Hooks of modules: a warning."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.steps import run, tolerance_of
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+
+CPUS = ["cpu"] * 3
+LIMIT = 0.02  # between the entries of the gradient, and of those of parts of the batch
+
+
+def clamp(gradient):
+    return gradient.clamp(-LIMIT, LIMIT)
+
+
+def halve(parameter):
+    parameter.grad = parameter.grad / 2
+
+
+def hook(net, calls):
+    """Clamps each gradient, and halves that of the last bias afterwards. Notes how often it is called."""
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: calls.append(1))  # returns None
+        parameter.register_hook(clamp)
+    net[2].bias.register_post_accumulate_grad_hook(halve)
+
+
+def train(step, way, inputs, targets):
+    if way != "add":
+        return step(inputs, targets)
+    step.add(inputs[:2], targets[:2])
+    step.add(inputs[2:], targets[2:])
+    return step.apply()
+
+
+def check_hooks(rank, ranks, way, precision, strategy):
+    torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
+    plain = build_net()
+    net, calls = copy.deepcopy(plain), []
+    hook(plain, [])
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None, strategy=strategy)
+    hook(net, calls)
+    reference, optimizer = torch.optim.SGD(plain.parameters(), lr=0.1), torch.optim.SGD(net.parameters(), lr=0.1)
+    size = {"micro": 1, "auto": "auto"}.get(way)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=size, precision=precision, max_grad_norm=0.1)
+    for number in range(3):
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(7, 4) * 3, class_targets(7, 2)
+        plain.zero_grad()
+        loss = F.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        reference.step()
+        mine = slice(None) if ranks == 1 else [slice(0, 5), slice(5, 7)][rank]
+        found = train(step, way, inputs[mine], targets[mine])
+        torch.testing.assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
+        torch.testing.assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
+        whole = nn.ParameterList(
+            getattr(parameter, "full_tensor", lambda each=parameter: each)() for parameter in net.parameters()
+        )
+        for parameter, expected in zip(whole, plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=tolerance_of(precision), atol=tolerance_of(precision))
+        if strategy != "fsdp":
+            assert_same_gradients(gradients(net), gradients(plain), tolerance_of(precision))
+        assert len(calls) == 4 * (number + 1)
+    return True
+
+
+@pytest.mark.parametrize("way", ["step", "micro", "add", "auto"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_of_parameters_get_the_gradient_of_the_batch(ranks, precision, way):
+    run(ranks, check_hooks, way, precision, "replicas" if ranks == 1 else "ddp")
+
+
+@pytest.mark.parametrize("way", ["step", "micro"])
+def test_hooks_of_shards_get_the_gradient_of_the_batch(way):
+    run(2, check_hooks, way, "fp32", "fsdp")
+
+
+class Branches(nn.Module):
+    """The second branch is taken if the rows say so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(4, 5)
+
+    def forward(self, inputs):
+        return self.first(inputs) + (self.second(inputs) if (inputs > 0).all() else 0)
+
+
+def check_unused(rank, ranks):
+    """A hook is not called for a parameter without a gradient. Autograd called it with None on a rank that had not used it."""
+    torch.set_default_dtype(torch.float64)
+    net, calls = Branches(), []
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None)
+    net.second.weight.register_hook(lambda gradient: calls.append(gradient.shape))
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    inputs = -torch.ones(2, 4)
+    step(inputs, class_targets(2))
+    assert calls == []
+    step(inputs if rank else -inputs, class_targets(2))
+    assert calls == [(5, 4)]
+    return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_are_called_for_gradients_only(ranks):
+    run(ranks, check_unused)
+
+
+def test_hooks_are_back_after_each_part_of_an_update():
+    net, calls = build_net(), []
+    handle = net[0].weight.register_hook(lambda gradient: calls.append(1))
+    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+    step.add(inputs, targets)
+    assert calls == []
+    F.cross_entropy(net(inputs), targets).backward()  # between two parts, by hand
+    assert calls == [1]
+    with pytest.raises(RuntimeError):
+        step.add(inputs[:, :2], targets)
+    F.cross_entropy(net(inputs), targets).backward()
+    step(inputs, targets)
+    assert calls == [1] * 3
+    handle.remove()
+    step(inputs, targets)
+    assert calls == [1] * 3
+
+
+def test_hooks_with_gradients_in_pieces_are_refused():
+    net = build_net()
+    net[0].weight.register_hook(clamp)
+    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=0.1))
+    with pytest.raises(
+        TypeError, match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected"
+    ):
+        step(torch.randn(7, 4), class_targets(7))
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_modules_are_warned_of_once_where_a_batch_is_cut(register):
+    net = build_net()
+    getattr(net[2], register)(lambda *of: None)
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+
+    def make(devices, size=None):
+        model, criterion = DataParallelModel(net, ["cpu"] * devices), DataParallelCriterion(nn.CrossEntropyLoss())
+        return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=size)
+
+    for step in (make(2), make(1, 2), make(1, "auto")):
+        with pytest.warns(
+            UserWarning, match=r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
+        ) as seen:
+            step(inputs, targets)
+            step(inputs, targets)
+        assert [warning.filename for warning in seen] == [__file__]
+    with pytest.warns(UserWarning, match="has a hook of its backward"):
+        make(1).add(inputs, targets)
+    with warnings.catch_warnings(action="error"):
+        make(1)(inputs, targets)
