@@ -9,7 +9,10 @@ that are behind.
 
 import contextlib
 import ctypes
+import hashlib
+import itertools
 import re
+import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -169,22 +172,31 @@ class _GatherRows(torch.autograd.Function):
 def compare_ranks(
     facts: Mapping[str, Hashable],
     expected: str,
-    explain: Callable[[str, list[str | None]], Sequence[str | None]] | None = None,
     group: Group = None,
+    lists: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
 ) -> None:
     """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every rank if one differs.
 
-    A fact that a rank does not have is not compared. ``explain`` replaces the values of the ranks in the message. It may
-    communicate: all ranks call it for the same facts.
+    A fact that a rank does not have is not compared. Of long lists, digests are compared, and the message has the first
+    difference.
     """
-    ranks = gather_objects(dict(facts), group)
+    digests = {name: digest("\n".join(lines).encode()) for name, lines in lists.items()}
+    ranks = gather_objects({**facts, **digests}, group)
     messages = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         if len({rank[name] for rank in ranks if name in rank}) > 1:
             values = [str(rank[name]) if name in rank else None for rank in ranks]
-            messages.append(f"{name}: {by_value(values if explain is None else explain(name, values))}")
+            if name in digests:  # on every rank, so all of them take part
+                columns = itertools.zip_longest(*gather_objects(lists[name], group), fillvalue="nothing more")
+                values = [*next(line for line in columns if len(set(line)) > 1)]
+            messages.append(f"{name}: {by_value(values)}")
     if messages:
         raise ValueError(f"the ranks differ, expected {expected}: {'; '.join(messages)}")
+
+
+def digest(content: bytes) -> str:
+    """Returns the first digits of the SHA-256 of bytes. For a file they are those of ``sha256sum``."""
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def by_value(values: Sequence[str | None]) -> str:

@@ -50,6 +50,7 @@ class RankModel(nn.Module):
         self.precision = Precision("fp32" if precision is None else precision)
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self.rank_numbers = RankNumbers()
+        self.has_run = False
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -65,14 +66,17 @@ class RankModel(nn.Module):
                     "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                     "others wait for its batch norm, and joined samples of another batch would count"
                 )
+            self.has_run = True
             with shard.context():
                 return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
         arguments = self.mark(Arguments(inputs, kwargs))
+        self.has_run = True
         return self._run(None, arguments, count_rows(arguments, self.dim))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
         arguments = self.mark(Arguments(inputs, kwargs), method)
+        self.has_run = True
         return self._run(method, arguments, count_rows(arguments, self.dim))
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:

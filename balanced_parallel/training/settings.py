@@ -1,7 +1,8 @@
-"""Settings of a :class:`TrainStep` that must be the same on all ranks. Ranks that differ in one train different models, or hang.
+"""Settings and values of a :class:`TrainStep` that must be the same on all ranks. Otherwise they train different models, or hang.
 
-All settings are compared once, before the first update exchanges anything else. What a schedule changes later is a digest, which
-travels with the losses: a later comparison costs no collective, and every rank decides on it alike.
+All are compared once, before the first update exchanges anything else. What may change later is a digest, which travels with the
+losses: a later comparison costs no collective, and every rank decides on it alike. The digest also tells that a program has
+written to parameters, as a ``load_state_dict()`` on one rank alone. Then all are compared again.
 """
 
 import functools
@@ -18,44 +19,52 @@ from ..batch.samplers import begun_batches
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
-from ..runtime.collectives import compare_ranks, world_size
+from ..runtime.collectives import compare_ranks, max_over_ranks, world_size
 from ..runtime.torch_private import buffers_of
-
-_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+from .state import grouped_names
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of an update. Another process may have others."""
 
+    model: Any
     criterion: DataParallelCriterion
+    trained: Mapping[str, Tensor]  # the parameters of both by name
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler]
     precision: str
     max_grad_norm: float | None
     is_auto: bool  # micro_batch_size="auto"
     unit: str  # of the limit of micro-batches
+    reproducible: bool
     failure: str  # of the update before, on this rank: its optimizers are those of an earlier update, or in between
+    has_loaded: bool  # the state of an optimizer, since the update before
+    has_written: bool  # to parameters, since the update before
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
         """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks call this."""
-        compare_ranks(self._facts(), expected)
+        compare_ranks(self._facts(), expected, lists=self._lists())
 
     def digest(self) -> list[float]:
         """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
-        numbers: list[Any] = [self.max_grad_norm or 0.0, bool(self.failure)]
+        flags = [bool(self.failure), self.has_loaded, self.has_written, self.model.module.training]
+        numbers: list[float] = [self.max_grad_norm or 0.0, *flags]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                for name in _SCHEDULED:
-                    value = group.get(name, 0.0)
-                    numbers += map(_number, value if isinstance(value, tuple) else [value])
+                for value in group.values():
+                    for part in value if isinstance(value, tuple) else (value,):
+                        if isinstance(part, (int, float)):
+                            numbers.append(part)
+                        elif isinstance(part, Tensor) and part.is_cpu and part.numel() == 1:
+                            numbers.append(float(part))
         # of numbers alone, so it is the same in each process; sums over 8192 ranks are exact in float64
         number = hash(tuple(numbers)) % 2**20
         return [float(number), float(number * number)]
 
     def check(self, total: float, squares: float) -> None:
-        """Raises ``ValueError`` on every rank if these sums over all ranks of :meth:`digest` are not of equal numbers."""
-        if world_size() * int(squares) != int(total) ** 2:
+        """Compares again if these sums over all ranks of :meth:`digest` are not of equal numbers, or all ranks have loaded."""
+        if self.has_loaded or world_size() * int(squares) != int(total) ** 2:
             self.compare(
                 "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
             )
@@ -67,6 +76,7 @@ class Settings:
             "max_grad_norm": self.max_grad_norm,
             "micro_batch_size='auto'": self.is_auto,
             "unit of the micro-batches": self.unit,
+            "reproducible": self.reproducible,
             "optimizer": ", ".join(map(_name_of_optimizer, self.optimizers)),
             "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.schedulers) or "none",
             "the sampler's batches": begun_batches(),
@@ -78,6 +88,39 @@ class Settings:
             for index, group in enumerate(optimizer.param_groups):
                 facts |= _settings({"number of parameters": len(group["params"]), **group}, f" of param group {index}{of}")
         return facts
+
+    def _lists(self) -> dict[str, list[str]]:
+        """Returns lines about each layer and tensor. All ranks call this.
+
+        A forward changes buffers, until the next one shares those of the first rank, and layers of the user may note values.
+        """
+        is_new = not max_over_ranks(int(self.model.has_run))
+        layers: list[str] = []
+        buffers: dict[str, Any] = {}
+        for owner, module in (("model", self.model.module), ("criterion", self.criterion)):
+            for path, part in module.named_modules(prefix=owner):
+                is_of_torch = type(part).__module__.startswith("torch.nn.")
+                plain = {name: value for name, value in vars(part).items() if not isinstance(value, Tensor)}
+                settings = {name: value for name, value in plain.items() if is_of_torch or (is_new and isinstance(value, float))}
+                layers += [f"{name}: {value}" for name, value in _settings(settings, f" of {path}").items()]
+                layers.append(f"training of {path}: {part.training}")
+            buffers |= module.named_buffers(prefix=owner)
+        state = {
+            f"{key} of {name}": value
+            for optimizer in self.optimizers
+            if type(optimizer).__module__.startswith("torch.optim.")  # others may keep the state of some parameters on each rank
+            for name, parameter in self.trained.items()
+            for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        }
+        groups = [grouped_names(optimizer, self.trained) for optimizer in self.optimizers]
+        return {
+            "the layers": layers,
+            "the trained parameters": [name for name, parameter in self.trained.items() if parameter.requires_grad],
+            "the param groups": [f"{line} of optimizer {number}" for number, lines in enumerate(groups) for line in lines],
+            "the parameters": _checksums(self.trained),
+            "the buffers": _checksums(buffers if is_new else {}),
+            "the state of the optimizer": _checksums(state),
+        }
 
 
 def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Hashable]:
@@ -104,6 +147,7 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
 
 def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
     """Returns the numbers, strings, tuples of them and small tensors among some values, with a suffix to their names."""
+    values = {name: "nan" if isinstance(value, float) and value != value else value for name, value in values.items()}
     kinds = (int, float, str, NoneType)
     public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
     tensors = {name: str(value.tolist()) for name, value in public.items() if isinstance(value, Tensor) and not value.is_meta}
@@ -124,7 +168,24 @@ def _name(function: Any) -> str | None:
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def _number(value: Any) -> float:
-    """Returns a number on the host, otherwise 0."""
-    is_on_host = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.is_cpu and value.numel() == 1)
-    return float(value) if is_on_host else 0.0
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksums(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name} with checksum {_checksum(value)}" for name, value in values.items()]
+
+
+def _checksum(value: Any) -> Any:
+    """Returns a sum of the bits of a tensor, the same in any order of summation; of a number, the number.
+
+    A shard, and a tensor of another kind, has none.
+    """
+    if isinstance(value, (int, float)):
+        return value
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
+        return None
+    tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+    bits = torch.atleast_1d(tensor.view(_BITS[tensor.itemsize]))
+    if bits.dim() > 1:
+        bits = bits.sum([*range(1, bits.dim())], dtype=bits.dtype)
+    return int((bits.long() * torch.arange(1, len(bits) + 1, device=bits.device)).sum())

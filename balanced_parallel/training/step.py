@@ -28,7 +28,7 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
-from ..runtime.torch_private import is_compiled
+from ..runtime.torch_private import is_compiled, versions
 from ..runtime.values import Precision
 from .accumulation import Accumulation, gradient_sync
 from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
@@ -128,6 +128,8 @@ class TrainStep:
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
         self._weight_before = 0.0  # of the last update, over everything
         self._has_compared = False  # the settings of the ranks
+        self._states: list[Any] = []  # of the optimizers, and versions of the parameters, after the last update of the ranks
+        self._versions: list[int] = []
         self._failure = ""  # of the last update of the optimizers, which the other ranks learn of
         self._update = Update(each_optimizer(optimizer), self._trained)  # that began last
         check_optimizers(self._update, each_scheduler(scheduler))
@@ -273,6 +275,8 @@ class TrainStep:
                 )
             raise
         self._failure, self.grad_norm = "", update.grad_norm
+        if collectives.world_size() > 1:
+            self._note_state()
         if self.scheduler is not None and update.has_stepped:
             for scheduler in each_scheduler(self.scheduler):
                 scheduler.step()
@@ -335,6 +339,7 @@ class TrainStep:
         """
         if not self._has_compared and collectives.world_size() > 1:
             self._settings().compare()  # before the first update
+            self._note_state()
         self._has_compared = True
         had_rows = self._sums is not None or bool(self._runs)
         numbers = self._sync.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
@@ -356,16 +361,27 @@ class TrainStep:
         self._sums = None
         self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
+    def _note_state(self) -> None:
+        """Notes what a load of one rank alone would change."""
+        self._states = [optimizer.state for optimizer in each_optimizer(self.optimizer)]
+        self._versions = versions([*self._trained.values()])
+
     def _settings(self) -> Settings:
+        optimizers = each_optimizer(self.optimizer)
         return Settings(
+            model=self.model,
             criterion=self.criterion,
-            optimizers=each_optimizer(self.optimizer),
+            trained=self._trained,
+            optimizers=optimizers,
             schedulers=each_scheduler(self.scheduler),
             precision=self.precision.name,
             max_grad_norm=self.max_grad_norm,
             is_auto=self._is_auto,
             unit=self._unit,
+            reproducible=self._by_row is not None,
             failure=self._failure,
+            has_loaded=any(optimizer.state is not before for optimizer, before in zip(optimizers, self._states, strict=False)),
+            has_written=versions([*self._trained.values()]) != self._versions,
         )
 
     @property
