@@ -24,6 +24,8 @@ from .sums import (
     Divisor,
     LossSum,
     MeanAndWeight,
+    OwnCollectives,
+    OwnCollectivesError,
     ShardLoss,
     Weight,
     add_means,
@@ -113,6 +115,7 @@ class DataParallelCriterion(nn.Module):
         self.precision = Precision("fp32" if precision is None else precision)
         self.replicas = Replicas()
         self.weight, self.minimum, self._reduction = weight, minimum, reduction
+        self.collectives = OwnCollectives(is_possible=find_torch_loss(criterion) is None)
         self._is_joint = whole or isinstance(criterion, AdditiveLoss)  # it is computed once, of all rows
         is_mean = weight is None and self.reduction == "mean"
         self.finds_means = is_mean and not is_known(criterion)  # its means are found while it runs
@@ -136,11 +139,13 @@ class DataParallelCriterion(nn.Module):
         kwargs = kwargs if self._is_joint else self._modern(kwargs)
         entries, shards = self.cut(outputs, targets, kwargs)
         reduction = kwargs.get("reduction", self.reduction)
+        if reduction != "none":
+            self.collectives.agree(int(any(shard.target_rows for shard in shards)))
         if self._is_joint or (self.finds_means and reduction == "mean"):
             return couple(self, torch.device("cpu")).value(entries, shards)
         if reduction == "none":
             return PerReplica(self.run(ShardLoss.call, entries, shards), entries.sizes, entries.dim)
-        parts = self.run(self._term(reduction), entries, shards)
+        parts = self._terms(reduction, entries, shards)
         return merge(parts, lambda sums: divide_once(sums, self.output_device or sums[0].total.device, self.minimum))
 
     @property
@@ -205,7 +210,7 @@ class DataParallelCriterion(nn.Module):
             if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            work = [functools.partial(_run, term, *replica) for replica in replicas]
+            work = [functools.partial(_run, term, self.collectives.watch, *replica) for replica in replicas]
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
@@ -227,7 +232,23 @@ class DataParallelCriterion(nn.Module):
             raise ValueError(
                 "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
             )
-        return [add_means(part) for part in self.run(self._term(self.reduction), outputs, shards)]
+        return [add_means(part) for part in self._terms(self.reduction, outputs, shards)]
+
+    def _terms(self, reduction: str, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        """Returns each replica's part of the loss."""
+        try:
+            return self.run(self._term(reduction), outputs, shards)
+        except OwnCollectivesError:
+            self.average_ranks()
+        return self.run(self._term(reduction), outputs, shards)
+
+    def average_ranks(self) -> None:
+        """Makes the loss the mean of the values of all ranks, after a first call that would have communicated; or raises."""
+        if self.reduction != "mean":
+            raise
+        self.collectives.allow()
+        self.minimum = 0.0
+        self.weigh_by(lambda *arguments, **kwargs: 1.0)
 
     def _term(self, reduction: str) -> Callable[[ShardLoss], Any]:
         """Returns the function that computes one replica's part of the loss."""
@@ -263,10 +284,12 @@ class DataParallelCriterion(nn.Module):
         return {**others, "reduction": reduction_in(kwargs)}
 
 
-def _run(term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device) -> Any:
+def _run(
+    term: Callable[..., Any], watch: Any, criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
+) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
     with shard.context():
-        return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
+        return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights, watch))
 
 
 def couple(criterion: DataParallelCriterion, home: torch.device) -> CoupledLoss:

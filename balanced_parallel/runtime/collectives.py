@@ -12,7 +12,6 @@ import ctypes
 import hashlib
 import itertools
 import re
-import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -169,26 +168,44 @@ class _GatherRows(torch.autograd.Function):
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
 
 
+_LINES = "the first difference"
+
+
+class OnCollective(torch_private.TorchDispatchMode):
+    """Calls a function with the name of each collective in its block, before it runs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, act: Callable[[str], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator."""
+        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
+            self._act(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 def compare_ranks(
     facts: Mapping[str, Hashable],
     expected: str,
     group: Group = None,
-    lists: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
+    lines: Sequence[str] = (),
 ) -> None:
     """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every rank if one differs.
 
-    A fact that a rank does not have is not compared. Of long lists, digests are compared, and the message has the first
+    A fact that a rank does not have is not compared. Of many lines, a digest is compared, and the message has the first
     difference.
     """
-    digests = {name: digest("\n".join(lines).encode()) for name, lines in lists.items()}
-    ranks = gather_objects({**facts, **digests}, group)
+    ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())}, group)
     messages = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         if len({rank[name] for rank in ranks if name in rank}) > 1:
             values = [str(rank[name]) if name in rank else None for rank in ranks]
-            if name in digests:  # on every rank, so all of them take part
-                columns = itertools.zip_longest(*gather_objects(lists[name], group), fillvalue="nothing more")
-                values = [*next(line for line in columns if len(set(line)) > 1)]
+            if name == _LINES:  # every rank sees it, so all of them take part
+                of_ranks = itertools.zip_longest(*gather_objects(lines, group), fillvalue="nothing more")
+                values = [*next(line for line in of_ranks if len(set(line)) > 1)]
             messages.append(f"{name}: {by_value(values)}")
     if messages:
         raise ValueError(f"the ranks differ, expected {expected}: {'; '.join(messages)}")

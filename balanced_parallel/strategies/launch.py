@@ -183,4 +183,4 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
         "the script": digest(script.read_bytes()) if script.is_file() else "none",
         **settings,
     }
-    compare_ranks(facts, "the same code, versions and settings on all hosts", lists={"the module": lines})
+    compare_ranks(facts, "the same code, versions and settings on all hosts", lines=lines)

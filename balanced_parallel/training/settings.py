@@ -44,7 +44,7 @@ class Settings:
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
         """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks call this."""
-        compare_ranks(self._facts(), expected, lists=self._lists())
+        compare_ranks(self._facts(), expected, lines=self._lines())
 
     def digest(self) -> list[float]:
         """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
@@ -89,38 +89,25 @@ class Settings:
                 facts |= _settings({"number of parameters": len(group["params"]), **group}, f" of param group {index}{of}")
         return facts
 
-    def _lists(self) -> dict[str, list[str]]:
-        """Returns lines about each layer and tensor. All ranks call this.
+    def _lines(self) -> list[str]:
+        """Returns lines about each layer, group and tensor. All ranks call this.
 
         A forward changes buffers, until the next one shares those of the first rank, and layers of the user may note values.
         """
-        is_new = not max_over_ranks(int(self.model.has_run))
-        layers: list[str] = []
-        buffers: dict[str, Any] = {}
-        for owner, module in (("model", self.model.module), ("criterion", self.criterion)):
-            for path, part in module.named_modules(prefix=owner):
-                is_of_torch = type(part).__module__.startswith("torch.nn.")
-                plain = {name: value for name, value in vars(part).items() if not isinstance(value, Tensor)}
-                settings = {name: value for name, value in plain.items() if is_of_torch or (is_new and isinstance(value, float))}
-                layers += [f"{name}: {value}" for name, value in _settings(settings, f" of {path}").items()]
-                layers.append(f"training of {path}: {part.training}")
-            buffers |= module.named_buffers(prefix=owner)
-        state = {
-            f"{key} of {name}": value
-            for optimizer in self.optimizers
-            if type(optimizer).__module__.startswith("torch.optim.")  # others may keep the state of some parameters on each rank
-            for name, parameter in self.trained.items()
-            for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        }
-        groups = [grouped_names(optimizer, self.trained) for optimizer in self.optimizers]
-        return {
-            "the layers": layers,
-            "the trained parameters": [name for name, parameter in self.trained.items() if parameter.requires_grad],
-            "the param groups": [f"{line} of optimizer {number}" for number, lines in enumerate(groups) for line in lines],
-            "the parameters": _checksums(self.trained),
-            "the buffers": _checksums(buffers if is_new else {}),
-            "the state of the optimizer": _checksums(state),
-        }
+        is_new = not max_over_ranks(len(self.model.runs))
+        both = nn.ModuleDict({"model": self.model.module, "criterion": self.criterion})
+        lines: list[str] = []
+        for path, part in both.named_modules():
+            kinds = (int, float, str, tuple) if type(part).__module__.startswith("torch.nn.") else (float,) * is_new
+            settings = (item for item in vars(part).items() if item[0] == "training" or isinstance(item[1], kinds))
+            lines += [f"{name} of {path} {value}" for name, value in settings if name[0] != "_"]
+        tensors = {**self.trained, **dict(both.named_buffers() if is_new else ())}
+        for optimizer in self.optimizers:
+            lines += grouped_names(optimizer, self.trained)
+            is_of_torch = type(optimizer).__module__.startswith("torch.optim.")  # others may have other state on each rank
+            for name, parameter in self.trained.items() if is_of_torch else ():
+                tensors |= {f"{key} of {name}": value for key, value in sorted(optimizer.state.get(parameter, {}).items())}
+        return lines + [f"{name} with checksum {_checksum(value)}" for name, value in tensors.items()]
 
 
 def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Hashable]:
@@ -147,7 +134,6 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
 
 def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
     """Returns the numbers, strings, tuples of them and small tensors among some values, with a suffix to their names."""
-    values = {name: "nan" if isinstance(value, float) and value != value else value for name, value in values.items()}
     kinds = (int, float, str, NoneType)
     public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
     tensors = {name: str(value.tolist()) for name, value in public.items() if isinstance(value, Tensor) and not value.is_meta}
@@ -168,24 +154,12 @@ def _name(function: Any) -> str | None:
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksums(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name} with checksum {_checksum(value)}" for name, value in values.items()]
-
-
-def _checksum(value: Any) -> Any:
-    """Returns a sum of the bits of a tensor, the same in any order of summation; of a number, the number.
-
-    A shard, and a tensor of another kind, has none.
-    """
-    if isinstance(value, (int, float)):
-        return value
+def _checksum(value: Any) -> str:
+    """Returns a sum of the bits of a tensor, the same in any order of summation; of a shard or another kind of tensor, none."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
-        return None
+        return str(value) if isinstance(value, (int, float)) else "unknown"
     tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-    bits = torch.atleast_1d(tensor.view(_BITS[tensor.itemsize]))
-    if bits.dim() > 1:
-        bits = bits.sum([*range(1, bits.dim())], dtype=bits.dtype)
-    return int((bits.long() * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
+    bits = torch.atleast_1d(tensor).view(getattr(torch, f"int{8 * tensor.itemsize}"))
+    sums = bits.unsqueeze(-1).flatten(1).sum(1, dtype=bits.dtype)
+    total = (sums.long() * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+    return f"{int(total)}{' trained' * value.requires_grad}"

@@ -164,6 +164,7 @@ class TrainStep:
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
         with self._updating(is_last=True):
+            self.criterion.collectives.agree(2 * (self._sums is not None or bool(self._runs)))
             return self._apply()
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
@@ -187,6 +188,8 @@ class TrainStep:
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
+        if run.is_whole and self.criterion.collectives.asks:
+            self.criterion.collectives.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
         if self._by_row is not None:
             compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
             run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))

@@ -248,14 +248,26 @@ def load_weights(step):
 
 
 ALONE = {
-    "weights": (load_weights, r"the parameters: model.0.weight with checksum -?\d+ on rank 0 and model.0.weight with"),
-    "nan": (lambda step: nn.init.constant_(step.model.module[3].bias, torch.nan), "the parameters: model.3.bias with"),
-    "buffers": (lambda step: step.model.module[1].running_mean.add_(1), "the buffers: model.1.running_mean with checksum 0 on"),
-    "state": (load_state, "the state of the optimizer: nothing more on rank 0 and exp_avg of model.0.bias with checksum"),
-    "p": (lambda step: setattr(step.model.module[2], "p", 0.3), "the layers: p of model.2: 0.1 on rank 0 and p of model.2: 0.3"),
-    "momentum": (lambda step: setattr(step.model.module[1], "momentum", 0.2), "momentum of model.1: 0.1 on rank 0"),
-    "eval": (lambda step: step.model.module[2].eval(), "training of model.2: True on rank 0 and training of model.2: False"),
-    "frozen": (lambda step: step.model.module[0].bias.requires_grad_(False), "the trained parameters: model.0.bias on rank 0"),
+    "weights": (
+        load_weights,
+        r"the first difference: model.0.weight with checksum -?\d+ trained on rank 0 and model.0.weight with",
+    ),
+    "nan": (lambda step: nn.init.constant_(step.model.module[3].bias, torch.nan), "the first difference: model.3.bias with"),
+    "buffers": (
+        lambda step: step.model.module[1].running_mean.add_(1),
+        "the first difference: model.1.running_mean with checksum 0 on",
+    ),
+    "state": (load_state, "the first difference: nothing more on rank 0 and exp_avg of model.0.bias with checksum"),
+    "p": (
+        lambda step: setattr(step.model.module[2], "p", 0.3),
+        "the first difference: p of model.2 0.1 on rank 0 and p of model.2 0.3",
+    ),
+    "momentum": (lambda step: setattr(step.model.module[1], "momentum", 0.2), "momentum of model.1 0.1 on rank 0"),
+    "eval": (lambda step: step.model.module[2].eval(), "training of model.2 True on rank 0 and training of model.2 False"),
+    "frozen": (
+        lambda step: step.model.module[0].bias.requires_grad_(False),
+        r"model.0.bias with checksum -?\d+ trained on rank 0 and model.0.bias with checksum -?\d+ on",
+    ),
 }
 
 
@@ -289,7 +301,7 @@ def check_groups(rank):
         for group, parameters in zip(step.optimizer.param_groups, [step.model.module[0].bias], strict=False):
             others = [parameter for parameter in step.model.parameters() if parameter is not parameters]
             group["params"], step.optimizer.param_groups[1]["params"] = [parameters], others
-    with pytest.raises(ValueError, match="the param groups: model.0.bias in group 1 of optimizer 0 on rank 0 and model.0.bias in"):
+    with pytest.raises(ValueError, match="model.0.bias in group 1 on rank 0 and model.0.bias in"):
         train(step, rank)
 
 
@@ -318,11 +330,11 @@ def check_alone_later(rank, change):
 
 
 LATER = {
-    "weights": "the parameters: model.0.weight",
-    "optimizer": "the state of the optimizer: exp_avg of model.0",
+    "weights": "the first difference: model.0.weight",
+    "optimizer": "the first difference: exp_avg of model.0",
     "eps": "eps of param group 0: 1e-08 on rank 0 and 0.5 on rank 1",
-    "eval": "the layers: training of model: True on rank 0",
-    "resumed": "the parameters: model.0.weight",
+    "eval": "the first difference: training of model True on rank 0",
+    "resumed": "the first difference: model.0.weight",
 }
 
 
@@ -339,7 +351,7 @@ def check_resumed_apart(rank):
     train(step, rank)
     state = step.state_dict()
     step.load_state_dict({**state, "model": {name: value * (1 + rank) for name, value in state["model"].items()}})
-    with pytest.raises(ValueError, match="Nothing was updated.* the parameters: model.0.weight"):
+    with pytest.raises(ValueError, match="Nothing was updated.* the first difference: model.0.weight"):
         train(step, rank, 1)
     step.load_state_dict(state)  # whose running statistics are those of this rank
     return train(step, rank, 2).item()
