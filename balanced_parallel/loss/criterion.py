@@ -1,5 +1,6 @@
 """``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -210,7 +211,8 @@ class DataParallelCriterion(nn.Module):
             if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            work = [functools.partial(_run, term, self.collectives.watch, *replica) for replica in replicas]
+            watch = self.collectives.watch if self.collectives.is_open else contextlib.nullcontext
+            work = [functools.partial(_run, term, watch, *replica) for replica in replicas]
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:

@@ -231,7 +231,7 @@ class OwnCollectives:
     def __init__(self, *, is_possible: bool) -> None:
         self.is_used = False
         self.asks = is_possible
-        self._is_open = is_possible  # until the first call has come to its end
+        self.is_open = is_possible  # until the first call has come to its end
         self._is_common = False  # each rank calls the criterion once
 
     def agree(self, calls: int) -> None:
@@ -246,12 +246,9 @@ class OwnCollectives:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Surrounds a call of the criterion. The first one may raise :class:`OwnCollectivesError`."""
-        if not self._is_open or world_size() == 1:
+        with OnCollective(self._refuse) if self.is_open and world_size() > 1 else contextlib.nullcontext():
             yield
-            return
-        with OnCollective(self._refuse):
-            yield
-        self._is_open = False
+        self.is_open = False
 
     def allow(self) -> None:
         """Allows the collectives in the next calls, after the error of the first one."""
@@ -262,7 +259,7 @@ class OwnCollectives:
             f"Better {_WITHOUT}",
             stacklevel=2,
         )
-        self.is_used, self.asks, self._is_open = True, True, False
+        self.is_used, self.asks, self.is_open = True, True, False
 
     def _refuse(self, name: str = "") -> NoReturn:
         raise OwnCollectivesError(

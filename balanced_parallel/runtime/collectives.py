@@ -183,7 +183,7 @@ class OnCollective(torch_private.TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator."""
         if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
-            self._act(function.__name__)
+            self._act(function.__name__.partition(".")[0])
         return function(*args, **(kwargs or {}))
 
 

@@ -70,8 +70,9 @@ class RankModel(nn.Module):
                     "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                     "others wait for its batch norm, and joined samples of another batch would count"
                 )
+            run = self._watched_run if self.runs.get((None, self.module.training), True) else self._run
             with shard.context():
-                return self._watched_run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
+                return run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
         arguments = self.mark(Arguments(inputs, kwargs))
         return self._watched_run(None, arguments, count_rows(arguments, self.dim))
 

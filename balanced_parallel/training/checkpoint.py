@@ -152,8 +152,8 @@ class Checkpoints:
         rank, ranks = collectives.rank(), collectives.world_size()
         folders = self._on_all_ranks(lambda: [path.name for path in complete(self.folder)])
         if any(other != folders[0] for other in folders):
-            found = collectives.by_value([", ".join(other) or "none" for other in folders])
-            raise OSError(f"ranks see different checkpoints in {self.folder}, expected {_ONE_FOLDER}: {found}")
+            listing = collectives.by_value([", ".join(other) or "none" for other in folders])
+            raise OSError(f"ranks see different checkpoints in {self.folder}, expected {_ONE_FOLDER}: {listing}")
         names = folders[0]
         for name in names:
             folder = self.folder / name

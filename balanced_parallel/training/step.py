@@ -128,6 +128,7 @@ class TrainStep:
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
         self._weight_before = 0.0  # of the last update, over everything
         self._has_compared = False  # the settings of the ranks
+        self._has_ranks = collectives.world_size() > 1
         self._states: list[Any] = []  # of the optimizers, and versions of the parameters, after the last update of the ranks
         self._versions: list[int] = []
         self._failure = ""  # of the last update of the optimizers, which the other ranks learn of
@@ -278,8 +279,11 @@ class TrainStep:
                 )
             raise
         self._failure, self.grad_norm = "", update.grad_norm
-        if collectives.world_size() > 1:
-            self._note_state()
+        if self._has_ranks:
+            self._states, self._versions = (
+                [optimizer.state for optimizer in update.optimizers],
+                versions([*self._trained.values()]),
+            )
         if self.scheduler is not None and update.has_stepped:
             for scheduler in each_scheduler(self.scheduler):
                 scheduler.step()
@@ -340,9 +344,8 @@ class TrainStep:
 
         If it fails, all rows since the last update are dropped: nobody knows which rows the gradients are of.
         """
-        if not self._has_compared and collectives.world_size() > 1:
+        if not self._has_compared and self._has_ranks:
             self._settings().compare()  # before the first update
-            self._note_state()
         self._has_compared = True
         had_rows = self._sums is not None or bool(self._runs)
         numbers = self._sync.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
@@ -363,11 +366,6 @@ class TrainStep:
     def _drop(self, error: BaseException) -> None:
         self._sums = None
         self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
-
-    def _note_state(self) -> None:
-        """Notes what a load of one rank alone would change."""
-        self._states = [optimizer.state for optimizer in each_optimizer(self.optimizer)]
-        self._versions = versions([*self._trained.values()])
 
     def _settings(self) -> Settings:
         optimizers = each_optimizer(self.optimizer)
