@@ -30,7 +30,7 @@ from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
 from .coupled import LossOfSums, Shapes, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
-from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
+from .sums import LossSum, OwnCollectivesError, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
 
 Form = dict[int, Any]  # a linear combination: the coefficients of terms by their numbers; number 0 is the constant 1
 _OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
@@ -444,7 +444,15 @@ class LossOfMeans(LossOfSums):
         nothing = shard.nothing()
         if not shard.rows:
             return ShardStatistics(None, None, nothing)
-        result, terms = find_means(shard, is_split=self.is_split)
+        if self.criterion.collectives.is_used:
+            result = shard.call()
+            means = {place: weighted_sum(loss, 1) for place, loss in containers.leaves(result)}
+            terms = {
+                MeanName(place, 0, "the loss", False, "the loss"): Term("the loss", mean, 1, None)
+                for place, mean in means.items()
+            }
+        else:
+            result, terms = find_means(shard, is_split=self.is_split)
         tensors: dict[Any, Tensor] = {_ROWS: add_up([shard.rows], nothing.device)}
         for name, term in terms.items():
             tensors[name, "total"] = widen(term.total)
@@ -462,6 +470,13 @@ class LossOfMeans(LossOfSums):
 
     def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
         return tuple(name.kind for name, kind in tensors if kind == "total")
+
+    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
+        try:
+            return super()._parts(outputs, shards)
+        except OwnCollectivesError:
+            self.criterion.average_ranks()
+        return super()._parts(outputs, shards)
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)

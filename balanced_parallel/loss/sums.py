@@ -11,8 +11,9 @@ import functools
 import itertools
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from ..batch.containers import Leaf
 from ..batch.outputs import PerReplica
 from ..batch.rows import move_leaves, parameters_of
 from ..replicas.replicas import Replicas
-from ..runtime.collectives import explain_unwatched, sum_over_ranks, world_size
+from ..runtime.collectives import OnCollective, explain_unwatched, gather_objects, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, widest_float
 from ..runtime.torch_private import is_compiled, is_compiled_function, is_differentiable
 from ..runtime.values import check_number, check_type
@@ -230,6 +231,58 @@ def flat_weights(weights: Any) -> list[float]:
 
 
 Criterion = nn.Module | Callable[..., Tensor]
+_COLLECTIVES = "the criterion communicates with the other ranks itself"
+_WITHOUT = "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True"
+
+
+class OwnCollectivesError(ValueError):
+    """A criterion would communicate itself, and the other ranks may not take part."""
+
+
+class OwnCollectives:
+    """Collectives of a criterion's own, as in programs that come from ``DistributedDataParallel``.
+
+    Its first call runs until the first collective. If there is one, the loss is what that class makes of it: the mean of the
+    values of all ranks. Each rank has to call the criterion once then, so ranks tell how often they will.
+    """
+
+    def __init__(self, *, is_possible: bool) -> None:
+        self.is_used = False
+        self.asks = is_possible
+        self.is_open = is_possible  # until the first call has come to its end
+        self._is_common = False  # each rank calls the criterion once
+
+    def agree(self, calls: int) -> None:
+        """Learns how often each rank calls the criterion in an update. All ranks call this."""
+        if self.asks and world_size() > 1:
+            counts = gather_objects(calls)
+            self._is_common = {*counts} == {1}
+            self.asks = self.is_used or 0 in counts
+            if self.is_used and not self._is_common:
+                self._refuse()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Surrounds a call of the criterion. The first one may raise :class:`OwnCollectivesError`."""
+        with OnCollective(self._refuse) if self.is_open and world_size() > 1 else contextlib.nullcontext():
+            yield
+        self.is_open = False
+
+    def allow(self) -> None:
+        """Allows the collectives in the next calls, after the error of the first one."""
+        if not self._is_common:
+            raise
+        warnings.warn(
+            f"{_COLLECTIVES}: its values are averaged over the ranks, as DistributedDataParallel does, and weight= is not used. "
+            f"Better {_WITHOUT}",
+            stacklevel=2,
+        )
+        self.is_used, self.asks, self.is_open = True, True, False
+
+    def _refuse(self, name: str = "") -> NoReturn:
+        raise OwnCollectivesError(
+            f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}"
+        )
 
 
 class ShardLoss(NamedTuple):
@@ -241,10 +294,12 @@ class ShardLoss(NamedTuple):
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
     weights: Any = None  # numbers that are known before the replica runs
+    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # surrounds the call
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
-        result = call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs)
+        with self.watch():
+            result = call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs)
         loss = result if isinstance(result, Tensor) else loss_of(result)
         if loss is None:
             raise TypeError("the criterion returned None, expected a loss: a scalar tensor, or a structure of them")

@@ -9,6 +9,8 @@ that are behind.
 
 import contextlib
 import ctypes
+import hashlib
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -166,25 +168,52 @@ class _GatherRows(torch.autograd.Function):
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
 
 
+_LINES = "the first difference"
+
+
+class OnCollective(torch_private.TorchDispatchMode):
+    """Calls a function with the name of each collective in its block, before it runs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, act: Callable[[str], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator."""
+        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
+            self._act(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
 def compare_ranks(
     facts: Mapping[str, Hashable],
     expected: str,
-    explain: Callable[[str, list[str | None]], Sequence[str | None]] | None = None,
     group: Group = None,
+    lines: Sequence[str] = (),
 ) -> None:
     """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every rank if one differs.
 
-    A fact that a rank does not have is not compared. ``explain`` replaces the values of the ranks in the message. It may
-    communicate: all ranks call it for the same facts.
+    A fact that a rank does not have is not compared. Of many lines, a digest is compared, and the message has the first
+    difference.
     """
-    ranks = gather_objects(dict(facts), group)
+    ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())}, group)
     messages = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         if len({rank[name] for rank in ranks if name in rank}) > 1:
             values = [str(rank[name]) if name in rank else None for rank in ranks]
-            messages.append(f"{name}: {by_value(values if explain is None else explain(name, values))}")
+            if name == _LINES:  # every rank sees it, so all of them take part
+                of_ranks = itertools.zip_longest(*gather_objects(lines, group), fillvalue="nothing more")
+                values = [*next(line for line in of_ranks if len(set(line)) > 1)]
+            messages.append(f"{name}: {by_value(values)}")
     if messages:
         raise ValueError(f"the ranks differ, expected {expected}: {'; '.join(messages)}")
+
+
+def digest(content: bytes) -> str:
+    """Returns the first digits of the SHA-256 of bytes. For a file they are those of ``sha256sum``."""
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def by_value(values: Sequence[str | None]) -> str:

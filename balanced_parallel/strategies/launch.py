@@ -6,8 +6,6 @@ prefix for each start.
 """
 
 import atexit
-import hashlib
-import itertools
 import os
 import sys
 import time
@@ -25,7 +23,7 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # the stubs lack them
 
 from ..runtime import collectives
-from ..runtime.collectives import compare_ranks, gather_objects
+from ..runtime.collectives import compare_ranks, digest
 from ..runtime.devices import DeviceLike, is_accelerator, resolve_devices, visible_devices
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -183,20 +181,6 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
         "torch": str(torch.__version__),
         "balanced_parallel": version("balanced-parallel"),
         "the script": digest(script.read_bytes()) if script.is_file() else "none",
-        "the module": digest("\n".join(lines).encode()),
         **settings,
     }
-
-    def explain(name: str, values: Sequence[str | None]) -> Sequence[str | None]:
-        """Returns the first lines of the modules that differ: every rank sees the same difference, so all of them take part."""
-        if name != "the module":
-            return values
-        of_ranks = itertools.zip_longest(*gather_objects(lines), fillvalue="no more parameters")
-        return next(line for line in of_ranks if len(set(line)) > 1)
-
-    compare_ranks(facts, "the same code, versions and settings on all hosts", explain)
-
-
-def digest(content: bytes) -> str:
-    """Returns the first digits of the SHA-256 of bytes. For a file they are those of ``sha256sum``."""
-    return hashlib.sha256(content).hexdigest()[:12]
+    compare_ranks(facts, "the same code, versions and settings on all hosts", lines=lines)

@@ -5,11 +5,13 @@ nothing of it is left but the structure of the output.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
@@ -18,9 +20,10 @@ from ..loss.sums import LossSum, Weight, add_up, hand_back
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.module_tree import attribute_of_wrapper
 from ..runtime import collectives, devices, row_random
+from ..runtime.collectives import OnCollective
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
-from ..runtime.torch_private import is_differentiable
+from ..runtime.torch_private import is_compiled, is_differentiable
 from ..runtime.values import Precision
 from ..training.accumulation import GradientSync, power_of_two
 
@@ -53,6 +56,7 @@ class RankModel(nn.Module):
         self.precision = Precision("fp32" if precision is None else precision)
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self.rank_numbers = RankNumbers()
+        self.runs: dict[Any, bool] = {}  # methods that have run, and whether they communicate
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -68,19 +72,47 @@ class RankModel(nn.Module):
                     "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                     "others wait for its batch norm, and joined samples of another batch would count"
                 )
+            run = self._watched_run if self.runs.get((None, self.module.training), True) else self._run
             with shard.context():
-                return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows), in_step=True)
+                return run(None, shard.inputs, None if shard.rows is None else len(shard.rows), in_step=True)
         arguments = self.mark(Arguments(inputs, kwargs))
-        return self._run(None, arguments, count_rows(arguments, self.dim))
+        return self._watched_run(None, arguments, count_rows(arguments, self.dim))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
         arguments = self.mark(Arguments(inputs, kwargs), method)
-        return self._run(method, arguments, count_rows(arguments, self.dim))
+        return self._watched_run(method, arguments, count_rows(arguments, self.dim))
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
         """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
         return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
+
+    def _watched_run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
+        """Runs the module. The first run of a method shows whether it communicates with other ranks itself."""
+        kind = method, self.module.training
+        if rows == 0 and self.runs.get(kind):
+            raise RuntimeError(
+                "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
+                "each forward: its layers would wait, or count a row that is not there"
+            )
+        if kind in self.runs:
+            return self._run(method, arguments, rows, in_step=in_step)
+        names: set[str] = set()
+        is_plain = (
+            not self.meets_ranks and isinstance(self, DistributedDataParallel) and not any(map(is_compiled, self.modules()))
+        )
+        with OnCollective(names.add) if is_plain else contextlib.nullcontext():
+            output = self._run(method, arguments, rows, in_step=in_step)
+        self.runs[kind] = bool(names - {"broadcast_"})  # which torch does with buffers
+        if self.runs[kind]:
+            self.meets_ranks = True
+            warnings.warn(
+                f"the module communicates with the other ranks itself ({', '.join(sorted(names))}): each rank runs as many "
+                "micro-batches as the others, and has rows in each. convert_sync_batchnorm is exact for batch norm; other "
+                "statistics over all rows belong into the criterion, as an AdditiveLoss",
+                stacklevel=2,
+            )
+        return output
 
     def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
         raise NotImplementedError

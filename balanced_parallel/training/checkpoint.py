@@ -45,6 +45,7 @@ from .state import Path as TreePath
 from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
 
 MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".removed"
+_ONE_FOLDER = "one folder that all ranks see, on a disk that their hosts share"
 _unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
 
 
@@ -151,13 +152,17 @@ class Checkpoints:
         A damaged one is passed over with a warning, and stays as it is.
 
         Raises:
-            OSError: the files could not be read. They may be undamaged.
+            OSError: the files could not be read. They may be undamaged. Or ranks see different folders.
             RuntimeError: all checkpoints are damaged.
             ValueError: the checkpoint does not have all parts. The parts have not changed.
         """
         self.wait()
         rank, ranks = collectives.rank(), collectives.world_size()
-        names = self._on_all_ranks(lambda: [path.name for path in complete(self.folder)])[0]  # as rank 0 sees them
+        folders = self._on_all_ranks(lambda: [path.name for path in complete(self.folder)])
+        if any(other != folders[0] for other in folders):
+            listing = collectives.by_value([", ".join(other) or "none" for other in folders])
+            raise OSError(f"ranks see different checkpoints in {self.folder}, expected {_ONE_FOLDER}: {listing}")
+        names = folders[0]
         for name in names:
             folder = self.folder / name
             reasons = [reason for reason in self._on_all_ranks(partial(damage, folder, rank, ranks)) if reason]
@@ -270,6 +275,8 @@ class Writer(HuggingFaceStorageWriter):
         files = {}
         for rank in range(self.ranks):
             path = rank_file(self.partial, rank)
+            if not path.exists():
+                raise FileNotFoundError(f"rank {rank} has written to another folder, expected {_ONE_FOLDER}")
             files.update(json.loads(path.read_text())["files"] | digests(self.partial, [path.name]))
         write_json(self.partial / MANIFEST, {"ranks": self.ranks, "files": files})
         sync_folder(self.partial)

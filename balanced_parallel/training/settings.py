@@ -1,7 +1,8 @@
-"""Settings of a :class:`TrainStep` that must be the same on all ranks. Ranks that differ in one train different models, or hang.
+"""Settings and values of a :class:`TrainStep` that must be the same on all ranks. Otherwise they train different models, or hang.
 
-All settings are compared once, before the first update exchanges anything else. What a schedule changes later is a digest, which
-travels with the losses: a later comparison costs no collective, and every rank decides on it alike.
+All are compared once, before the first update exchanges anything else. What may change later is a digest, which travels with the
+losses: a later comparison costs no collective, and every rank decides on it alike. The digest also tells that a program has
+written to parameters, as a ``load_state_dict()`` on one rank alone. Then all are compared again.
 """
 
 import functools
@@ -18,44 +19,52 @@ from ..batch.samplers import begun_batches
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
-from ..runtime.collectives import compare_ranks, world_size
+from ..runtime.collectives import compare_ranks, max_over_ranks, world_size
 from ..runtime.torch_private import buffers_of
-
-_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+from .state import grouped_names
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of an update. Another process may have others."""
 
+    model: Any
     criterion: DataParallelCriterion
+    trained: Mapping[str, Tensor]  # the parameters of both by name
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler]
     precision: str
     max_grad_norm: float | None
     is_auto: bool  # micro_batch_size="auto"
     unit: str  # of the limit of micro-batches
+    reproducible: bool
     failure: str  # of the update before, on this rank: its optimizers are those of an earlier update, or in between
+    has_loaded: bool  # the state of an optimizer, since the update before
+    has_written: bool  # to parameters, since the update before
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
         """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks call this."""
-        compare_ranks(self._facts(), expected)
+        compare_ranks(self._facts(), expected, lines=self._lines())
 
     def digest(self) -> list[float]:
         """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
-        numbers: list[Any] = [self.max_grad_norm or 0.0, bool(self.failure)]
+        flags = [bool(self.failure), self.has_loaded, self.has_written, self.model.module.training]
+        numbers: list[float] = [self.max_grad_norm or 0.0, *flags]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                for name in _SCHEDULED:
-                    value = group.get(name, 0.0)
-                    numbers += map(_number, value if isinstance(value, tuple) else [value])
+                for value in group.values():
+                    for part in value if isinstance(value, tuple) else (value,):
+                        if isinstance(part, (int, float)):
+                            numbers.append(part)
+                        elif isinstance(part, Tensor) and part.is_cpu and part.numel() == 1:
+                            numbers.append(float(part))
         # of numbers alone, so it is the same in each process; sums over 8192 ranks are exact in float64
         number = hash(tuple(numbers)) % 2**20
         return [float(number), float(number * number)]
 
     def check(self, total: float, squares: float) -> None:
-        """Raises ``ValueError`` on every rank if these sums over all ranks of :meth:`digest` are not of equal numbers."""
-        if world_size() * int(squares) != int(total) ** 2:
+        """Compares again if these sums over all ranks of :meth:`digest` are not of equal numbers, or all ranks have loaded."""
+        if self.has_loaded or world_size() * int(squares) != int(total) ** 2:
             self.compare(
                 "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
             )
@@ -67,6 +76,7 @@ class Settings:
             "max_grad_norm": self.max_grad_norm,
             "micro_batch_size='auto'": self.is_auto,
             "unit of the micro-batches": self.unit,
+            "reproducible": self.reproducible,
             "optimizer": ", ".join(map(_name_of_optimizer, self.optimizers)),
             "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.schedulers) or "none",
             "the sampler's batches": begun_batches(),
@@ -78,6 +88,26 @@ class Settings:
             for index, group in enumerate(optimizer.param_groups):
                 facts |= _settings({"number of parameters": len(group["params"]), **group}, f" of param group {index}{of}")
         return facts
+
+    def _lines(self) -> list[str]:
+        """Returns lines about each layer, group and tensor. All ranks call this.
+
+        A forward changes buffers, until the next one shares those of the first rank, and layers of the user may note values.
+        """
+        is_new = not max_over_ranks(len(self.model.runs))
+        both = nn.ModuleDict({"model": self.model.module, "criterion": self.criterion})
+        lines: list[str] = []
+        for path, part in both.named_modules():
+            kinds = (int, float, str, tuple) if type(part).__module__.startswith("torch.nn.") else (float,) * is_new
+            settings = (item for item in vars(part).items() if item[0] == "training" or isinstance(item[1], kinds))
+            lines += [f"{name} of {path} {value}" for name, value in settings if name[0] != "_"]
+        tensors = {**self.trained, **dict(both.named_buffers() if is_new else ())}
+        for optimizer in self.optimizers:
+            lines += grouped_names(optimizer, self.trained)
+            is_of_torch = type(optimizer).__module__.startswith("torch.optim.")  # others may have other state on each rank
+            for name, parameter in self.trained.items() if is_of_torch else ():
+                tensors |= {f"{key} of {name}": value for key, value in sorted(optimizer.state.get(parameter, {}).items())}
+        return lines + [f"{name} with checksum {_checksum(value)}" for name, value in tensors.items()]
 
 
 def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Hashable]:
@@ -124,7 +154,12 @@ def _name(function: Any) -> str | None:
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def _number(value: Any) -> float:
-    """Returns a number on the host, otherwise 0."""
-    is_on_host = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.is_cpu and value.numel() == 1)
-    return float(value) if is_on_host else 0.0
+def _checksum(value: Any) -> str:
+    """Returns a sum of the bits of a tensor, the same in any order of summation; of a shard or another kind of tensor, none."""
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
+        return str(value) if isinstance(value, (int, float)) else "unknown"
+    tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+    bits = torch.atleast_1d(tensor).view(getattr(torch, f"int{8 * tensor.itemsize}"))
+    sums = bits.unsqueeze(-1).flatten(1).sum(1, dtype=bits.dtype)
+    total = (sums.long() * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+    return f"{int(total)}{' trained' * value.requires_grad}"

@@ -152,6 +152,13 @@ def _names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:
     return [names.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(parameters)]
 
 
+def grouped_names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of the parameters with the numbers of their groups, sorted."""
+    names = iter(_names(optimizer, trained))
+    groups = enumerate(_whole_groups(optimizer))
+    return sorted(f"{next(names)} in group {number}" for number, group in groups for _ in group["params"])
+
+
 def _whole_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
 

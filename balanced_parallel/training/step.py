@@ -28,7 +28,7 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
-from ..runtime.torch_private import hooks_of, is_compiled, without_hooks
+from ..runtime.torch_private import hooks_of, is_compiled, versions, without_hooks
 from ..runtime.values import Precision, naming_arguments
 from .accumulation import Accumulation, gradient_sync
 from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
@@ -131,6 +131,9 @@ class TrainStep:
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
         self._weight_before = 0.0  # of the last update, over everything
         self._has_compared = False  # the settings of the ranks
+        self._has_ranks = collectives.world_size() > 1
+        self._states: list[Any] = []  # of the optimizers, and versions of the parameters, after the last update of the ranks
+        self._versions: list[int] = []
         self._failure = ""  # of the last update of the optimizers, which the other ranks learn of
         self._update = Update(each_optimizer(optimizer), self._trained)  # that began last
         check_optimizers(self._update, each_scheduler(scheduler))
@@ -167,6 +170,7 @@ class TrainStep:
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
         with self._updating(is_last=True) as hooks:
+            self.criterion.collectives.agree(2 * (self._sums is not None or bool(self._runs)))
             return self._apply(hooks)
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
@@ -190,6 +194,8 @@ class TrainStep:
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
+        if run.is_whole and self.criterion.collectives.asks:
+            self.criterion.collectives.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
         if self._by_row is not None:
             compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
             run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
@@ -283,6 +289,11 @@ class TrainStep:
             )
             raise
         self._failure, self.grad_norm = "", update.grad_norm
+        if self._has_ranks:
+            self._states, self._versions = (
+                [optimizer.state for optimizer in update.optimizers],
+                versions([*self._trained.values()]),
+            )
         if self.scheduler is not None and update.has_stepped:
             step_schedulers(each_scheduler(self.scheduler))
         return loss
@@ -366,7 +377,7 @@ class TrainStep:
 
     def _check_first(self, *, is_whole: bool) -> None:
         """Compares the ranks, and warns of hooks, before the first update."""
-        if collectives.world_size() > 1:
+        if self._has_ranks:
             self._settings().compare()
         if self._may_split or not is_whole:
             warn_of_hooks(self.model)
@@ -382,15 +393,21 @@ class TrainStep:
         return self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
 
     def _settings(self) -> Settings:
+        optimizers = each_optimizer(self.optimizer)
         return Settings(
+            model=self.model,
             criterion=self.criterion,
-            optimizers=each_optimizer(self.optimizer),
+            trained=self._trained,
+            optimizers=optimizers,
             schedulers=each_scheduler(self.scheduler),
             precision=self.precision.name,
             max_grad_norm=self.max_grad_norm,
             is_auto=self._is_auto,
             unit=self._unit,
+            reproducible=self._by_row is not None,
             failure=self._failure,
+            has_loaded=any(optimizer.state is not before for optimizer, before in zip(optimizers, self._states, strict=False)),
+            has_written=versions([*self._trained.values()]) != self._versions,
         )
 
     @property

@@ -346,9 +346,12 @@ def test_equal_ranks_agree_in_one_all_gather(hosts):
     [
         ("torch", f"torch: {re.escape(torch.__version__)} on ranks 0, 1 and 2.11.0 on rank 2"),
         ("package", "balanced_parallel: .* on ranks 0, 1 and 0.0.1 on rank 2"),
-        ("shape", r"the module: 1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and 1.weight \[3, 3\] .* on rank 2"),
+        (
+            "shape",
+            r"the first difference: 1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and 1.weight \[3, 3\] .* on rank 2",
+        ),
         ("frozen", r"0.weight \[3, 4\] torch.float32 trained on ranks 0, 1 and 0.weight \[3, 4\] torch.float32 on rank 2"),
-        ("missing", r"1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and no more parameters on rank 2"),
+        ("missing", r"1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and nothing more on rank 2"),
     ],
 )
 def test_different_ranks_raise_one_error_on_all_of_them(hosts, change, message):

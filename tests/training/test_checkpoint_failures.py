@@ -225,3 +225,21 @@ def test_module_of_other_shapes_is_refused_and_nothing_is_loaded(tmp_path):
 def test_state_that_is_not_a_steps_is_refused():
     with pytest.raises(ValueError, match=r"the state lacks criterion, .*weight_before, expected what a TrainStep's state_dict"):
         make_step().load_state_dict({})
+
+
+def see_other_folders(rank, folder):
+    """Rank 1 has a folder of its own, as on a disk of its host."""
+    parallelize(nn.Linear(4, 3), strategy="ddp")
+    shared, alone = (Checkpoints(path, net=nn.Linear(4, 3)) for path in (folder / "shared", folder / f"alone{rank}"))
+    alone.save(1)
+    with pytest.raises(OSError, match="rank 1 has written to another folder, expected one folder that all ranks see"):
+        alone.wait()
+    shared.save(1)
+    shared.wait()
+    other = shared if rank == 0 else alone
+    with pytest.raises(OSError, match="ranks see different checkpoints in .*: step-00000001 on rank 0 and none on rank 1$"):
+        other.load_latest()
+
+
+def test_ranks_that_see_different_folders_are_told(tmp_path):
+    run_ranks(2, see_other_folders, tmp_path, timeout=60)

@@ -1,5 +1,6 @@
 """Ranks with different settings: each rank raises the error, which names the settings, the ranks and their values."""
 
+import copy
 import re
 
 import pytest
@@ -220,3 +221,165 @@ def check_common_failure(rank):
 def test_failure_of_all_ranks_alike_lets_them_go_on():
     losses = run_ranks(2, check_common_failure)
     assert losses[0] == losses[1]
+
+
+def make_layers(strategy="ddp"):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, CLASSES)).double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy=strategy)
+    return TrainStep(model, criterion, ADAM(model.parameters(), lr=0.1))
+
+
+def load_state(step):
+    full = {"step": torch.tensor(9.0), "exp_avg": torch.ones(6, dtype=torch.float64), "exp_avg_sq": torch.ones(6)}
+    step.optimizer.load_state_dict({**step.optimizer.state_dict(), "state": {1: full}})
+
+
+def swap_groups(step):
+    first, *others = step.optimizer.param_groups[0]["params"]
+    step.optimizer.param_groups[0]["params"] = others
+    step.optimizer.add_param_group({"params": [first]})
+    step.optimizer.param_groups.reverse()
+
+
+def load_weights(step):
+    step.model.module.load_state_dict({name: value * 1 for name, value in step.model.module.state_dict().items()})
+    with torch.no_grad():
+        step.model.module[0].weight[[0, 1]] = step.model.module[0].weight[[1, 0]]  # the sum stays the same
+
+
+ALONE = {
+    "weights": (
+        load_weights,
+        r"the first difference: model.0.weight with checksum -?\d+ trained on rank 0 and model.0.weight with",
+    ),
+    "nan": (lambda step: nn.init.constant_(step.model.module[3].bias, torch.nan), "the first difference: model.3.bias with"),
+    "buffers": (
+        lambda step: step.model.module[1].running_mean.add_(1),
+        "the first difference: model.1.running_mean with checksum 0 on",
+    ),
+    "state": (load_state, "the first difference: nothing more on rank 0 and exp_avg of model.0.bias with checksum"),
+    "p": (
+        lambda step: setattr(step.model.module[2], "p", 0.3),
+        "the first difference: p of model.2 0.1 on rank 0 and p of model.2 0.3",
+    ),
+    "momentum": (lambda step: setattr(step.model.module[1], "momentum", 0.2), "momentum of model.1 0.1 on rank 0"),
+    "eval": (lambda step: step.model.module[2].eval(), "training of model.2 True on rank 0 and training of model.2 False"),
+    "frozen": (
+        lambda step: step.model.module[0].bias.requires_grad_(False),
+        r"model.0.bias with checksum -?\d+ trained on rank 0 and model.0.bias with checksum -?\d+ on",
+    ),
+}
+
+
+def check_alone(rank, name, strategy="ddp"):
+    step = make_layers(strategy)
+    if rank:
+        ALONE[name][0](step)
+    with pytest.raises(ValueError, match="^the ranks differ, expected the same settings") as caught:
+        train(step, rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_has_loaded_or_set_alone_is_refused_by_all(name):
+    errors = run_ranks(2, check_alone, name, timeout=60)
+    assert errors[0] == errors[1]
+    assert re.search(ALONE[name][1], errors[0]), errors[0]
+
+
+@pytest.mark.parametrize("name", ["buffers", "p", "eval"])
+def test_what_one_rank_has_set_alone_is_refused_with_shards(name):
+    errors = run_ranks(2, check_alone, name, "fsdp", timeout=60)
+    assert errors[0] == errors[1]
+    assert re.search(ALONE[name][1], errors[0]), errors[0]
+
+
+def check_groups(rank):
+    step = make_layers()
+    swap_groups(step)
+    if rank:
+        for group, parameters in zip(step.optimizer.param_groups, [step.model.module[0].bias], strict=False):
+            others = [parameter for parameter in step.model.parameters() if parameter is not parameters]
+            group["params"], step.optimizer.param_groups[1]["params"] = [parameters], others
+    with pytest.raises(ValueError, match="model.0.bias in group 1 on rank 0 and model.0.bias in"):
+        train(step, rank)
+
+
+def test_groups_of_equal_sizes_with_other_parameters_are_refused():
+    run_ranks(2, check_groups, timeout=60)
+
+
+def check_alone_later(rank, change):
+    """Ranks differ behind their second update: rank 1 alone has changed something."""
+    step = make_layers()
+    for number in range(2):
+        train(step, rank, number)
+    saved = step.state_dict()
+    changes = {
+        "weights": lambda: load_weights(step),
+        "optimizer": lambda: load_state(step),
+        "eps": lambda: step.optimizer.param_groups[0].update(eps=0.5),
+        "eval": lambda: step.model.module.eval(),
+        "resumed": lambda: step.load_state_dict({**saved, "model": {name: 2 * value for name, value in saved["model"].items()}}),
+    }
+    if rank:
+        changes[change]()
+    with pytest.raises(ValueError, match="^the ranks differ, .*Nothing was updated") as caught:
+        train(step, rank, 2)
+    return str(caught.value)
+
+
+LATER = {
+    "weights": "the first difference: model.0.weight",
+    "optimizer": "the first difference: exp_avg of model.0",
+    "eps": "eps of param group 0: 1e-08 on rank 0 and 0.5 on rank 1",
+    "eval": "the first difference: training of model True on rank 0",
+    "resumed": "the first difference: model.0.weight",
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_one_rank_changes_alone_later_is_refused_before_the_update(change):
+    errors = run_ranks(2, check_alone_later, change, timeout=60)
+    assert errors[0] == errors[1]
+    assert LATER[change] in errors[0]
+
+
+def check_resumed_apart(rank):
+    """Each rank loads a state of its own: both have loaded, so nothing else tells that they differ."""
+    step = make_layers()
+    train(step, rank)
+    state = copy.deepcopy(step.state_dict())
+    step.load_state_dict({**state, "model": {name: value * (1 + rank) for name, value in state["model"].items()}})
+    with pytest.raises(ValueError, match="Nothing was updated.* the first difference: model.0.weight"):
+        train(step, rank, 1)
+    step.load_state_dict(state)  # whose running statistics are those of this rank
+    return train(step, rank, 2).item()
+
+
+def test_states_that_differ_are_refused_after_all_ranks_have_loaded():
+    losses = run_ranks(2, check_resumed_apart, timeout=60)
+    assert losses[0] == losses[1]
+
+
+def check_harmless(rank):
+    """Forwards by hand before the first update give each rank statistics of its own, and equal weights may be loaded."""
+    torch.manual_seed(0)
+    step = make_layers()
+    step.model(torch.randn(3, 4, dtype=torch.float64) + rank)
+    losses = [train(step, rank).item()]
+    if rank:
+        step.model.module.load_state_dict(step.model.module.state_dict())
+    return [*losses, train(step, rank, 1).item()]
+
+
+def test_statistics_of_a_rank_and_equal_weights_are_no_difference():
+    losses = run_ranks(2, check_harmless, timeout=60)
+    assert losses[0] == losses[1]
+
+
+def test_reproducible_on_one_rank_is_refused_by_all():
+    errors = run_ranks(2, error_of, {}, {"reproducible": True}, timeout=60)
+    assert errors[0] == errors[1]
+    assert "reproducible: False on rank 0 and True on rank 1" in errors[0]

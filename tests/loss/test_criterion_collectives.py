@@ -1,0 +1,150 @@
+"""Criteria with collectives of their own, from programs that come from ``DistributedDataParallel``."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
+
+
+class Boxes(nn.Module):
+    """Divides by the number of boxes on all ranks, as DETR does, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, target, mask):
+        self.calls += 1
+        count = mask.sum().double().reshape(1)
+        dist.all_reduce(count)
+        return ((output - target).abs().sum(1) * mask).sum() / torch.clamp(count / dist.get_world_size(), min=1).item()
+
+
+def local_boxes(output, target, mask):
+    return ((output - target).abs().sum(1) * mask).sum() / mask.sum().clamp(min=1)
+
+
+WAYS = {
+    "none": {},
+    "weight": {"weight": lambda output, target, mask: mask.sum(), "minimum": 7},
+    "rows": {"weight": "rows"},
+}
+
+
+def make_batch(rows, number=0):
+    torch.manual_seed(10 + number)
+    return torch.randn(rows, 4).double(), (torch.randn(rows, 3).double(), torch.arange(rows) % 3 < 2)
+
+
+def my_rows(batch, rank, cut):
+    mine = slice(0, cut) if rank == 0 else slice(cut, None)
+    inputs, targets = batch
+    return inputs[mine], tuple(target[mine] for target in targets)
+
+
+def check_equal(rank, way, strategy, by_hand):
+    torch.manual_seed(0)
+    net, plain = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+    plain.load_state_dict(net.state_dict())
+    optimizer_of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, criterion = parallelize(net, DataParallelCriterion(Boxes(), **WAYS[way]), strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = TrainStep(model, criterion, optimizer)
+        for number, rows in enumerate((7, 5, 2)):
+            batch = make_batch(rows, number)
+            inputs, targets = my_rows(batch, rank, (rows + 1) // 2)
+            if by_hand:
+                optimizer.zero_grad()
+                loss = criterion(model(inputs), *targets)
+                loss.backward()
+                optimizer.step()
+            else:
+                loss = step(inputs, targets)
+            expected = local_boxes(plain(batch[0]), *batch[1])
+            optimizer_of_plain.zero_grad()
+            expected.backward()
+            optimizer_of_plain.step()
+            torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=0)
+    messages = [str(warning.message) for warning in caught if "communicates" in str(warning.message)]
+    assert len(messages) == 1
+    assert "averaged over the ranks, as DistributedDataParallel does" in messages[0]
+    for name, parameter in model.module.named_parameters():
+        whole = parameter.full_tensor() if strategy == "fsdp" else parameter
+        torch.testing.assert_close(whole, plain.get_parameter(name), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
+def test_criterion_that_reduces_its_divisor_is_averaged_over_ranks(way, strategy, by_hand):
+    run_ranks(2, check_equal, way, strategy, by_hand, timeout=60)
+
+
+def check_empty(rank, by_hand):
+    """A rank without rows comes after the first batch: both ranks raise the same error."""
+    model, criterion = parallelize(nn.Linear(4, 3).double(), DataParallelCriterion(Boxes(), weight="rows"), strategy="ddp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def run(rows, cut):
+        inputs, targets = my_rows(make_batch(rows), rank, cut)
+        return criterion(model(inputs), *targets) if by_hand else step(inputs, targets)
+
+    with pytest.warns(UserWarning, match="communicates"):
+        run(4, 2)
+    with pytest.raises(ValueError, match="communicates with the other ranks itself, expected rows and one micro-batch") as caught:
+        run(3, 3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_rank_without_rows_is_refused_by_all_if_the_criterion_communicates(by_hand):
+    errors = run_ranks(2, check_empty, by_hand, timeout=60)
+    assert errors[0] == errors[1]
+
+
+def check_refused(rank, settings, micro_batch_size):
+    criterion = DataParallelCriterion(Boxes(), **settings)
+    model, criterion = parallelize(nn.Linear(4, 3).double(), criterion, strategy="ddp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
+    with pytest.raises(ValueError, match="communicates .* write it without collectives"):
+        step(*my_rows(make_batch(8), rank, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro_batch_size"), [({}, 2), ({"weight": "rows"}, 2), ({"whole": True}, None), ({"reduction": "sum"}, None)]
+)
+def test_criterion_that_communicates_is_refused_where_it_is_not_called_once(settings, micro_batch_size):
+    run_ranks(2, check_refused, settings, micro_batch_size, timeout=60)
+
+
+class Local(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, target, mask):
+        self.calls += 1
+        return ((output - target).abs().sum(1) * mask).sum() / mask.sum()
+
+
+def check_local(rank, first_cut):
+    """A criterion without collectives is called once for each batch, and ranks ask once, also if one begins without rows."""
+    asked = []
+    model, criterion = parallelize(nn.Linear(4, 3).double(), DataParallelCriterion(Local(), weight=WAYS["weight"]["weight"]))
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    for cut in (first_cut, 2, 4, 2):
+        asked.append(criterion.collectives.asks)
+        step(*my_rows(make_batch(4), rank, cut))
+    return asked, criterion.module.calls
+
+
+def test_criterion_without_collectives_is_asked_for_once():
+    assert run_ranks(2, check_local, 2, timeout=60) == [([True, False, False, False], 4), ([True, False, False, False], 3)]
+    assert run_ranks(2, check_local, 4, timeout=60) == [([True, True, False, False], 4), ([True, True, False, False], 2)]
