@@ -177,10 +177,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def _run(self, method: str | None, arguments: Arguments) -> Any:
         batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
-        shards = batch.split(self.devices, self.split)
-        outputs = self._run_shards(shards, method)
-        if batch.cut_already is not None:
-            outputs.in_order(batch.cut_already.order)
+        outputs = self._run_shards(batch.split(self.devices, self.split), method)
         return self._gather(outputs) if self.gather_outputs else outputs
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
@@ -200,8 +197,6 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:
-        if outputs.order is not None:
-            return outputs.gather(self._gathers_on)
         rows = max(size or 0 for size in outputs.sizes)
         output = outputs[outputs.sizes.index(rows)]
         for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True):
