@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import memory, savings
-from .batch.by_cost import ByCost, shard_by_cost
+from .batch.by_cost import ByCost
 from .batch.outputs import PerReplica, gather
 from .batch.rows import Rows, Whole, scatter
 from .batch.samplers import BalancedBatchSampler, RankBatchSampler
@@ -62,7 +62,6 @@ __all__ = [
     "parallelize",
     "savings",
     "scatter",
-    "shard_by_cost",
     "simulate",
     "verify",
     "weighted_mean",

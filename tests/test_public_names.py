@@ -33,7 +33,6 @@ PUBLIC = {
     "parallelize",
     "savings",
     "scatter",
-    "shard_by_cost",
     "simulate",
     "verify",
     "weighted_mean",

@@ -31,7 +31,6 @@ from .rows import (
     Cut,
     Mark,
     Rows,
-    RowShards,
     Shard,
     Whole,
     count_rows,
@@ -76,7 +75,8 @@ class ByCost(Cut):
         combine: Combine | None = None,
         limit: float | None = None,
     ) -> None:
-        _check_functions(cost=cost, collate=collate or sum, combine=combine or sum)
+        for name, function in {"cost": cost, "collate": collate or sum, "combine": combine or sum}.items():
+            check_type(name, function, Callable, "a function")
         for dim in trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []:
             check_number("trim", dim, "a dimension, or a mapping to dimensions from the names of arguments", whole=True)
         if collate is not None and trim is not None:
@@ -93,11 +93,6 @@ class ByCost(Cut):
         batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, forward)
         batch.unit, batch.is_strict = unit, is_strict
         return batch
-
-
-def _check_functions(**functions: Any) -> None:
-    for name, function in functions.items():
-        check_type(name, function, Callable, "a function")
 
 
 def check_limit(name: str, cost: Any) -> None:
@@ -174,10 +169,10 @@ class _Samples(CostBatch):
         self._mark, self._samples, self._example = mark, samples, cut.example
         self.has_example = bool(self._example)
 
-    def shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int] = (0, 1)) -> Shard:
+    def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
         chosen = [self._samples[row] for row in part] or self._example
-        of_model, of_criterion = inputs_and_targets(self._collate(chosen))
+        of_model, of_criterion = _inputs_and_targets(self._collate(chosen))
         inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
         rows, target_rows = count_rows(inputs, dims[0], len(chosen)), count_rows(targets, dims[1], len(chosen))
         is_joined = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
@@ -213,7 +208,7 @@ class _Padded(CostBatch):
             )
         self._trims = [] if cut.trim is None else _trims(self.inputs, self.targets, cut.trim, forward, self.costs)
 
-    def shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int] = (0, 1)) -> Shard:
+    def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns copies of some rows, cut to the longest of them."""
         nodes = self.inputs, self.targets
         if self._trims:
@@ -283,55 +278,10 @@ def _pinned(shard: Shard) -> Shard:
     return shard._replace(inputs=map_marked(pin_leaf, shard.inputs), targets=map_marked(pin_leaf, shard.targets))
 
 
-def shard_by_cost(
-    samples: Sequence[Any],
-    shards: int,
-    *,
-    cost: Callable[[Any], float],
-    collate: Callable[[list[Any]], Any],
-    combine: Combine | None = None,
-) -> tuple[Any, Any]:
-    """Splits samples of unequal cost into shards, and pads each shard on its own.
-
-    Returns inputs for a :class:`DataParallelModel` and targets for a :class:`DataParallelCriterion`, in a :class:`PerReplica` for
-    each tensor. The gathered outputs have the order of the samples.
-
-    Args:
-        samples: one for each row.
-        shards: the number of devices, ``len(model.devices)``.
-        cost: of a sample, such as ``len``.
-        collate: makes ``(inputs, targets)`` of any list of samples, or a mapping of inputs with ``"labels"``.
-        combine: cost of a shard, from the costs of its rows, as in :class:`ByCost`.
-
-    Raises:
-        ValueError: there are no samples, a cost is negative or not finite, or ``collate`` returns something else.
-
-    Example:
-        >>> samples = [torch.ones(length) for length in (9, 3, 4, 2, 3, 2, 1, 1)]
-        >>> pad = torch.nn.utils.rnn.pad_sequence
-        >>> inputs, targets = shard_by_cost(samples, 3, cost=len, collate=lambda some: (pad(some, True), torch.ones(len(some))))
-        >>> [tuple(shard.shape) for shard in inputs]
-        [(1, 9), (3, 4), (4, 2)]
-        >>> outputs = DataParallelModel(torch.nn.Identity(), ["cpu"] * 3)(inputs)
-        >>> outputs.gather().sum(1)
-        tensor([9., 3., 4., 2., 3., 2., 1., 1.])
-    """
-    check_type("samples", samples, Sequence, "a list with one sample for each row")
-    check_number("shards", shards, "the number of devices", at_least=1, whole=True)
-    _check_functions(cost=cost, collate=collate, combine=combine or sum)
-    if not samples:
-        raise ValueError("there are no samples, expected at least one")
-    runs = cut_by_cost([cost(sample) for sample in samples], shards, combine) if shards > 1 else [list(range(len(samples)))]
-    pairs = [inputs_and_targets(collate([samples[row] for row in run])) for run in runs]
-    sizes, order = [len(run) for run in runs], [row for run in runs for row in run]
-    inputs, targets = zip(*pairs, strict=True)
-    return as_shards(inputs, sizes, order), as_shards(targets, sizes, order)
-
-
-def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
+def _inputs_and_targets(collated: Any) -> tuple[Any, Any]:
     """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it marks the inputs."""
     if isinstance(collated, Whole):
-        inputs, targets = inputs_and_targets(collated.value)
+        inputs, targets = _inputs_and_targets(collated.value)
         if isinstance(inputs, Mapping):
             return {name: Whole(value) for name, value in inputs.items()}, targets
         return tuple(map(Whole, containers.spread(inputs))), targets
@@ -340,10 +290,3 @@ def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
     if isinstance(collated, (tuple, list)) and len(collated) == 2:
         return collated[0], collated[1]
     raise ValueError(f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping with 'labels'")
-
-
-def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
-    """Merges the arguments of several replicas into one structure, whose leaves are :class:`RowShards`."""
-    if len(parts) == 1:
-        return parts[0]
-    return containers.zip_leaves(lambda place, leaves: RowShards(leaves, sizes).in_order(order), parts)

@@ -6,7 +6,7 @@ exchange the layouts of their outputs. So sizes may differ, and a mismatch raise
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +49,6 @@ class PerReplica(list[Any], containers.Leaf):
         torch.Size([5, 10])
     """
 
-    _has_places = False
-
     def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None] | None = None, dim: Dims = 0) -> None:
         if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):  # an output is made in every forward
             check_type("entries", entries, Iterable, "one entry per replica")
@@ -60,9 +58,9 @@ class PerReplica(list[Any], containers.Leaf):
         super().__init__(entries)
         self.has_sizes = sizes is not None
         if sizes is None:
-            if self._has_places:
+            if isinstance(self, _PlacedOutputs):
                 raise TypeError(
-                    f"a {type(self).__name__} was made of entries alone, perhaps by another library that applies a function to "
+                    "a PerReplica was made of entries alone, perhaps by another library that applies a function to "
                     "all tensors. These outputs have their rows in another dimension or order than the batch, which would be "
                     "lost: call gather() before, or leave precision and devices to this library"
                 )
@@ -76,16 +74,12 @@ class PerReplica(list[Any], containers.Leaf):
         self.dim = dim
         self.order: list[int] | None = None
         if dim != 0:
-            self._keep_places()
-
-    def _keep_places(self) -> None:
-        if type(self) is PerReplica:
             self.__class__ = _PlacedOutputs
 
-    def in_order(self, order: Sequence[int] | None) -> Self:
+    def in_order(self, order: Sequence[int] | None) -> "PerReplica":
         """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
         if order is not None:
-            self._keep_places()
+            self.__class__ = _PlacedOutputs
         self.order = None if order is None else list(order)
         return self
 
@@ -127,11 +121,9 @@ class PerReplica(list[Any], containers.Leaf):
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
-        """Concatenates the entries of this rank on ``device``, in their order: not that of the batch if it was cut by cost."""
-        if len(self) > 1:
-            if self.order is None and (refusal := repeated_rows(self, self.sizes, self.dim)):
-                raise ValueError(refusal)
-            return join(self, device, self.dim)
+        """Concatenates the entries of this rank on ``device``, in the order of the batch."""
+        if len(self) > 1 or self.order is not None:
+            return self.gather(device, ranks=False)
         return containers.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, self[0])
 
     def __getitem__(self, key: Any) -> Any:
@@ -182,8 +174,6 @@ class PerReplica(list[Any], containers.Leaf):
 
 class _PlacedOutputs(PerReplica):
     """Outputs with their rows in another dimension or order than the batch, which a copy of the entries alone would lose."""
-
-    _has_places = True
 
 
 def _refuse(operation: str, error: type[Exception]) -> NoReturn:

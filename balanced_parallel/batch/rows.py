@@ -295,14 +295,11 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 def cut(node: Any, parts: Sequence[RowNumbers], dim: int = 0) -> list[Any]:
     """Returns the rows of each part of ``node``. See :func:`take`."""
-    return [take(node, part, dim, (number, len(parts))) for number, part in enumerate(parts)]
+    return [take(node, part, dim) for part in parts]
 
 
-def take(node: Any, part: RowNumbers, dim: int = 0, place: tuple[int, int] = (0, 1)) -> Any:
-    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay.
-
-    ``place`` is the number of the part, and the number of parts, for rows that are cut already.
-    """
+def take(node: Any, part: RowNumbers, dim: int = 0) -> Any:
+    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay."""
     if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
         tensor = node.inputs[0]  # shortcut for the most frequent arguments
         return Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {})
@@ -317,8 +314,6 @@ def take(node: Any, part: RowNumbers, dim: int = 0, place: tuple[int, int] = (0,
             return kind(leaf[row] for row in part if leaf)
         if isinstance(leaf, Rows):
             return Rows([leaf.entries[row] for row in part])
-        if isinstance(leaf, RowShards) and len(leaf) == place[1]:
-            return list.__getitem__(leaf, place[0])
         if not isinstance(leaf, PerReplica) or None in leaf.sizes:
             return leaf
         if not isinstance(part, range):
@@ -376,12 +371,6 @@ def copy_views(arguments: Arguments, device: torch.device) -> Arguments:
     return result
 
 
-class RowShards(PerReplica):
-    """One argument, or one part of it, that is cut already: one shard per replica."""
-
-    _has_places = True
-
-
 class Shard(NamedTuple):
     """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved."""
 
@@ -422,10 +411,6 @@ class Batch:
         is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
         # targets of the whole batch, in any number of parts
         self.counted_targets = [targets.inputs if is_plain else move_leaves(targets.inputs, None)]
-        self.cut_already: RowShards | None = None  # an argument; if one is cut already, all are
-        if not inputs.inputs or type(inputs.inputs[0]) is not torch.Tensor:
-            first = next((leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, (RowShards, torch.Tensor))), None)
-            self.cut_already = first if isinstance(first, RowShards) else None
 
     def plan(
         self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
@@ -435,7 +420,7 @@ class Batch:
         ``agree`` returns the number of micro-batches to run, if this process needs the given one. Inputs that have no rows, such
         as settings alone, are one micro-batch.
         """
-        if self.rows is None or self.cut_already is not None:
+        if self.rows is None:
             return iter([self.split(devices, weights)])
         plan = equal_rows(self.rows, weights or len(devices), None if limit is None else int(limit), agree)
         return self._shards(plan, devices)
@@ -444,14 +429,7 @@ class Batch:
         """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used."""
         if self.rows is None:
             return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
-        if (shards := self.cut_already) is None:
-            sizes = split_sizes(self.rows, weights or len(devices))
-        elif weights is not None:
-            raise ValueError(f"split={weights!r} of the model and rows that are cut by cost were given, expected one of them")
-        elif len(shards) > len(devices):
-            raise ValueError(f"rows in {len(shards)} shards for {len(devices)} devices, expected one for each at most")
-        else:
-            sizes = [size or 0 for size in shards.sizes]
+        sizes = split_sizes(self.rows, weights or len(devices))
         return next(self._shards([consecutive(sizes)], devices))
 
     def check_weight(self, weigh: Callable[..., Any]) -> None:
@@ -470,19 +448,19 @@ class Batch:
             for number, part in enumerate(parts):
                 if part or (number == len(parts) - 1 and not shards):  # one shard, if there are no rows
                     device = devices[number if part else 0]
-                    shards.append(self.shard(part, device, (number, len(parts))))
+                    shards.append(self.shard(part, device))
             yield shards
 
-    def shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int] = (0, 1)) -> Shard:
-        """Returns some rows. ``place`` is that of :func:`take`."""
+    def shard(self, part: RowNumbers, device: torch.device) -> Shard:
+        """Returns some rows."""
         rows, target_rows = self.rows or 0, self.target_rows
         if len(part) == rows:
             return Shard(self.inputs, self.targets, part, rows if target_rows is None else target_rows, device)
-        inputs = take(self.inputs, part, self.dims[0], place)
+        inputs = take(self.inputs, part, self.dims[0])
         if target_rows is None:
             return Shard(inputs, self.targets, part, len(part), device)
         of_targets = part if target_rows == rows else scaled(part, rows, target_rows)
-        return Shard(inputs, take(self.targets, of_targets, self.dims[1], place), part, len(of_targets), device)
+        return Shard(inputs, take(self.targets, of_targets, self.dims[1]), part, len(of_targets), device)
 
 
 Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]

@@ -12,7 +12,7 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
-from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_sizes
+from ..batch.plan import consecutive, proportional_sizes, split_sizes
 from ..batch.rows import NOTHING, Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import explain_unwatched, refuse_unshared, sum_over_ranks, world_size
@@ -188,6 +188,11 @@ class DataParallelCriterion(nn.Module):
     def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PerReplica, list[Shard]]:
         """Cuts the arguments behind the outputs as the outputs' shards. Returns the outputs, and the shards."""
         entries = _as_per_replica(outputs, self._output_dim)
+        if entries.order is not None:
+            raise ValueError(
+                "the criterion was given outputs in another order than the batch, as after a cut by cost, expected the order of "
+                "the targets: call criterion([outputs.gather()], targets)"
+            )
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
@@ -199,16 +204,8 @@ class DataParallelCriterion(nn.Module):
             sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))
         else:
             sizes = proportional_sizes(expected if rows is None else rows, [size or 0 for size in entries.sizes])
-        parts: list[RowNumbers] = [*consecutive(sizes)]
-        if entries.order is not None and rows is not None:
-            order = entries.order  # the rows of the outputs were cut by cost
-            if rows != len(order):
-                raise ValueError(
-                    f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same "
-                    "number: call criterion([outputs.gather()], targets)"
-                )
-            parts = [[order[place] for place in part] for part in parts]
-        is_whole = rows is None or (len(parts) == 1 and entries.order is None)
+        parts = consecutive(sizes)
+        is_whole = rows is None or len(parts) == 1
         batches = [batch] * len(parts) if is_whole else cut(batch, parts, dim)
         cells = zip(batches, parts, sizes, devices_of(entries, self.devices), strict=True)
         return entries, [Shard(NOTHING, piece, part, size, device) for piece, part, size, device in cells]
@@ -373,7 +370,8 @@ def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
         if len({part.sizes for part in outputs}) > 1:
             rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
             raise ValueError(f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each")
-        return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, tuple(part.dim for part in outputs))
+        dims = tuple(part.dim for part in outputs)
+        return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, dims).in_order(outputs[0].order)
     dim = 0 if dim is None else dim
     tensors = [containers.first_tensor(output) for output in outputs]
     devices = {tensor.device for tensor in tensors if tensor is not None}

@@ -180,8 +180,6 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         with torch.enable_grad():  # the forward may ask for gradients of its inputs under no_grad too
             shards = batch.split(self.devices, self.split)
         outputs = self._run_shards(shards, method)
-        if batch.cut_already is not None:
-            outputs.in_order(batch.cut_already.order)
         return self._gather(outputs) if self.gather_outputs else outputs
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
@@ -201,8 +199,6 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:
-        if outputs.order is not None:
-            return outputs.gather(self._gathers_on)
         rows = max(size or 0 for size in outputs.sizes)
         output = outputs[outputs.sizes.index(rows)]
         for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True):

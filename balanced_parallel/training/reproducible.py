@@ -40,8 +40,6 @@ class RandomByRow:
 
     def begin(self, batch: Batch, run: Callable[[list[Shard]], Any]) -> Callable[[Shard], Shard]:
         """Numbers the rows of a batch. Returns a function that gives its shards a context. ``run`` runs shards of one forward."""
-        if batch.cut_already is not None:
-            raise ValueError("reproducible=True with inputs that are cut already, expected the whole batch and cut=ByCost(...)")
         leaves = containers.leaves((batch.inputs, batch.targets))
         types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
         kind, rows = (tuple([module.training for module in self._modules]), *types), batch.rows or 0

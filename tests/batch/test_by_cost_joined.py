@@ -24,7 +24,6 @@ from balanced_parallel import (
     convert_sync_batchnorm,
     parallelize,
     savings,
-    shard_by_cost,
     simulate,
 )
 
@@ -263,15 +262,6 @@ def test_numbers_by_row_are_refused():
     step = make_step(Packed(dropout=0.5), ByCost(tokens_of, collate=whole, combine=sum), reproducible=True)
     with pytest.raises(ValueError, match="reproducible=True with samples that collate= joins"):
         step(make_samples())
-
-
-def test_a_loop_by_hand():
-    net, samples = Packed().double(), make_samples()
-    model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(nn.CrossEntropyLoss())
-    inputs, tags = shard_by_cost(samples, 3, cost=tokens_of, collate=whole, combine=sum)
-    loss = criterion(model(**inputs), tags)
-    loss.backward()
-    assert_equal(loss.detach(), net, packed_program(samples))
 
 
 def train_on_ranks(rank, strategy):

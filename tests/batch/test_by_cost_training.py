@@ -162,16 +162,14 @@ def test_targets_of_words_may_be_flat(double):
     assert_same_gradients(gradients(net), expected)
 
 
-def test_a_criterion_takes_the_outputs_with_targets_in_the_order_of_the_batch(double):
-    samples = make_samples([3] * 7)  # one length
-    loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    torch.testing.assert_close(criterion(outputs, pad(samples)[1]), loss, rtol=1e-10, atol=1e-10)
-    with pytest.raises(ValueError, match="the targets have 21 rows, and the outputs 7, in the order of their cost"):
-        criterion(outputs, pad(samples)[1].flatten())
+def test_a_criterion_takes_gathered_outputs_alone(double):
     samples = make_samples()
     loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
-    torch.testing.assert_close(criterion([outputs.gather()], pad(samples)[1]), loss, rtol=1e-10, atol=1e-10)
+    criterion, tags = DataParallelCriterion(nn.CrossEntropyLoss()), pad(samples)[1]
+    torch.testing.assert_close(criterion([outputs.gather()], tags), loss, rtol=1e-10, atol=1e-10)
+    for given in (outputs, (outputs, outputs)):
+        with pytest.raises(ValueError, match=r"outputs in another order than the batch.*criterion\(\[outputs.gather\(\)\]"):
+            criterion(given, tags)
 
 
 def test_a_run_goes_on_from_its_state(double):

@@ -1,14 +1,15 @@
-"""Gathering: concatenation of every leaf, containers of every type, errors for outputs that differ."""
+"""Gathering: concatenation of every leaf, containers of every type, rows in another order, errors for outputs that differ."""
 
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from balanced_parallel import gather, scatter
+from balanced_parallel import DataParallelModel, PerReplica, Whole, gather, scatter
 
 
 @dataclasses.dataclass
@@ -95,3 +96,44 @@ def test_gradients_flow_back_to_all_outputs():
 def test_outputs_that_cannot_be_gathered_raise_an_error(outputs, error, message):
     with pytest.raises(error, match=message):
         gather(outputs)
+
+
+SHARDS = [[1], [2, 0, 3, 4], [5]]
+ROWS = [torch.full((length,), float(length)) for length in (2, 9, 4, 3, 3, 1)]
+
+
+def ordered(function):
+    """Returns outputs for shards that are padded to a length of their own, the longest row first."""
+    entries = [function(nn.utils.rnn.pad_sequence([ROWS[row] for row in shard], True)) for shard in SHARDS]
+    return PerReplica(entries, [len(shard) for shard in SHARDS]).in_order([row for shard in SHARDS for row in shard])
+
+
+def test_parts_of_the_outputs_keep_their_order():
+    outputs = ordered(
+        lambda rows: {
+            "rows": rows,
+            "names": [f"{row.max():.0f}" for row in rows],
+            "total": rows.sum(),
+            "pair": (rows, rows.amax(1)),
+        }
+    )
+    assert outputs["rows"].map(lambda rows: rows.amax(1)).gather().tolist() == [2, 9, 4, 3, 3, 1]
+    assert outputs["names"].gather() == ["2", "9", "4", "3", "3", "1"]
+    assert outputs["pair"].unzip()[1].gather().tolist() == [2, 9, 4, 3, 3, 1]
+    gathered = outputs.gather()
+    assert gathered["rows"].shape == (6, 9)
+    assert gathered["total"].shape == (3,)
+
+
+def test_a_model_takes_outputs_in_another_order_whole_alone():
+    outputs = ordered(lambda rows: rows)
+    with pytest.raises(ValueError, match="another order than the batch: call gather"):
+        DataParallelModel(nn.Identity(), ["cpu"] * 2)(outputs)
+    assert torch.equal(DataParallelModel(nn.Identity(), ["cpu"])(outputs)[0], outputs.gather())
+    (whole,) = scatter(Whole(outputs), ["cpu"])
+    assert torch.equal(whole, outputs.gather())
+
+
+def test_rows_that_cannot_be_put_in_order_are_an_error():
+    with pytest.raises(ValueError, match="an output has 26 rows for 6 rows of the batch"):
+        ordered(torch.flatten).gather()

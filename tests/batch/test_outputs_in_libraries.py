@@ -9,11 +9,10 @@ from helpers.ranks import run_ranks
 from lightning_fabric import Fabric
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
-from torch.utils.data import default_collate
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.trainer_pt_utils import nested_detach
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, gather, parallelize, shard_by_cost
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, gather, parallelize
 
 INPUTS, TARGETS = torch.arange(20.0).view(5, 4), torch.tensor([0, 1, 2, 0, -100])
 COPIES = {
@@ -54,11 +53,7 @@ def test_records_pass_through():
 
 @pytest.mark.parametrize("library", COPIES)
 def test_copies_that_would_lose_the_order_or_the_dimension_of_rows_are_refused(library):
-    samples = [*zip(INPUTS, TARGETS, strict=True)]
-    shards, _ = shard_by_cost(samples, 2, cost=lambda sample: 100 - sample[0].sum(), collate=default_collate)
-    by_cost = make(2)(shards)
-    assert by_cost.order is not None
-    for outputs in (by_cost, PerReplica([INPUTS.T], [5], dim=1)):
+    for outputs in (make()(INPUTS).in_order([4, 3, 2, 1, 0]), PerReplica([INPUTS.T], [5], dim=1)):
         with pytest.raises(TypeError, match="in another dimension or order"):
             COPIES[library](outputs)
         outputs.map(torch.Tensor.float).gather()

@@ -30,7 +30,6 @@ from balanced_parallel import (
     parallelize,
     savings,
     scatter,
-    shard_by_cost,
     simulate,
     verify,
     weighted_mean,
@@ -368,12 +367,8 @@ def sampler(**settings):
     return BalancedBatchSampler(**{"costs": [1.0, 2.0, 3.0], "batch_size": 2, **settings})
 
 
-def sharded(**settings):
-    return shard_by_cost(**{"samples": [INPUTS, INPUTS], "shards": 2, "cost": len, "collate": tuple, **settings})
-
-
 def cost_step(**settings):
-    return make_step(cut=ByCost(lambda inputs: inputs.sum(1), **settings))(INPUTS, TARGETS)
+    return make_step(cut=ByCost(**{"cost": lambda inputs: inputs.sum(1), **settings}))(INPUTS, TARGETS)
 
 
 CALLS = {
@@ -413,13 +408,10 @@ CALLS = {
     "ranks": [lambda value: sampler(ranks=value)],
     "combine": [
         lambda value: sampler(combine=value),
-        lambda value: sharded(combine=value),
         lambda value: cost_step(combine=value),
     ],
-    "samples": [lambda value: sharded(samples=value)],
-    "shards": [lambda value: sharded(shards=value)],
-    "cost": [lambda value: sharded(cost=value)],
-    "collate": [lambda value: sharded(collate=value)],
+    "cost": [lambda value: cost_step(cost=value)],
+    "collate": [lambda value: cost_step(collate=value)],
     "trim": [lambda value: cost_step(trim=value)],
     "limit": [lambda value: cost_step(limit=value)],
     "keep": [lambda value: Checkpoints("unused", keep=value, net=nn.Linear(4, 3))],
@@ -447,7 +439,7 @@ def test_mappings(name):
             call({"text": 2.5})
 
 
-@pytest.mark.parametrize("name", ["dim", "batch_size", "seed", "shards", "keep", "number"])
+@pytest.mark.parametrize("name", ["dim", "batch_size", "seed", "keep", "number"])
 def test_integers(name):
     for call in CALLS[name]:
         for value in (2.5, "text", True, torch.ones(2)):

@@ -286,22 +286,6 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
         TrainStep(DataParallelModel(net, ["cpu"]), *settings, reproducible=True)
 
 
-def test_inputs_that_are_cut_already_are_refused():
-    from balanced_parallel import shard_by_cost
-
-    samples = [torch.ones(6), torch.ones(6)]
-    inputs, targets = shard_by_cost(samples, 2, cost=len, collate=lambda some: (torch.stack(some), torch.zeros(len(some), 5)))
-    module = nn.Linear(6, 5)
-    step = TrainStep(
-        DataParallelModel(module, ["cpu"] * 2),
-        DataParallelCriterion(nn.MSELoss()),
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        reproducible=True,
-    )
-    with pytest.raises(ValueError, match=r"inputs that are cut already, expected the whole batch and cut=ByCost"):
-        step(inputs, targets)
-
-
 FILES = tuple(f"balanced_parallel/{name}.py" for name in ("runtime/row_random", "training/reproducible"))
 
 
