@@ -19,7 +19,7 @@ from ..batch.rows import Arguments, MicroBatch, count_rows, mark_inputs, take
 from ..loss.sums import LossSum, Weight, add_up, hand_back
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.module_tree import attribute_of_wrapper
-from ..runtime import collectives, devices, row_random
+from ..runtime import collectives, devices, row_random, torch_private
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
@@ -164,10 +164,15 @@ def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable
     tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return output
-    outputs = _Watch.apply(at_backward, first, *tensors)
-    outputs[0].grad_fn.metadata[collectives.WATCHED] = True
-    watched = iter(outputs)
+    watched = iter(_watch(tensors, first, at_backward))
     return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, output)
+
+
+def _watch(tensors: list[Tensor], first: Tensor | None, at_backward: Callable[[], None] | None) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = _Watch.apply(at_backward, first, *tensors)
+    node: torch_private.Node = outputs[0].grad_fn
+    node.metadata[collectives.WATCHED] = True
+    return outputs
 
 
 class _Watch(torch.autograd.Function):
@@ -175,7 +180,7 @@ class _Watch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, at_backward: Callable[[], None] | None, first: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.at_backward = at_backward
+        ctx.at_backward, ctx.first = at_backward, first
         ctx.set_materialize_grads(False)
         return tuple(map(Tensor.detach, tensors))  # not views, which must not be written to in place
 
@@ -183,7 +188,12 @@ class _Watch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.at_backward is not None:
             ctx.at_backward()
-        return None, None, *gradients
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not torch.is_grad_enabled() or ctx.first is None or not present:
+            return None, None, *gradients
+        # With create_graph=True, a function of gradients, such as a penalty, has a backward that reaches parameters too.
+        watched = iter(_watch(present, ctx.first, ctx.at_backward))
+        return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
 
 
 def connect(row: Any, inputs: Arguments | None) -> Any:

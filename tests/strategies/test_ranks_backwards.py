@@ -118,12 +118,22 @@ def some_accumulate(model, loss, x, other, y):
     loss(model(other), y).backward()
 
 
+def penalty_of_inputs(model, loss, x, other, y):
+    """A penalty of gradients of inputs is a loss of its own, as in StyleGAN. Its backward does not pass the outputs."""
+    x = x.clone().requires_grad_()
+    outputs = model(x)
+    total = outputs.sum() if isinstance(outputs, torch.Tensor) else outputs[0].sum()
+    (slopes,) = torch.autograd.grad(total, x, create_graph=True)
+    slopes = slopes if isinstance(outputs, torch.Tensor) else [slopes]
+    loss(slopes, y[:, :4]).backward()
+
+
 def parameters_of(model):
     return [*getattr(model, "module", model).parameters()]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("way", [adaptive_weight, gradient_of_a_gradient, some_accumulate])
+@pytest.mark.parametrize("way", [adaptive_weight, gradient_of_a_gradient, some_accumulate, penalty_of_inputs])
 def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
     assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
 
