@@ -217,6 +217,8 @@ class LossOfSums(CoupledLoss):
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
         try:
             samples = self._samples(output, shard)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - it may raise anything
             if output.sizes[0] == 1:
                 return

@@ -160,13 +160,18 @@ _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary
 
 
 def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
-    if _claims.get(optimizer) == count_graph_nodes():
+    """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of an old loop."""
+    claim = _claims[optimizer]
+    if claim == count_graph_nodes():
         optimizer.zero_grad()
         warnings.warn(
             "optimizer.step() was called, but TrainStep steps the optimizer itself: these gradients are dropped, and nothing is "
             "updated. Leave optimizer.step() out, or run a backward of your own before it",
             stacklevel=3,
         )
+    elif claim != -1:  # an update by hand, which steps its schedulers by hand as well
+        for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
+            del _epochs[scheduler]
 
 
 def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:

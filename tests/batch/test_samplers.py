@@ -208,5 +208,7 @@ def test_samplers_and_loaders_are_not_taken_for_data(make):
     """The weights of a sampler were ignored: every row was drawn."""
     weighted = WeightedRandomSampler([0.0] * 15 + [1.0] * 5, 20)
     for value in (weighted, BatchSampler(weighted, 4, False), DistributedSampler(ROWS, 2, 0), DataLoader(ROWS, batch_size=4)):
-        with pytest.raises(TypeError, match=rf"is a {type(value).__name__}, expected .* weights and batches would be ignored"):
+        with pytest.raises(
+            TypeError, match=rf"is a {type(value).__name__}, expected .* weights and batches of a sampler would be ignored"
+        ):
             make(value, SIZE)
