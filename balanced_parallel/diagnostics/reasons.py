@@ -28,10 +28,9 @@ def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device,
     """Yields a reason if the halves of a batch have other outputs than the whole. The model draws no random numbers."""
     if batch_norms(module, over_all_rows=False):
         return  # they have a reason of their own
-    plain, split, repeated = Program(module), Program(module), Program(module)
+    plain, split = Program(module), Program(module)
     whole = plain.forward(inputs, device, 0)
-    repeated.forward(inputs, device, 0)
-    if output_error(whole, repeated.forward(inputs, device, 0)) > limit:
+    if output_error(whole, plain.forward(inputs, device, 0)) > limit:
         return  # written state changes the output, so each half changes that of the other
     model, arguments = wrap(split.module.to(device)), as_arguments(inputs)
     outputs = model(*arguments.inputs, **arguments.kwargs)
@@ -63,7 +62,7 @@ def _sorted(output: Any, dims: Dims) -> Any:
 
 def find_reasons(
     plain: Program,
-    untouched: tuple[nn.Module, Criterion],
+    module: nn.Module,
     batch: tuple[Any, Any],
     model: DataParallelModel,
     losses: DataParallelCriterion,
@@ -73,39 +72,34 @@ def find_reasons(
     *,
     reproducible: bool,
 ) -> tuple[str, ...]:
-    """Returns the reasons that apply, from the plain program after its steps, and model and criterion before (``untouched``)."""
-    (module, criterion), (inputs, targets) = untouched, batch
-    devices, device = len(model.devices), model.devices[0]
-    following = move_leaves(containers.spread(targets), device)
+    """Returns the reasons that apply, from the plain program after its steps, and the model and the loss before them."""
+    inputs, targets = batch
+    criterion, devices, device = losses.module, len(model.devices), model.devices[0]
     reasons = [*_mixing_layers(module, devices, micro_batches), *_random_layers(module)]
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        reasons += _without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
-        loss = list(state_of_criterion(criterion, plain.criterion, devices))
-        loss = loss or _without_errors(loss_draws(criterion, plain.output, following, limit))
-        if not loss and (losses.finds_means or not losses.is_coupled):  # a coupled loss is computed from all rows, in one piece
-            loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
-            loss += _without_errors(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
+    reasons += without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
+    loss = list(state_of_criterion(criterion, plain.criterion, devices))
+    loss = loss or without_errors(loss_draws(criterion, plain.output, move_leaves(containers.spread(targets), device), limit))
+    if not loss and (losses.finds_means or not losses.is_coupled):  # a coupled loss is computed from all rows, in one piece
+        loss = without_errors(weight_in_parts(plain.output, losses, targets, model.out_dims))
+        loss += without_errors(loss_in_parts(plain.output, losses, targets, model.out_dims))
     reasons += [*loss, *state_of_model(module, plain.module, devices)]
     if reproducible:  # random numbers were the same
         reasons = [reason for reason in reasons if not reason.startswith(("dropout: ", "random numbers: "))]
-    return tuple(reasons) or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
-
-
-def _own_loss(output: Any, is_weighted: bool) -> Iterator[str]:
-    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad for _, leaf in containers.leaves(output)):
-        yield "the model computes its own loss" + (
-            ", and a part of it is no mean over what weight= counts: weight= counts something else, or the loss has another "
-            "part, such as a router loss or a second mean: compute the parts in the criterion (docs/huggingface.md)"
-            if is_weighted
-            else ": give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor of its "
-            "mean, and pass the targets to the criterion too"
+    leaves = [leaf for _, leaf in containers.leaves(plain.output)]
+    if not reasons and any(isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad for leaf in leaves):
+        reasons.append(
+            "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
+            "function (output, *targets) -> scalar that returns the divisor of its mean, and pass the targets to the criterion "
+            "too; compute a loss of several parts, such as one with a router loss, in the criterion (docs/huggingface.md)"
         )
+    return tuple(reasons)
 
 
-def _without_errors(reasons: Iterable[str]) -> list[str]:
-    """Returns the reasons, or none if a model or a criterion raises an error for a part of the batch."""
+def without_errors(reasons: Iterable[str]) -> list[str]:
+    """Returns the reasons, or none if a model, a criterion or a weight function raises an error for a part of the batch."""
     try:
-        return list(reasons)
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            return list(reasons)
     except Exception:  # noqa: BLE001 - they may raise any error
         return []
 
@@ -117,7 +111,7 @@ def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torc
         return
     if place is not None and not any(_random_layers(module)):
         yield f"random numbers: the model draws them, in {place}: {_BY_ROW}, or in eval mode"
-    is_evaluated = place is not None or any(_mixing_layers(module, 2, 1))
+    is_evaluated = place is not None or bool(batch_norms(module, over_all_rows=False))
     yield from mixed_rows(evaluated if is_evaluated else module, wrap, inputs, device, limit)
 
 

@@ -4,7 +4,6 @@ import collections
 import copy
 import functools
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
-from ..batch.plan import consecutive, proportional_sizes
-from ..batch.rows import as_arguments, count_rows, cut, move_leaves
+from ..batch.plan import consecutive
+from ..batch.rows import as_arguments, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
 from ..loss.sums import Criterion, ShardLoss, call_spread, call_weight, flat_weights, loss_of
@@ -160,9 +159,6 @@ def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float
 
 
 _HALF = (torch.bfloat16, torch.float16)
-_WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor"
-_OTHER_WEIGHT = "weight= is not its divisor: give a function (output, *targets) -> scalar that returns it"
-_WHOLE = "give DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets)"
 _ROUNDING = 1e-4
 
 
@@ -187,12 +183,27 @@ def copy_of(criterion: Any) -> Any:
         return criterion
 
 
-def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
-    """Yields a reason if the loss computed in parts differs from the loss of the whole batch."""
-    if not is_known(criterion) or wrapped.weight is not None:  # else a rule gives the divisor
-        single_output, single_targets = _single((output, containers.spread(targets)))
-        if reason := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).reason():
-            yield reason
+def loss_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
+    """Yields a reason if the loss computed from uneven parts of the rows differs from that of all rows, or raises an error."""
+    if is_known(wrapped.module) and wrapped.weight is None:
+        return  # a rule gives the divisor
+    wrapped = copy_of(wrapped)
+    if any(tensor.dtype in _HALF for tensor in (*wrapped.parameters(), *wrapped.buffers())):
+        wrapped.float()
+    output, targets = containers.map_leaves(_in_float32, (output, containers.spread(targets)))
+    whole, *cuts = _cuts(output, dims)
+    expected = scalar_of(wrapped.run(ShardLoss.call, *wrapped.cut(whole, targets, {}))[0])
+    try:
+        losses = [scalar_of(copy_of(wrapped)(parts, *targets)).to(expected) for parts in cuts]
+    except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
+        losses = []
+    if not losses or not all(torch.allclose(loss, expected, rtol=_ROUNDING, equal_nan=True) for loss in losses):
+        yield (
+            "the loss: computed in parts it differs from the loss of the whole batch: its rows depend on each other, or weight= "
+            "or reduction= is not that of the loss: give DataParallelCriterion neither for a loss of torch, reduction='sum' for "
+            "a sum, weight='rows' for a mean over rows, weight=, a function (output, *targets) -> scalar that returns the "
+            "divisor, for another mean, and whole=True or AdditiveLoss(statistics, finish) for any other loss"
+        )
 
 
 def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
@@ -200,117 +211,33 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
 
     Equal parts hide a wrong divisor: the mean of their means is right.
     """
-    count: Any = wrapped.weight
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        try:
-            parts = _Parts(count, wrapped, output, containers.spread(targets), dims)
-            shards = *parts.arguments([parts.rows]), *parts.arguments([1, parts.rows - 1])
-            losses = [ShardLoss(wrapped, 0, *shard, {}) for shard in shards]
-            whole, first, others = (sum(flat_weights(call_weight(count, loss))) for loss in losses)
-        except Exception:  # noqa: BLE001 - no function, or one that may raise any error
-            return
+    weigh = functools.partial(call_weight, wrapped.weight)
+    all_rows, first_row, *_ = _cuts(output, dims)
+    whole, first, others = (
+        sum(flat_weights(count))
+        for parts in (all_rows, first_row)
+        for count in wrapped.run(weigh, *wrapped.cut(parts, containers.spread(targets), {}))
+    )
     if abs(first + others - whole) > _ROUNDING * whole:
         entries = len(containers.spread(output))
         spread = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
         yield (
-            f"weight= does not add up: it returned {whole:g} for {parts.rows} rows, {first:g} for the first of them and "
+            f"weight= does not add up: it returned {whole:g} for {all_rows.sizes[0]} rows, {first:g} for the first of them and "
             f"{others:g} for the others, expected the number of terms that the mean divides by{spread}"
         )
 
 
-def _single(value: Any) -> Any:
-    """Returns a copy whose tensors in half precision are float32, so that the losses of parts show more than rounding."""
-    if isinstance(value, nn.Module):
-        is_half = any(tensor.dtype in _HALF for tensor in (*value.parameters(), *value.buffers()))
-        return copy_of(value).float() if is_half else value
-    return containers.map_leaves(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf, value)
+def _cuts(output: Any, dims: Dims) -> list[PerReplica]:
+    """Returns an output in one part, and in two uneven parts of its rows in several ways."""
+    tensor, dim = containers.first_tensor(output), dims if isinstance(dims, int) else 0
+    if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
+        raise ValueError("the output does not have several rows")
+    rows = tensor.size(dim)
+    third = max(rows // 3, 1)
+    ways = [[rows], [1, rows - 1], [third, rows - third], [rows - third, third]]
+    return [PerReplica(cut(output, consecutive(sizes), dim), sizes, dim) for sizes in ways]
 
 
-class _Parts:
-    """Losses of contiguous parts of the rows."""
-
-    def __init__(
-        self, criterion: Criterion, wrapped: DataParallelCriterion, output: Any, targets: tuple[Any, ...], dims: Dims
-    ) -> None:
-        tensor, dim = containers.first_tensor(output), dims if isinstance(dims, int) else 0
-        if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
-            raise ValueError("the output does not have several rows")
-        self.criterion, self.wrapped = criterion, wrapped
-        self.output, self.dim, self.rows, self.device = output, dim, tensor.size(dim), tensor.device
-        marked, self.target_dim = wrapped.mark(targets, {}, dim, len(containers.spread(output)))
-        self.targets = marked.inputs
-        self.counted = count_rows(self.targets, self.target_dim) if targets else None
-
-    def arguments(self, sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """Returns output and targets of each part of ``sizes[i]`` rows."""
-        outputs = cut(self.output, consecutive(sizes), self.dim)
-        targets = [self.targets] * len(sizes)
-        if self.counted is not None:
-            targets = cut(self.targets, consecutive(proportional_sizes(self.counted, sizes)), self.target_dim)
-        return zip(outputs, [move_leaves(target, self.device) for target in targets], strict=True)
-
-    def losses(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Returns the loss of each part of ``sizes[i]`` rows, computed separately."""
-        parts = self.arguments(sizes)
-        return [scalar_of(copy_of(self.criterion)(*containers.spread(output), *targets)) for output, targets in parts]
-
-    def reason(self) -> str | None:
-        """Returns the reason for a difference, or None if the split program has the loss of the whole batch."""
-        third, rows = max(self.rows // 3, 1), self.rows
-        cuts = [[third, rows - third], [rows - third, third], [1, rows - 1]]  # uneven: the mean of the parts differs
-        (whole,) = self.losses([rows])
-        if all(_close(self._combined(sizes, whole), whole) for sizes in cuts):
-            return None
-        if isinstance(self.criterion, nn.Module) and is_known(self.criterion):
-            return f"the loss: weight= is not its divisor: leave it out, because that of {type(self.criterion).__name__} is known"
-        try:
-            parts = [self.losses(sizes) for sizes in cuts]
-        except Exception as error:  # noqa: BLE001 - a criterion may raise any error for a part
-            name = type(error).__name__
-            return f"the loss: it raises {name} for a part of the rows, so its rows seem to depend on each other: {_WHOLE}"
-        if all(_close(first + second, whole) for first, second in parts):
-            return 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
-        if all(_close((pair[0] * sizes[0] + pair[1] * sizes[1]) / rows, whole) for pair, sizes in zip(parts, cuts, strict=True)):
-            return 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
-        is_mean, advice = self._is_weighted_mean(whole), _WEIGHT if self.wrapped.weight is None else _OTHER_WEIGHT
-        if is_mean is None:
-            return (
-                "the loss: computed in parts it differs from the loss of the whole batch, so its rows depend on each other "
-                f"({_WHOLE}), or {advice}"
-            )
-        if is_mean:
-            return f"the loss is a mean, {'but not over rows:' if self.wrapped.weight is None else 'and'} {advice}"
-        return (
-            "the loss: its rows depend on each other, or it is a sum plus a mean, so it cannot be computed in parts: "
-            f"{_WHOLE}, or AdditiveLoss(statistics, finish), if it is a function of sums"
-        )
-
-    def _combined(self, sizes: Sequence[int], whole: Tensor) -> Tensor:
-        """Returns the loss that ``wrapped`` computes from the parts, or a different value if it raises an error."""
-        try:
-            parts = PerReplica(cut(self.output, consecutive(sizes), self.dim), sizes, self.dim)
-            return scalar_of(copy_of(self.wrapped)(parts, *self.targets))
-        except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
-            return torch.full_like(whole, torch.nan) if whole.isfinite() else torch.zeros_like(whole)
-
-    def _is_weighted_mean(self, whole: Tensor) -> bool | None:
-        """Returns True if the loss is a mean with one weight per part, None if its values do not determine the weights.
-
-        The losses of three parts and of their two adjacent pairs determine the weights. The weighted mean of the three parts must
-        then be the loss of the whole batch.
-        """
-        part, rest = self.rows // 4, self.rows - 2 * (self.rows // 4)
-        for sizes in ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ():
-            loss_1, loss_2, loss_3 = map(float, self.losses(sizes))
-            loss_12 = float(self.losses([sizes[0] + sizes[1], sizes[2]])[0])
-            loss_23 = float(self.losses([sizes[0], sizes[1] + sizes[2]])[1])
-            differences = loss_1 - loss_12, loss_23 - loss_3, loss_1 - loss_2, loss_2 - loss_3
-            if all(abs(difference) > 1e-6 * abs(float(whole)) for difference in differences):  # not if one of them is nan
-                weight_1, weight_3 = (loss_12 - loss_2) / differences[0], (loss_2 - loss_23) / differences[1]  # weight_2 is 1
-                mean = (weight_1 * loss_1 + loss_2 + weight_3 * loss_3) / (weight_1 + 1 + weight_3)
-                return weight_1 >= 0 and weight_3 >= 0 and _close(torch.tensor(mean), whole)
-        return None
-
-
-def _close(value: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(value.to(expected), expected, rtol=_ROUNDING, equal_nan=True)
+def _in_float32(leaf: Any) -> Any:
+    """Returns a tensor in half precision as float32, in which the losses of parts show more than rounding."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
 from ..runtime.values import Precision, check_number
 from ..training.step import TrainStep
-from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors
+from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors, without_errors
 from .recording import Program, copy_of, first_difference, relative_error, weight_in_parts
 
 _MAX_GRADIENTS = 10  # gradients in the table
@@ -180,13 +179,10 @@ def verify(
             equal = max(errors.values()) <= limit
         count = len(wrapped.devices)
         state, numbers = compare_state(plain, split, count, limit)
-        whole = ["nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="]
-        hidden = (
-            [refusal] * bool(refusal),
-            whole * (len(split.calls) == 1),
-            numbers,
-            weight_in_parts(plain.output, losses, targets, wrapped.out_dims),
-        )
+        hidden = [refusal] if refusal else []
+        if len(split.calls) == 1:
+            hidden.append("nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size=")
+        hidden += [*numbers, *without_errors(weight_in_parts(plain.output, losses, targets, wrapped.out_dims))]
         reasons = () if equal or state else _rounding(dtype, max(errors.values()))
         if (equal and state) or reasons:
             reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
@@ -194,7 +190,7 @@ def verify(
             fresh = _wrap_criterion(copy_of(inner), criterion, weight, dim)
             wrap = functools.partial(_wrap_model, like=model, device_ids=[wrapped.devices[0]] * 2, dim=dim, in_dims=in_dims)
             reasons = find_reasons(
-                plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit, reproducible=reproducible
+                plain, module, (inputs, targets), wrapped, fresh, wrap, split.rounds, limit, reproducible=reproducible
             )
     difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
     if not reasons and difference is None and errors[""] <= limit < max(errors.values()):
@@ -211,7 +207,7 @@ def verify(
         reasons=reasons,
         step=number,
         state_errors=state,
-        warnings=(*unregistered_tensors(module), *(itertools.chain(*hidden) if equal else ())),
+        warnings=(*unregistered_tensors(module), *(hidden if equal else ())),
     )
 
 

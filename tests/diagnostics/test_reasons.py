@@ -211,9 +211,9 @@ def test_one_count_for_a_loss_of_several_parts_is_named(make):
     report = verify(net.eval(), criterion, {"input_ids": WORDS, **targets}, tuple(targets.values()), device_ids=CPUS)
     assert not report.equal
     assert report.reasons == (
-        "the model computes its own loss, and a part of it is no mean over what weight= counts: weight= counts something else, "
-        "or the loss has another part, such as a router loss or a second mean: compute the parts in the criterion "
-        "(docs/huggingface.md)",
+        "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
+        "function (output, *targets) -> scalar that returns the divisor of its mean, and pass the targets to the criterion too; "
+        "compute a loss of several parts, such as one with a router loss, in the criterion (docs/huggingface.md)",
     )
 
 
