@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
 from ..devices import DeviceKind
-from ..operators import IN_PLACE, MATRIX_PRODUCTS, answer, convolution_workspace, is_in_place, keep_elements, selected
+from ..operators import IN_PLACE, MATRIX_PRODUCTS, SELECTIONS, answer, convolution_workspace, is_in_place, keep_elements, selected
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
@@ -60,6 +60,7 @@ class Count(TorchDispatchMode):
         self.events: list[int] = []
         self.marks: dict[str, int] = {}
         self.flops = 0
+        self.assumed = ""  # what the last operator that selects by values was assumed to find
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._node: int | None = None  # the one that runs in a backward
         self._older = 0  # blocks that were there before it
@@ -91,7 +92,11 @@ class Count(TorchDispatchMode):
             self._node, self._older = number, len(self.blocks)
         self._reused = None
         result = answer(func, args, kwargs or {}, self.scalar, _user_line)
-        result = func(*args, **(kwargs or {})) if result is NotImplemented else result
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
+        elif func in SELECTIONS:
+            found = tuple(leaves_of_tree(result)[0].shape)
+            self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {found}"
         keep_elements(func, args, result)
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
@@ -99,6 +104,9 @@ class Count(TorchDispatchMode):
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
         for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):
             if isinstance(leaf, Tensor):
+                if isinstance(leaf, FakeTensor) and leaf.constant is not None:
+                    device = (kwargs or {}).get("device") or getattr(leaves_of_tree(args)[0], "device", leaf.device)
+                    put_on(device, leaf)
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:
             self._reuse(func, args[0], result)
@@ -189,6 +197,11 @@ def _storages(tensor: Tensor) -> list[Any]:
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
         return [storage for name in tensor.__tensor_flatten__()[0] for storage in _storages(getattr(tensor, name))]
     return [tensor.untyped_storage()]
+
+
+def put_on(device: torch.device, known: FakeTensor) -> None:
+    """Sets the device of a fake tensor whose values are known. The real tensor with these values is on a CPU without a number."""
+    object.__setattr__(known, "fake_device", device)
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:

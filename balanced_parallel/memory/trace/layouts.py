@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
-from ...batch.rows import Along, Arguments, count_rows
+from ...batch.rows import Along, Arguments, count_rows, move_leaves
 from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss
 from ...loss.criterion import DataParallelCriterion, couple
 from ...loss.sums import ShardLoss, add_up
@@ -80,18 +80,6 @@ class OptimizerChoice:
         refuse_closures(type(optimizer), "an estimate")
         use_kernels([optimizer], self.foreach)
         return [optimizer]
-
-    def state_bytes(self, parameters: Sequence[Tensor]) -> int:
-        """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if this update fails."""
-        small = torch.nn.Parameter(torch.zeros(64, 64))
-        small.grad = torch.zeros_like(small)
-        try:
-            (optimizer,) = self.plain([small])
-            optimizer.step()
-        except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
-            return 0
-        states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
-        return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
 
     def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
@@ -328,7 +316,7 @@ class SingleDevice:
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             (output,) = self.outputs(arguments)
-            result: Tensor = ShardLoss(self.criterion, 1, output, targets, {}).call()
+            result: Tensor = ShardLoss(self.criterion, 1, output, move_leaves(targets, None), {}).call()
             return result
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
@@ -364,7 +352,8 @@ class SingleDevice:
     def outputs(self, arguments: Arguments) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
         with Precision(self.request.precision).autocast([HOME]):
-            output = self.module(*arguments.inputs, **arguments.kwargs)
+            plain = move_leaves(arguments, None)
+            output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
