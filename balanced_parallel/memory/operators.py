@@ -320,7 +320,7 @@ def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths
 
 VALUE_KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
 # no operator has a public name
-_SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
+SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
 def answer(
@@ -330,10 +330,8 @@ def answer(
 
     A value that an optimizer or this package reads is one. If the model reads it, in ``user_line()``, it is ``scalar``.
     """
-    if func in _SCALARS:
+    if func in SCALARS:
         line = user_line()
-        if line and getattr(args[0], "constant", None) is not None:
-            return NotImplemented  # torch reads the value that it knows
         if line and scalar is None:
             raise UnknownMemory(
                 f"{line} reads a value of a tensor ({func}), on which sizes may depend: pass it as a small tensor of integers on "
@@ -373,12 +371,7 @@ def _is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def _integers(tensor: Tensor, *shape: int) -> Tensor:
-    return _unknown(tensor, *shape, dtype=torch.int64)
-
-
-def _unknown(tensor: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a result without values. torch would give one of a known tensor those that its memory happens to have."""
-    return torch.empty(shape, dtype=dtype or tensor.dtype, device=tensor.device)
+    return tensor.new_empty(shape, dtype=torch.int64)
 
 
 def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Any:
@@ -416,10 +409,10 @@ _WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_i
 _INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
 SELECTIONS: dict[Any, Callable[..., Any]] = {
     _aten.nonzero.default: lambda mask: _integers(mask, mask.numel(), mask.dim()),
-    _aten.masked_select.default: lambda tensor, mask: _unknown(tensor, torch.broadcast_shapes(tensor.shape, mask.shape).numel()),
+    _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel()),
     _aten.index.Tensor: _index,
     _aten._unique2.default: lambda tensor, *settings: (
-        _unknown(tensor, tensor.numel()),
+        tensor.new_empty(tensor.numel()),
         _integers(tensor, *tensor.shape),
         _integers(tensor, tensor.numel()),
     ),

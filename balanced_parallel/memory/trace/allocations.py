@@ -19,6 +19,7 @@ from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
 from ..devices import DeviceKind
 from ..operators import IN_PLACE, MATRIX_PRODUCTS, SELECTIONS, answer, convolution_workspace, is_in_place, keep_elements, selected
+from .values import Values
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
@@ -60,6 +61,7 @@ class Count(TorchDispatchMode):
         self.events: list[int] = []
         self.marks: dict[str, int] = {}
         self.flops = 0
+        self.values = Values()
         self.assumed = ""  # what the last operator that selects by values was assumed to find
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._node: int | None = None  # the one that runs in a backward
@@ -91,22 +93,15 @@ class Count(TorchDispatchMode):
         if number != self._node:
             self._node, self._older = number, len(self.blocks)
         self._reused = None
-        result = answer(func, args, kwargs or {}, self.scalar, _user_line)
-        if result is NotImplemented:
-            result = func(*args, **(kwargs or {}))
-        elif func in SELECTIONS:
-            found = tuple(leaves_of_tree(result)[0].shape)
-            self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {found}"
+        kwargs = kwargs or {}
+        result = self.values.follow(func, args, kwargs, lambda: self._run(func, args, kwargs))
         keep_elements(func, args, result)
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
+            self.flops += int(formula(*args, **kwargs, out_val=result))
         elif func is _GROUPED_PRODUCTS:  # of experts: torch counts none
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
         for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):
             if isinstance(leaf, Tensor):
-                if isinstance(leaf, FakeTensor) and leaf.constant is not None:
-                    device = (kwargs or {}).get("device") or getattr(leaves_of_tree(args)[0], "device", leaf.device)
-                    put_on(device, leaf)
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:
             self._reuse(func, args[0], result)
@@ -120,6 +115,15 @@ class Count(TorchDispatchMode):
             self.events.append(len(self.blocks))
         self._take(selected(func, args), "temporaries", func, args)
         self._take(convolution_workspace(func, args, result) if self.fuses else 0, MAYBE, func, args)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = answer(func, args, kwargs, self.scalar, _user_line)
+        if result is NotImplemented:
+            return func(*args, **kwargs)
+        if func in SELECTIONS:
+            found = tuple(leaves_of_tree(result)[0].shape)
+            self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {found}"
         return result
 
     def _take(self, size: int, kind: str, func: Any, args: Any) -> None:
@@ -197,11 +201,6 @@ def _storages(tensor: Tensor) -> list[Any]:
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
         return [storage for name in tensor.__tensor_flatten__()[0] for storage in _storages(getattr(tensor, name))]
     return [tensor.untyped_storage()]
-
-
-def put_on(device: torch.device, known: FakeTensor) -> None:
-    """Sets the device of a fake tensor whose values are known. The real tensor with these values is on a CPU without a number."""
-    object.__setattr__(known, "fake_device", device)
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:

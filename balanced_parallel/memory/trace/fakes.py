@@ -22,14 +22,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch has no public module of fake tensors
 
 from ...batch.containers import map_leaves
 from ...batch.rows import Along, count_rows, map_marked, take
 from ...runtime.torch_private import leaves_of_tree, shared_id
 from ...savings import linear_cross_entropy
-from .allocations import Count, put_on
+from .allocations import Count
+from .values import is_small
 
 
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
@@ -69,20 +69,16 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Any
         return copied.requires_grad_(tensor.requires_grad)
 
 
-KNOWN = 1024  # elements of an integer input, such as lengths or the sizes of images, whose values a model may read
-
-
-def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
-    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it. Tensors that are known keep their values."""
+def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int, count: Count) -> Any:
+    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it. ``count`` gets the values of small ones."""
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not is_known(leaf):
-            return fake_like(leaf, mode, device)
-        known = mode.fake_tensor_converter.from_real_tensor(mode, leaf.clone(), make_constant=True)
-        put_on(device, known)
-        return known
+        copied = fake_like(leaf, mode, device)
+        if is_small(leaf):
+            count.values.add(copied, leaf)
+        return copied
 
     return map_marked(fake, with_rows(batch, rows, of, dim))
 
@@ -90,7 +86,7 @@ def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: tor
 def with_rows(batch: Any, rows: int, of: int, dim: int) -> Any:
     """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``. Tensors are on the meta device.
 
-    Those that are known, and lists, repeat their rows.
+    Those that are small, and lists, repeat their rows.
     """
 
     def resize(leaf: Any, dim: int = dim) -> Any:
@@ -99,19 +95,13 @@ def with_rows(batch: Any, rows: int, of: int, dim: int) -> Any:
         if not (present := count_rows(leaf, dim)):
             return leaf
         count = present * rows // of
-        if not isinstance(leaf, Tensor) or is_known(leaf, count / present):
+        if not isinstance(leaf, Tensor) or is_small(leaf, count / present):
             return take(leaf, [place % present for place in range(count)], dim)
         shape = [*leaf.shape]
         shape[dim] = count
         return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
     return map_leaves(resize, batch)
-
-
-def is_known(tensor: Tensor, times: float = 1.0) -> bool:
-    """Returns True for a small tensor of integers on the CPU, whose values a trace has, also with so many times its rows."""
-    has_values = type(tensor) is Tensor and tensor.device == HOME and tensor.dtype in (torch.int32, torch.int64)
-    return has_values and tensor.numel() * times <= KNOWN
 
 
 def names_of(modules: Mapping[str, Any]) -> dict[int, str]:
@@ -222,11 +212,6 @@ def rows_of_one_sequence() -> Context:
     if not hasattr(masks, "find_packed_sequence_indices"):
         return contextlib.nullcontext()
     return patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
-
-
-def known_results() -> Context:
-    """Lets operators compute what follows from values that are known, as one-dimensional positions of image patches do."""
-    return patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", 2**16)  # elements; torch computes single ones alone
 
 
 def part_of_batch(share: float) -> Context:

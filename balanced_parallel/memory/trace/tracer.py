@@ -165,14 +165,13 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         change_module(module, request.savings)
     whole = rows * request.micro_batches
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
-    batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
+    batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim, count)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         fakes.undisturbed(),
         fakes.devices_that_mix(),
         fakes.rows_of_one_sequence(),
-        fakes.known_results(),
         fakes.part_of_batch(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
         autograd_kernels(CUDA_KERNELS | VALUE_KERNELS),
         choices,
