@@ -151,8 +151,8 @@ def plan(flags: argparse.Namespace) -> int:
     )
     if result.lines:
         *before, first = result.lines[: result.lines.index("")]
-        made = [line for line in result.lines[len(before) + 1 :] if line != MATERIALIZE]  # there it has values
-        lines = *before, first, *import_of(flags.problem), *made
+        others = [line for line in result.lines[len(before) + 1 :] if line != MATERIALIZE]  # there it has values
+        lines = *before, first, *import_of(flags.problem), *others
         result = dataclasses.replace(result, lines=lines)
     capacity = result.capacity[: result.report.devices] if result.report else None
     _show(flags, result, result.report, capacity, result.describe(verbose=flags.verbose))

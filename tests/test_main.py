@@ -177,7 +177,7 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
     assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
     assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((6, 4), (6, 1))
     expected = {"batch_size": 16, "capacity": ["24GiB", "8GiB"], "devices": 2, "device_kind": "a10"}
-    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1}
+    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1, "scalar": None}
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])

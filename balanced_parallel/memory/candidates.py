@@ -20,7 +20,7 @@ from ..savings.offloading import OFFLOAD_OPTIMIZER
 from ..savings.saving import BALANCED, SHARDED, Saving, savings_of
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
-from .trace.layouts import Request, is_coupled
+from .trace.layouts import OptimizerChoice, Request, is_coupled
 from .trace.tracer import try_traces
 
 _log = logging.getLogger(__name__)
@@ -320,14 +320,19 @@ class Search:
             self._groups.append([(OFFLOAD_OPTIMIZER,)])
         self._least = layouts[-1]
         self._traffic = min(option.traffic(1, 0)[0] for option in self._make(layouts))
-        module = request.module
+        # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much. On one
+        # device a fused optimizer, which has none, comes before the host
+        module, optimizer = request.module, request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
-        if held > max(self.capacity):  # whole parameters do not fit: the last layout, of the least memory, is traced in any case
-            *others, last = (layout for group in self._groups for layout in group)
-            self._groups = [[last]]
-            reason = f"parameters and gradients take {format_bytes(held)} per device"
-            self.skipped = {option.name: reason for option in self._make(others)}
+        size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
+        state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
+        *others, _ = [layout for group in self._groups for layout in group]  # the last one is traced in any case
+        for layout in others:
+            (option,) = self._make([layout])
+            held = size + state // (option.request.devices if option.request.balanced else 1)
+            if held > max(self.capacity) * (1.0 if len(self.capacity) == 1 else 0.8):
+                layouts.remove(layout)
+                self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
 
     def run(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""

@@ -320,7 +320,7 @@ def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths
 
 VALUE_KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
 # no operator has a public name
-SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
+READS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
 def answer(
@@ -330,7 +330,7 @@ def answer(
 
     A value that an optimizer or this package reads is one. If the model reads it, in ``user_line()``, it is ``scalar``.
     """
-    if func in SCALARS:
+    if func in READS:
         line = user_line()
         if line and scalar is None:
             raise UnknownMemory(

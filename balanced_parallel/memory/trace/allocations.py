@@ -122,8 +122,8 @@ class Count(TorchDispatchMode):
         if result is NotImplemented:
             return func(*args, **kwargs)
         if func in SELECTIONS:
-            found = tuple(leaves_of_tree(result)[0].shape)
-            self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {found}"
+            shape = tuple(leaves_of_tree(result)[0].shape)
+            self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
         return result
 
     def _take(self, size: int, kind: str, func: Any, args: Any) -> None:

@@ -81,6 +81,18 @@ class OptimizerChoice:
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 
+    def state_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if this update fails."""
+        small = torch.nn.Parameter(torch.zeros(64, 64))
+        small.grad = torch.zeros_like(small)
+        try:
+            (optimizer,) = self.plain([small])
+            optimizer.step()
+        except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
+            return 0
+        states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
+        return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
+
     def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
         if not isinstance(self.plain_make, type):

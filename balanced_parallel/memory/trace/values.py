@@ -1,7 +1,10 @@
 """Values that a trace knows: those of small integers among the inputs, and what operators make of them.
 
 A model that reads sizes of images or lengths of rows from its inputs runs in a trace as in training. The fake tensors, and what
-is allocated, are the same as without values: real tensors only go along with them.
+is allocated, are the same as without values: real tensors only go along with them::
+
+    fake    sizes  --->  sizes.prod(1)  --->  .sum()  --->  .item()     weight.new_zeros(24, 8)
+    real    sizes  --->  sizes.prod(1)  --->  .sum()  --->  24
 """
 
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # no public con
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...runtime.torch_private import leaves_of_tree, map_tensors, storage_id
-from ..operators import SCALARS
+from ..operators import READS
 
 KNOWN = 1024  # elements of an input; results have at most its square
 
@@ -46,7 +49,7 @@ class Values:
             for fake in [fake for fake in self._real if _storage(fake) in written]:
                 del self._real[fake]
             return run()
-        if func in SCALARS:
+        if func in READS:
             return compute()
         try:
             result = run()
