@@ -30,15 +30,17 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import memory
-from .batch.containers import describe, map_leaves
+from .batch.containers import describe
 from .batch.rows import as_arguments
 from .memory.devices import find_kind
 from .memory.estimation import rows_of
 from .memory.fitting import measure_tricks
+from .memory.planning import MATERIALIZE
 from .memory.report import load_plotly, write_page
+from .memory.trace.fakes import with_rows
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .runtime.values import parse_bytes
 from .savings import checkpoint_activations
@@ -104,6 +106,8 @@ def _add_step(parser: OneLineParser) -> None:
     add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
+    scalar = "the largest value that the module reads of a tensor (.item(), if), where it does"
+    add("--scalar", type=float, metavar="X", help=scalar)
     page = "write a page: memory over the step, the holders of its peak, the options of a plan; needs no network"
     add("--html", type=Path, metavar="FILE.html", help=page)
     add("--json", action="store_true", help="print JSON, and assumptions to stderr")
@@ -147,7 +151,8 @@ def plan(flags: argparse.Namespace) -> int:
     )
     if result.lines:
         *before, first = result.lines[: result.lines.index("")]
-        lines = *before, first, *import_of(flags.problem), *result.lines[len(before) + 1 :]
+        others = [line for line in result.lines[len(before) + 1 :] if line != MATERIALIZE]  # there it has values
+        lines = *before, first, *import_of(flags.problem), *others
         result = dataclasses.replace(result, lines=lines)
     capacity = result.capacity[: result.report.devices] if result.report else None
     _show(flags, result, result.report, capacity, result.describe(verbose=flags.verbose))
@@ -182,7 +187,7 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
     """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail before the model is built."""
     settings = {"optimizer": find_optimizer(flags.optimizer)}
-    settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind", "dim")}
+    settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind", "dim", "scalar")}
     find_kind(flags.device_kind)
     if flags.html:
         load_plotly()
@@ -260,17 +265,9 @@ class Problem:
         """Returns the number of rows of the batch."""
         return rows_of(as_arguments(self.inputs), dim)
 
-    def with_rows(self, rows: int, dim: int) -> tuple[Any, Any]:
-        """Returns inputs and targets on the meta device with ``rows`` rows, or the multiple that a tensor has, along ``dim``."""
-        present = self.rows(dim)
-
-        def resize(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.size(dim) % present:
-                return leaf
-            shape = [*leaf.shape[:dim], leaf.size(dim) // present * rows, *leaf.shape[dim + 1 :]]
-            return torch.empty(shape, dtype=leaf.dtype, device="meta")
-
-        return map_leaves(resize, self.inputs), map_leaves(resize, self.targets)
+    def with_rows(self, rows: int, dim: int) -> Any:
+        """Returns inputs and targets with ``rows`` rows along ``dim``."""
+        return with_rows((self.inputs, self.targets), rows, self.rows(dim), dim)
 
 
 def build_problem(place: str) -> Problem:

@@ -177,7 +177,7 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
     assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
     assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((6, 4), (6, 1))
     expected = {"batch_size": 16, "capacity": ["24GiB", "8GiB"], "devices": 2, "device_kind": "a10"}
-    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1}
+    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1, "scalar": None}
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])
@@ -240,3 +240,20 @@ def test_progress_is_printed_on_a_terminal(capsys, monkeypatch):
     with logs_of_a_command():
         logging.getLogger("balanced_parallel.memory").info("trying: it")
     assert capsys.readouterr().err == "trying: it\n"
+
+
+def test_a_value_that_the_module_reads_is_given_as_its_error_says(tmp_path, capsys):
+    (tmp_path / "reads.py").write_text(
+        "import torch\n"
+        "class Reads(torch.nn.Linear):\n"
+        "    def forward(self, rows):\n"
+        "        return super().forward(rows)[:, : int(rows.sum().item())]\n"
+        "def build():\n"
+        "    return Reads(4, 8), lambda out, _: out.sum(), torch.zeros(6, 4), torch.zeros(6)\n"
+    )
+    flags = ["--problem", f"{tmp_path / 'reads.py'}:build", "--device-kind", "cpu"]
+    for command in ("estimate", "plan", "tricks"):
+        sized = [command, *flags, *(["--batch-size", "6", "--memory", "1GiB"] if command == "plan" else [])]
+        assert "(--scalar)" in said(capsys, *sized)
+        assert main([*sized, "--scalar", "8"]) == 0
+        capsys.readouterr()

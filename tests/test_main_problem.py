@@ -3,9 +3,11 @@
 import textwrap
 
 import pytest
+import torch
 from torch import nn
 
-from balanced_parallel.__main__ import build_problem
+from balanced_parallel import Rows, Whole
+from balanced_parallel.__main__ import Problem, build_problem
 
 
 def test_problems_are_built_on_the_meta_device_if_possible(nets):
@@ -67,3 +69,14 @@ def test_files_import_their_neighbours_and_run_once(tmp_path):
     for _ in range(2):
         assert isinstance(build_problem(f"{tmp_path}/types.py:build").criterion, nn.MSELoss)
     assert (tmp_path / "runs").read_text() == "x"
+
+
+def test_marked_inputs_and_lists_get_the_rows():
+    images, sizes = Rows([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]), torch.tensor([[8, 8], [9, 9]])
+    problem = Problem(nn.Flatten(), nn.MSELoss(), (images, Whole(torch.zeros(3, 4)), sizes, ["a", "b"]), torch.zeros(4, 1))
+    (images, anchors, sizes, names), targets = problem.with_rows(3, 0)
+    assert [image.shape[-1] for image in images.entries] == [8, 9, 8]
+    assert anchors.value.shape == (3, 4)
+    assert sizes.tolist() == [[8, 8], [9, 9], [8, 8]]
+    assert names == ["a", "b", "a"]
+    assert targets.shape == (6, 1)

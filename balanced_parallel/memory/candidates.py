@@ -320,7 +320,8 @@ class Search:
             self._groups.append([(OFFLOAD_OPTIMIZER,)])
         self._least = layouts[-1]
         self._traffic = min(option.traffic(1, 0)[0] for option in self._make(layouts))
-        # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much
+        # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much. On one
+        # device a fused optimizer, which has none, comes before the host
         module, optimizer = request.module, request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
@@ -329,7 +330,7 @@ class Search:
         for layout in others:
             (option,) = self._make([layout])
             held = size + state // (option.request.devices if option.request.balanced else 1)
-            if held > max(self.capacity) * 4 // 5:
+            if held > max(self.capacity) * (1.0 if len(self.capacity) == 1 else 0.8):
                 layouts.remove(layout)
                 self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
 

@@ -14,6 +14,7 @@ from ..batch.containers import describe, spread
 from ..batch.plan import count_micro_batches
 from ..batch.rows import Arguments, as_arguments, count_rows
 from ..replicas.module_tree import check_module
+from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision, check_number
 from ..savings.saving import sorted_names
 from .devices import KIND_SOURCES, find_kind
@@ -85,25 +86,8 @@ def estimate(
         >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
         (10280, 20568)
     """
-    request = make_request(
-        module,
-        plain_criterion(criterion),
-        inputs,
-        targets,
-        optimizer=optimizer,
-        precision=precision,
-        micro_batch_size=micro_batch_size,
-        layout=layout,
-        devices=devices,
-        balanced_optimizer=balanced_optimizer,
-        savings=savings,
-        device_kind=device_kind,
-        split=split,
-        dim=dim,
-        scalar=scalar,
-        whole_gradients=whole_gradients,
-        expandable_segments=expandable_segments,
-    )
+    settings = {**locals(), "criterion": plain_criterion(criterion)}  # all arguments
+    request = make_request(**settings)
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
 
@@ -211,6 +195,9 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     return exact, lines
 
 
+_COMPILED = "the module is compiled, and this is the estimate of the uncompiled module: fused operators may need less, or more"
+
+
 def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows from ``exact``, read there or at the rows ``asked`` for."""
     read = list(zip(request.traced_devices, asked or [rows] * request.devices, strict=True))
@@ -221,6 +208,8 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         for name, source in sources.items():
             if any(name in block.operator for block in exact.first.blocks):
                 assumed = assumed | source
+    if any(map(is_compiled, request.module.modules())):
+        assumed = assumed | {"compiled": _COMPILED}
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,

@@ -14,7 +14,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from ..batch.containers import spread
 from ..batch.plan import count_micro_batches, split_sizes
+from ..batch.rows import as_arguments, mark_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
@@ -166,18 +168,20 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
             "the model is sharded, and its parameters are parts on each rank: call memory.estimate(layout='fsdp') with the "
             "module before parallelize, and set step.micro_batch_size"
         )
-    if model.in_dims is not None or criterion.in_dims is not None or criterion.dim not in (None, model.dim):
+    marked, dim = criterion.mark(spread(targets), {}, model.out_dims)
+    arguments = model.mark(as_arguments(inputs))
+    if is_coupled(criterion) and not model.out_dims == dim == model.dim:
         raise ValueError(
-            "the rows of the inputs and the targets are in different dimensions (in_dims=), expected one dim= for all: call "
-            "memory.estimate with a function of one batch, and set step.micro_batch_size"
+            f"the rows of the outputs are in dimension {model.out_dims!r}, those of inputs and targets in {model.dim} and {dim}: "
+            "expected one dim= for all with a loss whose rows depend on each other, or memory.estimate and step.micro_batch_size"
         )
     kind = kind_of(model.devices[0])
     optimizers = each_optimizer(step.optimizer)
     request = make_request(
         model.module,
         criterion if is_local or is_coupled(criterion) else criterion.module,
-        inputs,
-        targets,
+        arguments.kwargs or arguments.inputs,
+        mark_leaves(marked.inputs, dim, "targets"),
         precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),
         layout="replicas" if is_local else "ddp",
         devices=len(model.devices) if is_local else world_size(),

@@ -104,24 +104,28 @@ def _attention_buffers(query: Tensor, key: Tensor) -> list[int]:
 
 
 CONVOLUTIONS = (
-    "not counted: workspaces of cuDNN, which chooses a method. at_most adds those of Winograd's method to 3 x 3 convolutions "
-    "in float32. Published CNNs use 10 to 40 % more than nvidia_smi says here"
+    "not counted in allocated, reserved and nvidia_smi: workspaces of cuDNN, which chooses a method. at_most adds those of "
+    "Winograd's method to convolutions of size 3 in float32, in 3D and dilated too. Published CNNs use 10 to 40 % more than "
+    "nvidia_smi says here"
 )
 
 
 def convolution_workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Returns the most bytes that cuDNN takes for a 3 x 3 convolution in float32, 2.25 times its input and output.
+    """Returns the most bytes that cuDNN takes for a convolution of size 3 in float32: 2.25 times its input and output in 2D.
 
-    They are those of Winograd's method, whose tiles of 6 x 6 values overlap. cuDNN chooses it or another one.
+    They are those of Winograd's method, whose tiles of 6 x 6 values are for 4 x 4 results, also in 3D (6 for 4 once more) and
+    between the values that a dilation skips. cuDNN chooses it or another one.
     """
     if func is _aten.convolution.default:
-        output, (input, weight, _, stride, _, dilation, _, _, groups) = result, args
+        output, (input, weight, _, stride, _, _, _, _, groups) = result, args
     elif func is _aten.convolution_backward.default:
-        output, input, weight, _, stride, _, dilation, _, _, groups, _ = args
+        output, input, weight, _, stride, _, _, _, _, groups, _ = args
     else:
         return 0
-    is_winograd = list(weight.shape[2:]) == [3, 3] and {*stride, *dilation, groups} == {1} and weight.dtype == torch.float32
-    return 9 * (input.nbytes + output.nbytes) // 4 if is_winograd else 0
+    sizes = weight.shape[2:]
+    if {*sizes} != {3} or len(sizes) == 1 or {*stride, groups} != {1} or weight.dtype != torch.float32:
+        return 0
+    return int((input.nbytes + output.nbytes) * 1.5 ** len(sizes))
 
 
 def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
@@ -316,7 +320,7 @@ def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths
 
 VALUE_KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
 # no operator has a public name
-_SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
+READS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
 def answer(
@@ -326,12 +330,13 @@ def answer(
 
     A value that an optimizer or this package reads is one. If the model reads it, in ``user_line()``, it is ``scalar``.
     """
-    if func in _SCALARS:
+    if func in READS:
         line = user_line()
         if line and scalar is None:
             raise UnknownMemory(
-                f"{line} reads a value of a tensor ({func}), on which sizes may depend: state the largest that it can be with "
-                f"scalar=, or {HINT}"
+                f"{line} reads a value of a tensor ({func}), on which sizes may depend: pass it as a small tensor of integers on "
+                "the CPU, whose values are known, or what it follows from; or state the largest that it can be with scalar= "
+                f"(--scalar), or {HINT}"
             )
         number = 0.9 if args[0].is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
         value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else number
@@ -402,7 +407,7 @@ def _grouped_products(left: Tensor, right: Tensor, ends: Tensor | None = None, *
 _CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
 _WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 _INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
-_RULES: dict[Any, Callable[..., Any]] = {
+SELECTIONS: dict[Any, Callable[..., Any]] = {
     _aten.nonzero.default: lambda mask: _integers(mask, mask.numel(), mask.dim()),
     _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel()),
     _aten.index.Tensor: _index,
@@ -411,6 +416,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
         _integers(tensor, *tensor.shape),
         _integers(tensor, tensor.numel()),
     ),
+}
+_RULES = {
+    **SELECTIONS,
     _aten._ctc_loss.default: _ctc,
     _aten._ctc_loss.Tensor: _ctc,
     **dict.fromkeys(_CTC_BACKWARD, lambda gradient, scores, *settings: scores.new_empty(scores.shape)),

@@ -9,6 +9,7 @@
 Each trace is logged before it starts (``logging``, level ``INFO``), since a search may take long.
 """
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -20,21 +21,20 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor
 
 from ..batch.plan import split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
-from ..runtime.values import UNITS, check_number, format_bytes, parse_each
+from ..runtime.values import check_number, format_bytes, parse_each
 from ..savings.saving import around_update, change_module, change_optimizers, find_saving, savings_of
 from ..strategies.launch import TorchrunEnvironment
 from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import lines_of, make_report, make_request, parts_at_peak
-from .report import MemoryReport, unit_of, write_page
+from .report import MemoryReport, write_page
 from .trace.layouts import OptimizerChoice, plain_criterion
 from .trace.tracer import keeping_children
 
@@ -49,6 +49,7 @@ _UNKNOWN_DIVISOR = (
     "the divisor of the loss is not known before it runs: a sum of means is exact, another loss needs weight= in plan.apply, as "
     "in DataParallelCriterion"
 )
+MATERIALIZE = 'module.to_empty(device="cpu")  # it is on meta, without values: load them here'
 _RESERVED = "reserved: what the allocator takes from the device after it gave back its cache; this must fit"
 
 
@@ -109,7 +110,8 @@ class MemoryPlan:
     def verdict(self) -> str:
         """The first line: what fits, or the nearest that would."""
         if self.fits:
-            return f"fits: yes, {self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}, {self._fullest}"
+            how = f"{self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}"
+            return f"fits: yes, {self._filled(how)}"
         assert self.needs is not None
         size, count = self.needs
         of_size = f"devices of {format_bytes(max(self.capacity))}"
@@ -124,13 +126,12 @@ class MemoryPlan:
             return f"{' + '.join(f'{weight:.0f}' for weight in self.chosen.split)} rows at most"
         return f"{_count(-(-self.batch_size // (self.devices * self.chosen.micro_batches)), 'row')} per device"
 
-    @property
-    def _fullest(self) -> str:
+    def _filled(self, how: str) -> str:
+        """Returns how the batch runs, what the fullest device has of it, and what is left there: first if that is little."""
         sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
         reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
-        unit = unit_of(capacity)
-        shown = [f"{int(10 * size / UNITS[unit]) / 10:g}" for size in (reserved, capacity)]
-        return f"{shown[0]} of {shown[1]} {unit}" if shown[0] != "0" else f"{format_bytes(reserved)} of {format_bytes(capacity)}"
+        used, left = f"{format_bytes(reserved)} of {format_bytes(capacity)}", f"{format_bytes(capacity - reserved)} left"
+        return f"with only {left}, {how}, {used}" if reserved > 0.98 * capacity else f"{how}, {used}, {left}"
 
     def apply(
         self,
@@ -353,7 +354,8 @@ def plan(
         report=_report(how, best) if best.fits else None,
     )
     learns = isinstance(criterion, torch.nn.Module) and any(each.requires_grad for each in criterion.parameters())
-    return dataclasses.replace(result, lines=write_program(result, optimizer, learns)) if best.fits else result
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    return dataclasses.replace(result, lines=write_program(result, optimizer, learns, is_meta)) if best.fits else result
 
 
 def _remarks(option: Option) -> tuple[str, ...]:
@@ -381,10 +383,14 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     return make_report(request, rows, lines, lines, [size * step for size in sizes])
 
 
-def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> tuple[str, ...]:
-    """Returns the lines that apply a plan to a problem. If it ``learns``, the criterion has parameters to train."""
+def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool, is_meta: bool) -> tuple[str, ...]:
+    """Returns the lines that apply a plan to a problem. If it ``learns``, the criterion has parameters to train.
+
+    A module that ``is_meta`` gets memory first.
+    """
     chosen = plan.chosen
     functions = [find_saving(name) for name in chosen.savings]
+    settings = "".join(f", {saving.name}" for saving in functions if not saving.lines)
     blocks = [line for saving in functions if saving.surround for line in saving.lines]
     maker = OptimizerChoice(optimizer, foreach=False)
     name = f"torch.optim.{maker.name}" if getattr(torch.optim, maker.name, None) is maker.plain_make else maker.name
@@ -402,11 +408,12 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> t
     return (
         *(torchrun if chosen.layout != "replicas" else []),
         "import torch",
-        f"from balanced_parallel import {', '.join([*sorted(names), *['savings'] * bool(functions)])}",
+        f"from balanced_parallel import {', '.join([*sorted(names), *['savings'] * any(saving.lines for saving in functions)])}",
         "",
+        *([MATERIALIZE] if is_meta else []),
         *(line for saving in functions if saving.change_module for line in saving.lines),
         f"model, criterion = parallelize(module, criterion{_text(parallel)})",
-        f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(maker.settings)})",
+        f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(maker.settings)}{settings})",
         *(line for saving in functions if saving.change_optimizer for line in saving.lines),
         f"step = TrainStep(model, criterion, optimizer{_text(training)})",
         *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),
@@ -424,17 +431,8 @@ class SurroundedStep(TrainStep):
 
     savings: tuple[str, ...] = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains on one effective batch."""
-        with around_update(self.savings):
-            return super().__call__(*args, **kwargs)
-
-    def add(self, inputs: Any, targets: Any = ()) -> None:
-        """Accumulates the gradients of some more rows."""
-        with around_update(self.savings):
-            super().add(inputs, targets)
-
-    def apply(self) -> Tensor:
-        """Updates with the gradients of all rows that were added."""
-        with around_update(self.savings):
-            return super().apply()
+    @contextlib.contextmanager
+    def _updating(self, *, is_last: bool) -> Iterator[None]:
+        """Surrounds a part of an update."""
+        with around_update(self.savings), super()._updating(is_last=is_last):
+            yield

@@ -88,6 +88,18 @@ class OtherBatches:
         return self.traces[rows]
 
 
+class Peak(tuple[int, ...]):
+    """Bytes of each device. ``fits`` is True if each device has as many, and None if its capacity is not known."""
+
+    fits: bool | None
+
+    def __new__(cls, sizes: Sequence[int], fits: bool | None = None) -> "Peak":
+        """Makes a tuple of sizes."""
+        self = super().__new__(cls, sizes)
+        self.fits = fits
+        return self
+
+
 PARTS = (
     "parameters",
     "gradients",
@@ -107,10 +119,10 @@ class MemoryReport:
 
     Attributes:
         allocated: maximum in use in the second update, when the optimizer's state exists: what
-            ``torch.cuda.max_memory_allocated`` returns. The sum of ``parts``.
+            ``torch.cuda.max_memory_allocated`` returns, but for workspaces of convolutions. The sum of ``parts``.
         reserved: memory that torch's allocator takes from the device for it, in segments: ``torch.cuda.max_memory_reserved``.
         nvidia_smi: memory of the process: ``reserved``, and the context of the driver.
-        at_most: ``nvidia_smi`` if cuDNN chooses the method with the largest workspace for 3 x 3 convolutions in float32.
+        at_most: ``nvidia_smi`` if cuDNN chooses the method with the largest workspace for convolutions of size 3 in float32.
         parts: the allocated bytes by purpose. ``workspace`` is that of cuBLAS, and ``rounding`` the rest of blocks that the
             allocator does not split. ``assumed`` has the sources of constants.
         timeline: bytes in use after every allocation and release of the second update.
@@ -148,16 +160,19 @@ class MemoryReport:
     affine: bool
     batches: OtherBatches = dataclasses.field(repr=False, compare=False)
 
-    def at(self, rows: int) -> tuple[int, ...]:
+    def at(self, rows: int, capacity: int | str | Sequence[int | str] | None = None) -> Peak:
         """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all devices.
 
-        If the rows do not divide evenly, they are those of a device with the larger share.
+        If the rows do not divide evenly, they are those of a device with the larger share. ``fits`` of the result says whether
+        they fit in ``capacity``, as for :meth:`largest`; ``None`` is that of the device kind.
 
         Raises:
             ValueError: the number is not positive.
         """
         check_number("rows", rows, "a positive number", at_least=1, whole=True)
-        return self.batches.allocated_at(rows)
+        capacity = capacity or self.batches.request.kind.capacity
+        fits = None if capacity is None else self.batches.fits(rows, parse_each(capacity, self.devices))
+        return Peak(self.batches.allocated_at(rows), fits)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
@@ -257,14 +272,9 @@ def title_of(report: MemoryReport) -> str:
     return f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}"
 
 
-def unit_of(size: int) -> str:
-    """Returns the largest unit in which a size is at least one."""
-    return next((name for name in ("GiB", "MiB", "KiB") if size >= UNITS[name]), "B")
-
-
 def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
     graphs = load_plotly()
-    unit = unit_of(max(report.allocated))
+    unit = format_bytes(max(report.allocated)).split()[1]
     figure = graphs.Figure()
     for device, line in enumerate(report.timeline):
         x, y = _thinned(line, UNITS[unit])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 Result = Literal["exact", "other arithmetic", "another optimizer"]
 # Where a plan tries it: how devices share the work, what leaves the result as it is, what rounds otherwise, other optimizers.
@@ -44,7 +44,7 @@ class Saving:
         change_optimizer: applies it to an optimizer in place. In a trace, the second argument is the fake device of the host.
         surround: makes a block around an update. In a trace, its argument is the fake device of the host, otherwise ``None``.
         instead_of: names of savings that it replaces.
-        lines: the lines of a program that apply it to ``module``.
+        lines: the lines of a program that apply it to ``module``. Without them, ``name`` is an argument of the optimizer.
         bytes_of: for a saving that no trace can run: the bytes that it saves, from the parts of the peak.
     """
 
@@ -149,6 +149,18 @@ def _shard(step: Any) -> Mapping[str, Any] | None:
     return {"layout": "fsdp", "split": None, "balanced": balanced} if is_possible else None
 
 
+def _makes_temporaries(classes: tuple[type[torch.optim.Optimizer], ...], step: Any) -> bool:
+    """Returns True if the step makes one of ``classes``, which on a GPU have temporaries of all parameters by default."""
+    choice = step.optimizer
+    is_one = step.kind.like_cuda and getattr(choice, "plain_make", None) in classes
+    return is_one and choice.settings.keys().isdisjoint(["fused", "foreach"])
+
+
+def _use(kernels: Mapping[str, bool], optimizer: torch.optim.Optimizer, host: torch.device | None) -> None:
+    for group in optimizer.param_groups:
+        group.update(kernels)
+
+
 def use_bf16_parameters(module: nn.Module) -> None:
     """Converts parameters and buffers in place, as ``module.to(torch.bfloat16)``, which refuses the copies of a trace."""
     for tensor in (*module.parameters(), *module.buffers()):
@@ -194,6 +206,26 @@ SHARDED = Saving(
     order=110,
     stage="layout",
     change=_shard,
+)
+_FUSED = Saving(
+    name="fused=True",
+    option="fused optimizer",
+    saves="the bytes of all parameters, in the update",
+    cost="nothing; Adam, AdamW and Adagrad of torch have it",
+    needs="an accelerator",
+    order=150,
+    suits=functools.partial(_makes_temporaries, (optim.Adam, optim.AdamW, optim.Adagrad)),
+    change_optimizer=functools.partial(_use, {"fused": True, "foreach": False}),
+)
+_ONE_BY_ONE = dataclasses.replace(
+    _FUSED,
+    name="foreach=False",
+    option="optimizer of one parameter at a time",
+    cost="more kernels in the update",
+    needs="an optimizer of torch without fused=",
+    order=160,
+    suits=functools.partial(_makes_temporaries, (optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta)),
+    change_optimizer=functools.partial(_use, {"foreach": False}),
 )
 BF16 = Saving(
     name='precision="bf16"',

@@ -185,3 +185,19 @@ def test_convolutions_have_an_upper_bound_and_a_note():
     assert on_cpu.at_most == on_cpu.allocated
     assert "cuDNN" in dense.assumed["convolutions"]
     assert "at most" in str(dense)
+
+
+@pytest.mark.usefixtures("one_trace")
+@pytest.mark.parametrize(
+    ("convolution", "times"),
+    [
+        (nn.Conv2d(8, 8, 3, padding=2, dilation=2), 1.5**2),
+        (nn.Conv3d(8, 8, 3, padding=1), 1.5**3),
+        (nn.Conv1d(8, 8, 3, padding=1), 0),
+    ],
+)
+def test_the_upper_bound_has_3d_and_dilated_convolutions(convolution, times):
+    batch = torch.zeros(64, 8, *{1: [2**15], 2: [256, 128], 3: [32, 32, 32]}[len(convolution.kernel_size)], device="meta")
+    report = memory.estimate(nn.Sequential(convolution), F.mse_loss, batch, batch, device_kind="a100")
+    assert times <= (report.at_most[0] - report.nvidia_smi[0]) / (2 * batch.nbytes) <= 2 * times  # and segments that stay free
+    assert "not counted in allocated" in report.assumed["convolutions"]

@@ -183,11 +183,35 @@ def test_a_step_that_does_not_fit_names_the_best_saving():
         assert step.micro_batch_size == 3
 
 
-def test_rows_in_different_dimensions_are_refused():
-    model = DataParallelModel(LanguageModel(), ["cpu"], in_dims=(0,))
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), adamw(model))
-    with pytest.raises(ValueError, match=r"the inputs and the targets are in different dimensions \(in_dims=\)"):
-        memory.fit(step, *batch(6), capacity="1GiB")
+def test_outputs_in_another_dimension_than_the_inputs_are_refused_with_a_loss_of_all_rows():
+    model = DataParallelModel(nn.Linear(4, 4), ["cpu"], in_dims=(1,), out_dims=1)
+    step = TrainStep(model, DataParallelCriterion(nn.MSELoss(), whole=True, dim=0), adamw(model))
+    with pytest.raises(ValueError, match="expected one dim= for all with a loss whose rows depend on each other"):
+        memory.fit(step, torch.zeros(4, 6), torch.zeros(6, 4), capacity="1GiB")
+
+
+class Transposing(nn.Linear):
+    def forward(self, rows, anchors):
+        return super().forward(rows.t()) + anchors.sum()
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "inputs"),
+    [
+        ((1, None), (torch.zeros(256, 6), torch.zeros(3, 4))),
+        ({"rows": 1, "anchors": None}, {"rows": torch.zeros(256, 6), "anchors": torch.zeros(3, 4)}),
+    ],
+)
+def test_rows_in_other_dimensions_fit(in_dims, inputs):
+    with simulate(2, "4MiB") as cluster:
+        model = DataParallelModel(Transposing(256, 256), in_dims=in_dims)
+        step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), adamw(model))
+        report = memory.fit(step, inputs, torch.zeros(6, 256))
+        assert step.micro_batch_size == 3
+        for _ in range(2):
+            cluster.reset_peak()
+            step(inputs, torch.zeros(6, 256))
+        assert max(report.allocated) == pytest.approx(max(cluster.peak), rel=0.05)
 
 
 def fit_on_ranks(rank, balanced):

@@ -206,3 +206,14 @@ def test_products_of_groups_equal_the_allocator(precision):
     report = memory.estimate(Experts(), F.mse_loss, *batch(), precision=precision, device_kind="cpu")
     assert abs(report.allocated[0] - found) <= 0.001 * found
     assert report.flops == 5 * 2 * 64 * 64 * 256  # two products, and the gradients of both matrices and of what is between them
+
+
+def test_an_error_after_a_selection_names_what_was_assumed():
+    net = Applying(lambda h: h[h[:, 0] > 0] + torch.zeros(2, 8))
+    message = (
+        r"broadcast.* Before it, \S+test_operators_values.py:\d+ was assumed to select all \(aten.index.Tensor\), in the shape "
+    )
+    with pytest.raises(
+        ValueError, match=message + r"\(6, 8\): if training selects fewer, give memory.estimate a module without it"
+    ):
+        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")

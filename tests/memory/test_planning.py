@@ -23,6 +23,7 @@ from balanced_parallel import DataParallelCriterion, convert_sync_batchnorm, mem
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory import MemoryPlan, candidates, estimation
 from balanced_parallel.memory.candidates import row_of
+from balanced_parallel.runtime.values import format_bytes
 from balanced_parallel.savings.checkpointing import Checkpointed
 from balanced_parallel.savings.saving import savings_of
 
@@ -137,13 +138,13 @@ def test_cheapest_exact_plan_is_chosen():
     assert plenty.untried[:5] == (
         "BalancedOptimizer",
         "FSDP2",
-        "selective checkpoints",
-        "BalancedOptimizer, selective checkpoints",
-        "FSDP2, selective checkpoints",
+        "fused optimizer",
+        "BalancedOptimizer, fused optimizer",
+        "FSDP2, fused optimizer",
     )
-    assert "FSDP2, checkpointed blocks, offloaded activations, bf16, bf16 parameters" in plenty.untried
+    assert "FSDP2, fused optimizer, checkpointed blocks, offloaded activations, bf16, bf16 parameters" in plenty.untried
     assert "not tried" not in str(plenty)
-    assert "each saving): BalancedOptimizer; FSDP2; selective checkpoints;" in " ".join(plenty.describe(verbose=True).split())
+    assert "each saving): BalancedOptimizer; FSDP2; fused optimizer;" in " ".join(plenty.describe(verbose=True).split())
 
 
 def test_plan_runs_few_traces(monkeypatch):
@@ -424,3 +425,54 @@ def test_the_state_of_8_bit_adamw_is_counted_in_its_bytes():
     kinds = torch.optim.AdamW, importlib.import_module("torchao.optim").AdamW8bit
     parts = [memory.estimate(net, nn.MSELoss(), *batch, optimizer=make).parts[0] for make in kinds]
     assert parts[1]["optimizer state"] < 0.3 * parts[0]["optimizer state"]
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"), [(torch.optim.AdamW, "fused=True"), (functools.partial(torch.optim.NAdam, lr=0.01), "foreach=False")]
+)
+def test_an_optimizer_without_temporaries_comes_before_one_on_the_host(make, setting):
+    """Its update takes the bytes of all parameters less, and the lines say how it is made."""
+    with torch.device("meta"):
+        net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), torch.zeros(2, 256)
+    settings = {"optimizer": make, "device_kind": "sim"}
+    plain, fused = (
+        memory.estimate(net, nn.MSELoss(), rows, rows, savings=savings, **settings).nvidia_smi[0] for savings in ((), [setting])
+    )
+    assert plain - fused > 0.6 * sum(each.nbytes for each in net.parameters())
+    capacity = (plain + fused) // 2
+    plan = memory.plan(net, nn.MSELoss(), rows, rows, batch_size=2, capacity=capacity, **settings)
+    assert plan.chosen.savings == (setting,)
+    assert plan.chosen.exact
+    assert plan.chosen.micro_batches == 1
+    assert not any("host" in choice.name for choice in plan.choices)
+    assert any(line.startswith("optimizer = ") and line.endswith(f"{setting})") for line in plan.lines)
+    with simulate(1, plan.capacity[0]) as cluster:
+        names = {"module": net, "criterion": nn.MSELoss(), "inputs": torch.ones(2, 256), "targets": torch.ones(2, 256)}
+        exec("\n".join(plan.lines), names)  # also for a module on meta
+        cluster.reset_peak()
+        names["step"](torch.ones(2, 256), torch.ones(2, 256))
+        assert cluster.peak[0] == pytest.approx(plan.chosen.allocated[0], rel=0.02)
+    with simulate(1, plan.capacity[0]):
+        net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+        *_, step = plan.apply(net, nn.MSELoss(), optimizer=getattr(make, "func", make), lr=0.01)
+        for _ in range(2):
+            assert step(torch.ones(2, 256), torch.ones(2, 256)).isfinite()
+
+
+def test_settings_of_the_user_stay():
+    for make in (
+        functools.partial(torch.optim.AdamW, foreach=True),
+        torch.optim.SGD,
+        lambda parameters: torch.optim.AdamW(parameters),
+    ):
+        plan = make_plan("1GiB", 1, 24, optimizer=make)
+        assert not any("fused" in name or "at a time" in name for name in plan.untried)
+
+
+def test_a_plan_says_what_is_left_and_first_if_that_is_little():
+    plenty = planned("1GiB", 2, 24)
+    reserved = max(plenty.chosen.reserved)
+    used = f"12 rows per device in 1 micro-batch, {format_bytes(reserved)} of "
+    assert plenty.verdict == f"fits: yes, {used}1.00 GiB, {format_bytes(2**30 - reserved)} left"
+    tight = dataclasses.replace(plenty, capacity=(reserved + 1024,) * 2)
+    assert tight.verdict.startswith(f"fits: yes, with only 1.00 KiB left, {used}")

@@ -50,6 +50,30 @@ def report():
     return memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
 
 
+def test_another_number_of_rows_says_whether_it_fits(report):
+    assert report.at(64, "1MiB").fits is True
+    assert report.at(64, "1KiB").fits is False
+    assert report.at(8).fits is None  # a CPU of any size
+    assert report.at(8) == report.allocated
+    on_gpu = memory.estimate(nn.Linear(64, 3), nn.MSELoss(), torch.empty(8, 64), torch.empty(8, 3), device_kind="t4")
+    assert on_gpu.at(8).fits is True
+    assert on_gpu.at(2**40).fits is False
+
+
+@pytest.mark.usefixtures("one_trace")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler imports it
+def test_a_compiled_module_is_estimated_with_a_sentence():
+    inner = nn.Sequential(nn.Linear(64, 3))
+    inner[0].compile()
+    batch = torch.empty(8, 64), torch.empty(8, 3)
+    plain = memory.estimate(nn.Linear(64, 3), nn.MSELoss(), *batch, device_kind="cpu")
+    for net in (torch.compile(nn.Linear(64, 3)), inner):
+        compiled = memory.estimate(net, nn.MSELoss(), *batch, device_kind="cpu")
+        assert compiled.allocated == plain.allocated
+        assert "this is the estimate of the uncompiled module" in str(compiled)
+    assert "compiled" not in str(plain)
+
+
 def peak_of(path):
     """Returns the line about the peak in a page."""
     return re.search('<p id="peak">(.*)</p>', path.read_text())[1]

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
 from ..devices import DeviceKind
-from ..operators import IN_PLACE, MATRIX_PRODUCTS, answer, convolution_workspace, is_in_place, keep_elements, selected
+from ..operators import IN_PLACE, MATRIX_PRODUCTS, SELECTIONS, answer, convolution_workspace, is_in_place, keep_elements, selected
+from .values import Values
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
@@ -60,6 +61,8 @@ class Count(TorchDispatchMode):
         self.events: list[int] = []
         self.marks: dict[str, int] = {}
         self.flops = 0
+        self.values = Values()
+        self.assumed = ""  # what the last operator that selects by values was assumed to find
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._node: int | None = None  # the one that runs in a backward
         self._older = 0  # blocks that were there before it
@@ -90,11 +93,11 @@ class Count(TorchDispatchMode):
         if number != self._node:
             self._node, self._older = number, len(self.blocks)
         self._reused = None
-        result = answer(func, args, kwargs or {}, self.scalar, _user_line)
-        result = func(*args, **(kwargs or {})) if result is NotImplemented else result
+        kwargs = kwargs or {}
+        result = self.values.follow(func, args, kwargs, lambda: self._run(func, args, kwargs))
         keep_elements(func, args, result)
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
+            self.flops += int(formula(*args, **kwargs, out_val=result))
         elif func is _GROUPED_PRODUCTS:  # of experts: torch counts none
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
         for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):
@@ -112,6 +115,15 @@ class Count(TorchDispatchMode):
             self.events.append(len(self.blocks))
         self._take(selected(func, args), "temporaries", func, args)
         self._take(convolution_workspace(func, args, result) if self.fuses else 0, MAYBE, func, args)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = answer(func, args, kwargs, self.scalar, _user_line)
+        if result is NotImplemented:
+            return func(*args, **kwargs)
+        if func in SELECTIONS:
+            shape = tuple(leaves_of_tree(result)[0].shape)
+            self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
         return result
 
     def _take(self, size: int, kind: str, func: Any, args: Any) -> None:

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch has no public module of fake tensors
 
-from ...batch.containers import is_row_list, map_leaves
+from ...batch.containers import map_leaves
+from ...batch.rows import Along, count_rows, map_marked, take
 from ...runtime.torch_private import leaves_of_tree, shared_id
 from ...savings import linear_cross_entropy
 from .allocations import Count
+from .values import is_small
 
 
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
@@ -54,31 +56,50 @@ def _shared(thing: Any) -> dict[int, Any]:
     return {id(value): value for value in values}
 
 
-def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
-    """Returns a tensor without memory, like another one but for its device and shape."""
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Any:
+    """Returns a tensor without memory, like another one but for its device."""
     settings: dict[str, Any] = {"dtype": tensor.dtype, "device": device}
     with mode, torch.no_grad():
-        if shape is None and tensor.layout == torch.strided:
+        if tensor.layout == torch.strided:
             copied = torch.empty_strided(tensor.size(), tensor.stride(), **settings)
         else:
-            copied = torch.empty(tensor.shape if shape is None else shape, **settings)
+            copied = torch.empty(tensor.shape, **settings)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(copied, tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad)
 
 
-def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
-    """Returns a fake copy of ``batch`` with ``rows`` rows, or a multiple of them, along ``dim`` in place of ``of``."""
+def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int, count: Count) -> Any:
+    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it. ``count`` gets the values of small ones."""
 
-    def resize(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            shape = list(leaf.shape)
-            if shape:
-                shape[dim] = shape[dim] * rows // of
-            return fake_like(leaf, mode, device, torch.Size(shape))
-        if is_row_list(leaf) and leaf:
-            return [leaf[i % len(leaf)] for i in range(len(leaf) * rows // of)]
-        return leaf
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copied = fake_like(leaf, mode, device)
+        if is_small(leaf):
+            count.values.add(copied, leaf)
+        return copied
+
+    return map_marked(fake, with_rows(batch, rows, of, dim))
+
+
+def with_rows(batch: Any, rows: int, of: int, dim: int) -> Any:
+    """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``. Tensors are on the meta device.
+
+    Those that are small, and lists, repeat their rows.
+    """
+
+    def resize(leaf: Any, dim: int = dim) -> Any:
+        if type(leaf) is Along:
+            return Along(resize(leaf.leaf, leaf.dim), leaf.dim)
+        if not (present := count_rows(leaf, dim)):
+            return leaf
+        count = present * rows // of
+        if not isinstance(leaf, Tensor) or is_small(leaf, count / present):
+            return take(leaf, [place % present for place in range(count)], dim)
+        shape = [*leaf.shape]
+        shape[dim] = count
+        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
     return map_leaves(resize, batch)
 

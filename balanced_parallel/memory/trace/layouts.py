@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
-from ...batch.rows import Along, Arguments, count_rows
+from ...batch.rows import Along, Arguments, count_rows, move_leaves
 from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss
 from ...loss.criterion import DataParallelCriterion, couple
 from ...loss.sums import ShardLoss, add_up
@@ -328,7 +328,7 @@ class SingleDevice:
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             (output,) = self.outputs(arguments)
-            result: Tensor = ShardLoss(self.criterion, 1, output, targets, {}).call()
+            result: Tensor = ShardLoss(self.criterion, 1, output, move_leaves(targets, None), {}).call()
             return result
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
@@ -364,7 +364,8 @@ class SingleDevice:
     def outputs(self, arguments: Arguments) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
         with Precision(self.request.precision).autocast([HOME]):
-            output = self.module(*arguments.inputs, **arguments.kwargs)
+            plain = move_leaves(arguments, None)
+            output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 )
 
 from ...batch.containers import leaves
-from ...batch.rows import Arguments, Batch
+from ...batch.rows import Arguments, Batch, move_leaves
 from ...savings.saving import around_update, change_module, change_optimizers
 from ..operators import CUDA_KERNELS, HINT, VALUE_KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from . import fakes
 from .allocations import Block, Count
 from .fakes import HOME, Child, host_of
-from .layouts import ExistingOptimizers, Request, SingleDevice, TracedBatch, copies_of, refuse_merges, states_of
+from .layouts import ExistingOptimizers, Request, SingleDevice, TracedBatch, copies_of, inner_optimizers, refuse_merges, states_of
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
@@ -165,8 +165,8 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         change_module(module, request.savings)
     whole = rows * request.micro_batches
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
-    batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
+    batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim, count)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         fakes.undisturbed(),
@@ -176,7 +176,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         autograd_kernels(CUDA_KERNELS | VALUE_KERNELS),
         choices,
         mode,
-        _unknown_memory(),
+        _unknown_memory(count),
     ):
         _run(request, count, module, criterion, batch, rows)
     traced = min(request.micro_batches, TRACED)
@@ -185,7 +185,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
 
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:
     arguments, targets = batch
-    count.see_all((leaf for _, leaf in leaves((arguments, targets))), "inputs")
+    count.see_all((leaf for _, leaf in leaves(move_leaves(batch, None))), "inputs")
     modules = [part for part in (module, criterion) if isinstance(part, torch.nn.Module)]
     is_sharded = request.layout.is_sharded
     if not is_sharded:
@@ -239,7 +239,8 @@ def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch]
     for optimizer in layout.optimizers:
         optimizer.step()
     count.see_all(states_of(layout.optimizers), "optimizer state")
-    for state in states_of(layout.optimizers):
+    on_host = [each for each in inner_optimizers(layout.optimizers) if not each.param_groups[0].get("fused")]
+    for state in states_of(on_host):
         if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
             count.move(state, host)  # the step count of AdamW, which stays on the host
 
@@ -254,8 +255,8 @@ _NO_KERNEL = "has no fake kernel: register one with torch.library.register_fake,
 
 
 @contextlib.contextmanager
-def _unknown_memory() -> Iterator[None]:
-    """Raises :class:`UnknownMemory` in place of the errors of fake tensors."""
+def _unknown_memory(count: Count) -> Iterator[None]:
+    """Raises :class:`UnknownMemory` in place of the errors of fake tensors, and says what was assumed before another error."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -264,8 +265,14 @@ def _unknown_memory() -> Iterator[None]:
         raise UnknownMemory(f"the operator {error.func} {reason}, so its memory is not known beforehand: {HINT}") from error
     except UnsupportedOperatorException as error:
         raise UnknownMemory(f"the operator {error.func} {_NO_KERNEL}") from error
-    except RuntimeError as error:
-        if "There was no fake impl registered for" not in str(error):
+    except UnknownMemory:
+        raise
+    except Exception as error:
+        if "There was no fake impl registered for" in str(error):
+            name = str(error).partition("registered for ")[2].partition(". ")[0]
+            raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
+        if not count.assumed or fakes.runs_in_parent_only(error):
             raise
-        name = str(error).partition("registered for ")[2].partition(". ")[0]
-        raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
+        raise ValueError(
+            f"{type(error).__name__}: {error}. Before it, {count.assumed}: if training selects fewer, {HINT}"
+        ) from error

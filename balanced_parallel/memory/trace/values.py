@@ -1,0 +1,80 @@
+"""Values that a trace knows: those of small integers among the inputs, and what operators make of them.
+
+A model that reads sizes of images or lengths of rows from its inputs runs in a trace as in training. The fake tensors, and what
+is allocated, are the same as without values: real tensors only go along with them::
+
+    fake    sizes  --->  sizes.prod(1)  --->  .sum()  --->  .item()     weight.new_zeros(24, 8)
+    real    sizes  --->  sizes.prod(1)  --->  .sum()  --->  24
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...runtime.torch_private import leaves_of_tree, map_tensors, storage_id
+from ..operators import READS
+
+KNOWN = 1024  # elements of an input; results have at most its square
+
+
+class Values:
+    """Real tensors with the values of fake ones."""
+
+    def __init__(self) -> None:
+        self._real = WeakIdKeyDictionary()
+
+    def add(self, fake: Tensor, real: Tensor) -> None:
+        """Keeps the values of a fake tensor."""
+        self._real[fake] = real.clone()
+
+    def follow(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Returns what ``run`` returns for an operator. If all values are known, a number, or a result of any size, is theirs."""
+
+        def compute() -> Any:
+            with _disable_current_modes():
+                return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
+
+        writes = func._schema.is_mutable
+        tensors = _tensors((args, kwargs))
+        if not tensors or not all(leaf in self._real or (is_small(leaf) and not writes) for leaf in tensors):
+            written = {_storage(leaf) for leaf in _tensors(args[:1]) if writes and leaf in self._real}
+            for fake in [fake for fake in self._real if _storage(fake) in written]:
+                del self._real[fake]
+            return run()
+        if func in READS:
+            return compute()
+        try:
+            result = run()
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            result = map_tensors(lambda real: torch.empty(real.shape, dtype=real.dtype, device=tensors[0].device), compute())
+        leaves = _tensors(result)
+        if all(leaf.numel() <= KNOWN**2 for leaf in leaves):
+            for leaf, real in zip(leaves, _tensors(compute()), strict=True):
+                if leaf.shape == real.shape:
+                    self._real[leaf] = real
+        return result
+
+    def _value(self, tensor: Tensor) -> Any:
+        return self._real.get(tensor, tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of_tree(tree) if isinstance(leaf, Tensor)]
+
+
+def is_small(tensor: Tensor, times: float = 1.0) -> bool:
+    """Returns True for a real tensor of few integers on the CPU, also with so many times its rows."""
+    has_values = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.dtype in (torch.int32, torch.int64)
+    return has_values and tensor.numel() * times <= KNOWN
