@@ -432,7 +432,7 @@ class SurroundedStep(TrainStep):
     savings: tuple[str, ...] = ()
 
     @contextlib.contextmanager
-    def _updating(self, *, is_last: bool) -> Iterator[None]:
+    def _updating(self, *, is_last: bool) -> Iterator[contextlib.ExitStack]:
         """Surrounds a part of an update."""
-        with around_update(self.savings), super()._updating(is_last=is_last):
-            yield
+        with around_update(self.savings), super()._updating(is_last=is_last) as hooks:
+            yield hooks
