@@ -45,9 +45,8 @@ class Values:
         writes = func._schema.is_mutable
         tensors = _tensors((args, kwargs))
         if not tensors or not all(leaf in self._real or (is_small(leaf) and not writes) for leaf in tensors):
-            written = {_storage(leaf) for leaf in _tensors(args[:1]) if writes and leaf in self._real}
-            for fake in [fake for fake in self._real if _storage(fake) in written]:
-                del self._real[fake]
+            if writes:
+                self._forget(_tensors(args[:1]))
             return run()
         if func in READS:
             return compute()
@@ -61,6 +60,12 @@ class Values:
                 if leaf.shape == real.shape:
                     self._real[leaf] = real
         return result
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """Forgets the values of tensors that an operator writes to, and of all that share their memory."""
+        storages = {_storage(leaf) for leaf in written if leaf in self._real}
+        for fake in [fake for fake in self._real if _storage(fake) in storages]:
+            del self._real[fake]
 
     def _value(self, tensor: Tensor) -> Any:
         return self._real.get(tensor, tensor)
