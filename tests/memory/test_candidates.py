@@ -143,7 +143,7 @@ def test_an_option_that_cannot_be_traced_is_skipped_and_named():
     needs = memory.plan(Forked(), nn.MSELoss(), *batch(4), capacity="1KiB", **settings).needs[0]
     plan = memory.plan(Forked(), nn.MSELoss(), *batch(4), capacity=needs + 2**16, precision="bf16", **settings)
     reasons = dict(plan.skipped)
-    name = "optimizer on the host, checkpointed blocks, offloaded activations"
+    name = "optimizer on the host, fused optimizer, checkpointed blocks, offloaded activations"
     assert reasons[name] == "NotImplementedError: this block"
     assert f"skipped: {name}: NotImplementedError: this block" in " ".join(str(plan).split())
     assert plan.choices
@@ -183,7 +183,9 @@ def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
     plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity="64KiB", devices=2, batch_size=64, device_kind="sim")
     assert not plan.fits
     assert len(jobs) <= 28
-    assert {"FSDP2, selective checkpoints", "FSDP2, checkpointed blocks, bf16"} <= set(plan.untried)
+    assert {"FSDP2, fused optimizer, selective checkpoints", "FSDP2, fused optimizer, checkpointed blocks, bf16"} <= set(
+        plan.untried
+    )
 
 
 @pytest.mark.slow

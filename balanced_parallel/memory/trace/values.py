@@ -38,37 +38,37 @@ class Values:
     def follow(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Returns what ``run`` returns for an operator. If all values are known, a number, or a result of any size, is theirs."""
 
-        def compute() -> Any:
-            with _disable_current_modes():
-                return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
-
-        writes = func._schema.is_mutable
-        tensors = _tensors((args, kwargs))
+        tensors, writes = _tensors((args, kwargs)), func._schema.is_mutable
         if not tensors or not all(leaf in self._real or (is_small(leaf) and not writes) for leaf in tensors):
             if writes:
-                self._forget(_tensors(args[:1]))
+                self._forget(args[:1])
             return run()
         if func in READS:
-            return compute()
+            return self._compute(func, args, kwargs)
         try:
             result = run()
         except (DataDependentOutputException, DynamicOutputShapeException):
-            result = map_tensors(lambda real: torch.empty(real.shape, dtype=real.dtype, device=tensors[0].device), compute())
+            real, device = self._compute(func, args, kwargs), tensors[0].device
+            result = map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), real)
         leaves = _tensors(result)
         if all(leaf.numel() <= KNOWN**2 for leaf in leaves):
-            for leaf, real in zip(leaves, _tensors(compute()), strict=True):
+            for leaf, real in zip(leaves, _tensors(self._compute(func, args, kwargs)), strict=True):
                 if leaf.shape == real.shape:
                     self._real[leaf] = real
         return result
 
-    def _forget(self, written: list[Tensor]) -> None:
-        """Forgets the values of tensors that an operator writes to, and of all that share their memory."""
-        storages = {_storage(leaf) for leaf in written if leaf in self._real}
-        for fake in [fake for fake in self._real if _storage(fake) in storages]:
+    def _forget(self, tree: Any) -> None:
+        """Forgets the values of tensors, and of all that share their storage."""
+        written = {_storage(leaf) for leaf in _tensors(tree) if leaf in self._real}
+        for fake in [fake for fake in self._real if _storage(fake) in written]:
             del self._real[fake]
 
-    def _value(self, tensor: Tensor) -> Any:
-        return self._real.get(tensor, tensor)
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def value(tensor: Tensor) -> Any:
+            return self._real.get(tensor, tensor)
+
+        with _disable_current_modes():
+            return func(*map_tensors(value, args), **map_tensors(value, kwargs))
 
 
 def _storage(tensor: Tensor) -> int:
