@@ -86,8 +86,25 @@ def estimate(
         >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
         (10280, 20568)
     """
-    settings = {**locals(), "criterion": plain_criterion(criterion)}  # all arguments
-    request = make_request(**settings)
+    request = make_request(
+        module,
+        plain_criterion(criterion),
+        inputs,
+        targets,
+        optimizer=optimizer,
+        precision=precision,
+        micro_batch_size=micro_batch_size,
+        layout=layout,
+        devices=devices,
+        balanced_optimizer=balanced_optimizer,
+        savings=savings,
+        device_kind=device_kind,
+        split=split,
+        dim=dim,
+        scalar=scalar,
+        whole_gradients=whole_gradients,
+        expandable_segments=expandable_segments,
+    )
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
 
