@@ -472,7 +472,7 @@ class WholeLoss(CoupledLoss):
         criterion = self.criterion
         with criterion.precision.autocast([device]), copy_criterion(criterion.module, criterion.replicas, [device]) as copies:
             call = ShardLoss(
-                copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, watch=criterion.collectives.watch
+                copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, collectives=criterion.collectives
             ).call
             (loss,) = criterion.replicas.workers([call], [device], together=False)
         return loss

@@ -30,7 +30,7 @@ from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
 from .coupled import LossOfSums, Shapes, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
-from .sums import LossSum, OwnCollectivesError, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
+from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
 
 Form = dict[int, Any]  # a linear combination: the coefficients of terms by their numbers; number 0 is the constant 1
 _OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
@@ -65,6 +65,11 @@ class Term(NamedTuple):
     factor: Any = 1.0
     divisor: float | None = None  # a number that a sum was divided by, its count unless another count follows
     bounds: tuple[Any, Any] = (0, None)  # added to the count of all rows, and its smallest value
+
+    def describe(self) -> str:
+        """Returns the name of the mean, with its coefficient if that is a Python number."""
+        has_factor = not isinstance(self.factor, Tensor) and self.factor != 1
+        return f"{self.factor:.9g} * {self.kind}" if has_factor else self.kind
 
 
 class MeanRecorder(TorchFunctionMode):
@@ -349,21 +354,20 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     constants = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else (arguments, settings)
     with MeanRecorder(constants, shard.output, (shard.targets, shard.kwargs), shard.rows) as recorder:
         result = shard.call()
+    is_averaged = shard.collectives.is_used  # over the ranks, as a whole
     pairs: list[tuple[str, Term]] = []
     for place, loss in containers.leaves(result):
-        terms = [] if loss is None else recorder.terms_of(loss)
-        if terms is None and is_split:
+        if loss is None:
+            continue
+        terms = None if is_averaged else recorder.terms_of(loss)
+        if terms is None and is_split and not is_averaged:
             _refuse_unknown(module, recorder.has_unknown_count)
         terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)] if terms is None else terms
         pairs += [(place, term) for term in terms]
     keys = {term.key for _, term in pairs} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
-    names = {}
-    for number, (place, term) in enumerate(pairs):
-        has_factor = not isinstance(term.factor, Tensor) and term.factor != 1
-        text = f"{term.factor:.9g} * {term.kind}" if has_factor else term.kind
-        names[MeanName(place, number, term.kind, has_several, text)] = term
-    return result, names
+    places = enumerate(pairs)
+    return result, {MeanName(place, number, term.kind, has_several, term.describe()): term for number, (place, term) in places}
 
 
 _COUNTS = (
@@ -444,15 +448,7 @@ class LossOfMeans(LossOfSums):
         nothing = shard.nothing()
         if not shard.rows:
             return ShardStatistics(None, None, nothing)
-        if self.criterion.collectives.is_used:
-            result = shard.call()
-            means = {place: weighted_sum(loss, 1) for place, loss in containers.leaves(result)}
-            terms = {
-                MeanName(place, 0, "the loss", False, "the loss"): Term("the loss", mean, 1, None)
-                for place, mean in means.items()
-            }
-        else:
-            result, terms = find_means(shard, is_split=self.is_split)
+        result, terms = find_means(shard, is_split=self.is_split)
         tensors: dict[Any, Tensor] = {_ROWS: add_up([shard.rows], nothing.device)}
         for name, term in terms.items():
             tensors[name, "total"] = widen(term.total)
@@ -470,13 +466,6 @@ class LossOfMeans(LossOfSums):
 
     def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
         return tuple(name.kind for name, kind in tensors if kind == "total")
-
-    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        try:
-            return super()._parts(outputs, shards)
-        except OwnCollectivesError:
-            self.criterion.average_ranks()
-        return super()._parts(outputs, shards)
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)

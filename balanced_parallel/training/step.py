@@ -163,6 +163,8 @@ class TrainStep:
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
         with self._updating(is_last=False):
+            if self.criterion.collectives.is_used:
+                self.criterion.collectives.refuse()
             self._add(BatchRun(self._open(inputs, targets), False))
             if self._sums is not None:
                 self._sums.gradients = self._update.note_gradients()
@@ -170,7 +172,6 @@ class TrainStep:
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
         with self._updating(is_last=True) as hooks:
-            self.criterion.collectives.agree(2 * (self._sums is not None or bool(self._runs)))
             return self._apply(hooks)
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
