@@ -24,6 +24,7 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
+from .rules import refuse_coupled
 from .sums import LossSum, ShardLoss, add_up, call_spread, copy_criterion, devices_of, hand_back, weighted_sum, widen
 
 Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
@@ -208,13 +209,16 @@ class LossOfSums(CoupledLoss):
         checks = self.criterion.checks if self.is_split and tensors else None
         if checks is None:
             return
-        is_due = checks.are_due((self._form(tensors[0]), *_whole_settings(self.criterion.module))) or self._rows_checked > 0
+        form = [place[0].kind if self.has_names else place for place in tensors[0]]
+        is_due = checks.are_due((*form, *_whole_settings(self.criterion.module))) or self._rows_checked > 0
         for output, size, shard in zip(outputs, outputs.sizes, shards if is_due else (), strict=False):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += size or 0
                 self._check_halves(PerReplica([output], [size], outputs.dim), shard)
 
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+        if self.has_names:
+            refuse_coupled(self.criterion.module)
         try:
             samples = self._samples(output, shard)
         except Exception as error:  # noqa: BLE001 - it may raise anything
@@ -223,10 +227,6 @@ class LossOfSums(CoupledLoss):
             self._refuse(f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}", error)
         if None not in (sample.tensors for sample in samples):
             self._compare(samples)
-
-    def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
-        """Returns what a criterion has computed, without its values."""
-        return tuple(tensors)
 
     def _collect(self, parts: list[ShardStatistics]) -> None:
         for part in parts:

@@ -42,7 +42,6 @@ _NAMES |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": 
 _SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
 _JOINS = {"stack", "cat"}
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}  # values of a tensor, as Python objects
-_SIZES = {"len", "size", "numel"}
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}  # whose size depends on values
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Operations that keep the sum of the elements and its gradient, and a mean, which divides it.
@@ -135,20 +134,16 @@ class MeanRecorder(TorchFunctionMode):
 
     def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
         """Notes values that become Python numbers, and tensors whose size depends on values."""
-        if not isinstance(result, (Tensor, tuple)) and name in _READS:
-            self._knows_numbers = self._knows_numbers and self._is_mean(tensors[0])
+        if name in _READS and not isinstance(result, Tensor):
+            self._knows_numbers = self._knows_numbers and self.terms_of(tensors[0]) is not None  # the value of a loss, to print
         sizes = [self._selected[tensor] for tensor in tensors if tensor in self._selected]
-        if sizes and (isinstance(result, torch.Size) or name in _SIZES):
+        if sizes and type(result) in (int, torch.Size):
             self._knows_sizes = False
-        results = [each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
+        results = [leaf for _, leaf in containers.leaves(result) if isinstance(leaf, Tensor)]
         if results and _is_selection(name, tensors, result):
             sizes = [len(results[0])]
         if sizes:
             self._selected.update(zip(results, itertools.repeat(sizes[0])))
-
-    def _is_mean(self, tensor: Tensor) -> bool:
-        terms = [self.terms[number] for number in self._forms.get(tensor, ())]
-        return bool(terms) and all(term.weight is not None or term.divisor is not None for term in terms)
 
     def _level(self, tensor: Tensor) -> int:
         return int(self._levels.get(tensor, _OF_NOTHING if isinstance(tensor, nn.Parameter) else _OF_OUTPUTS))
@@ -459,13 +454,6 @@ class LossOfMeans(LossOfSums):
                     tensors[name, kind] = add_up([bound * shard.rows], nothing.device)
         structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
         return ShardStatistics(tensors, structure, nothing)
-
-    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
-        refuse_coupled(self.criterion.module)
-        super()._check_halves(output, shard)
-
-    def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
-        return tuple(name.kind for name, kind in tensors if kind == "total")
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)
