@@ -210,7 +210,7 @@ class LossOfSums(CoupledLoss):
         if checks is None:
             return
         form = [place[0].kind if self.has_names else place for place in tensors[0]]
-        is_due = checks.are_due((*form, *_whole_settings(self.criterion.module))) or self._rows_checked > 0
+        is_due = self._rows_checked > 0 or checks.are_due((*form, *_flags(self.criterion.module)))
         for output, size, shard in zip(outputs, outputs.sizes, shards if is_due else (), strict=False):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += size or 0
@@ -342,10 +342,10 @@ class LossOfSums(CoupledLoss):
         ) from cause
 
 
-def _whole_settings(criterion: Any) -> list[int]:
-    """Returns the flags and whole numbers of a module, such as an epoch."""
+def _flags(criterion: Any) -> list[bool]:
+    """Returns the flags of a module, such as one that a term has begun. Its whole numbers may count its calls."""
     modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
-    return [value for module in modules for value in vars(module).values() if isinstance(value, int)]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, bool)]
 
 
 def _smaller(output: Any) -> Any:

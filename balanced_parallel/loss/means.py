@@ -12,7 +12,6 @@ still depend on each other, as in a contrastive loss. So the terms of some batch
 """
 
 import functools
-import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -85,8 +84,7 @@ class MeanRecorder(TorchFunctionMode):
         self._forms = WeakIdKeyDictionary()
         self._levels = WeakIdKeyDictionary()
         self._clamps = WeakIdKeyDictionary()  # by the result, a count and its smallest value
-        self._selected = WeakIdKeyDictionary()  # the number of rows that were selected by values, by tensors made of them
-        self._knows_sizes = True  # no such number was read
+        self._selected = WeakIdKeyDictionary()  # tensors with rows that were selected by values
         self._knows_numbers = not _has_entries((output, targets), rows)  # no value of the batch is a Python number
         self.has_unknown_count = False
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
@@ -100,9 +98,7 @@ class MeanRecorder(TorchFunctionMode):
         level = max(map(self._level, tensors), default=_OF_NOTHING)
         name = str(getattr(func, "__name__", "")).strip("_")
         if func in RULES and level:
-            loss = self._loss(func, arguments_of(func, *args, **kwargs))
-            self._note_numbers(name, tensors, loss)
-            return loss
+            return self._loss(func, arguments_of(func, *args, **kwargs))
         name = _NAMES.get(name, name)
         form = self._combine(name, args, kwargs) if any(tensor in self._forms for tensor in tensors) else None
         result = func(*args, **kwargs)
@@ -133,17 +129,12 @@ class MeanRecorder(TorchFunctionMode):
         return result
 
     def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
-        """Notes values that become Python numbers, and tensors whose size depends on values."""
+        """Notes values that become Python numbers, as the number of selected rows is one."""
         if name in _READS and not isinstance(result, Tensor):
             self._knows_numbers = self._knows_numbers and self.terms_of(tensors[0]) is not None  # the value of a loss, to print
-        sizes = [self._selected[tensor] for tensor in tensors if tensor in self._selected]
-        if sizes and type(result) in (int, torch.Size):
-            self._knows_sizes = False
-        results = [leaf for _, leaf in containers.leaves(result) if isinstance(leaf, Tensor)]
-        if results and _is_selection(name, tensors, result):
-            sizes = [len(results[0])]
-        if sizes:
-            self._selected.update(zip(results, itertools.repeat(sizes[0])))
+        if _is_selection(name, tensors, result) or any(tensor in self._selected for tensor in tensors):
+            self._knows_numbers = self._knows_numbers and type(result) not in (int, torch.Size)
+            self._selected.update({leaf: name for _, leaf in containers.leaves(result) if isinstance(leaf, Tensor)})
 
     def _level(self, tensor: Tensor) -> int:
         return int(self._levels.get(tensor, _OF_NOTHING if isinstance(tensor, nn.Parameter) else _OF_OUTPUTS))
@@ -191,18 +182,14 @@ class MeanRecorder(TorchFunctionMode):
             parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
             if any(divisor is None for _, divisor, _ in parts):
                 parts = [(first.reshape(()).clone(), 1.0, 1.0)]  # it may be divided in place
-            size = self._selected.get(first)
-            if not self._knows_numbers or size == 0 or (size is None and not self._knows_sizes):
+            if not self._knows_numbers:
                 self.has_unknown_count = True
                 return None
-            kind = _OVER_NUMBER
             form = {}
             for total, divisor, coefficient in parts:
                 count = (divisor or 1.0) * factor
-                if size is not None:
-                    kind = f"{_OVER_NUMBER} that is {count / size:.9g} per selected row"
                 form[len(self.terms)] = coefficient
-                self.terms.append(Term(kind, total, None, ("a number", count), divisor=count))
+                self.terms.append(Term(_OVER_NUMBER, total, None, ("a number", count), divisor=count))
         return _times(form, factor if name == "mul" else 1 / factor)
 
     def _record(self, name: str, result: Tensor, args: Any) -> None:
@@ -377,7 +364,7 @@ def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
     if has_unknown_count:
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, as "
-            f"int(mask.sum()), len(mask.nonzero()) or an entry of a list, which may have a lower bound in each shard. {_COUNTS}"
+            f"int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard. {_COUNTS}"
         )
     setting = getattr(criterion, "reduction", "mean")
     note = "" if setting == "mean" else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
