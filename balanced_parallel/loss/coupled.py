@@ -471,10 +471,8 @@ class WholeLoss(CoupledLoss):
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
         criterion = self.criterion
         with criterion.precision.autocast([device]), copy_criterion(criterion.module, criterion.replicas, [device]) as copies:
-            call = ShardLoss(
-                copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, collectives=criterion.collectives
-            ).call
-            (loss,) = criterion.replicas.workers([call], [device], together=False)
+            shard = ShardLoss(copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, criterion.collectives)
+            (loss,) = criterion.replicas.workers([shard.call], [device], together=False)
         return loss
 
 

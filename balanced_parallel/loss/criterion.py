@@ -218,12 +218,28 @@ class DataParallelCriterion(nn.Module):
             if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            work = [functools.partial(_run, term, self.collectives, *replica) for replica in replicas]
+            work = [functools.partial(self._run, term, *replica) for replica in replicas]
             parts: list[Any] = self.replicas.workers(work, devices, together=False)
         if self.collectives.is_used and self.checks is not None:
             self.minimum, self.least, self.checks = 0.0, 0.0, None
             self.weigh_by(lambda *arguments, **kwargs: 1.0)
         return parts
+
+    def _run(
+        self, term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
+    ) -> Any:
+        targets, kwargs = move_arguments(shard.targets, device)
+        with shard.context():
+            try:
+                return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, self.collectives, weights))
+            except (RuntimeError, IndexError) as error:
+                if names := _tensors_outside(criterion):
+                    error.add_note(
+                        f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved "
+                        f"to {device}: pass a tensor of all rows as a target, another as a buffer of a module or by "
+                        "functools.partial"
+                    )
+                raise
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
         """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute."""
@@ -281,28 +297,6 @@ class DataParallelCriterion(nn.Module):
             return kwargs
         others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
         return {**others, "reduction": reduction_in(kwargs)}
-
-
-def _run(
-    term: Callable[..., Any],
-    collectives: OwnCollectives,
-    criterion: Criterion,
-    output: Any,
-    shard: Shard,
-    weights: Any,
-    device: torch.device,
-) -> Any:
-    targets, kwargs = move_arguments(shard.targets, device)
-    with shard.context():
-        try:
-            return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights, collectives))
-        except (RuntimeError, IndexError) as error:
-            if names := _tensors_outside(criterion):
-                error.add_note(
-                    f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "
-                    f"{device}: pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
-                )
-            raise
 
 
 def _tensors_outside(criterion: Criterion) -> list[str]:

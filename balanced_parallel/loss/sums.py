@@ -242,7 +242,7 @@ class OwnCollectives:
     ranks. Each rank has to call the criterion once, so ranks tell how often they will.
     """
 
-    def __init__(self, *, is_possible: bool, is_mean: bool) -> None:
+    def __init__(self, *, is_possible: bool = False, is_mean: bool = False) -> None:
         self.is_used = False
         self.asks = is_possible
         self.is_open = is_possible  # until the first call has come to its end
@@ -276,9 +276,7 @@ class OwnCollectives:
 
     def refuse(self, name: str = "") -> NoReturn:
         """Raises ``ValueError`` in place of a collective."""
-        raise ValueError(
-            f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}"
-        )
+        raise ValueError(f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}")
 
 
 class ShardLoss(NamedTuple):
@@ -289,8 +287,8 @@ class ShardLoss(NamedTuple):
     output: Any
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
+    collectives: OwnCollectives = OwnCollectives()  # that the call may have
     weights: Any = None  # numbers that are known before the replica runs
-    collectives: OwnCollectives = OwnCollectives(is_possible=False, is_mean=False)  # that the call may have
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
