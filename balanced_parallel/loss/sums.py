@@ -375,15 +375,15 @@ def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> 
 
         return containers.map_leaves(weigh, means)
     container = containers.open_container(means)
-    names = [*map(str, weights if isinstance(weights, dict) else range(len(weights)))]
+    entries = weights if isinstance(weights, dict) else dict(enumerate(weights))
+    names = [*map(str, entries)]
     has_names = container is not None and (isinstance(weights, list) or containers.entry_names(container) == names)
     if container is None or not has_names or len(container.children) != len(names):
         raise ValueError(
             f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(names)}: expected one "
             "weight for each mean, in the same order"
         )
-    children = weights.values() if isinstance(weights, dict) else weights
-    pairs = zip(container.children, children, container.places, strict=True)
+    pairs = zip(container.children, entries.values(), container.places, strict=True)
     return container.rebuild([_weighted(mean, weight, bounds, place + where) for mean, weight, where in pairs])
 
 

@@ -163,8 +163,6 @@ class TrainStep:
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
         with self._updating(is_last=False):
-            if self.criterion.collectives.is_used:
-                self.criterion.collectives.refuse()
             self._add(BatchRun(self._open(inputs, targets), False))
             if self._sums is not None:
                 self._sums.gradients = self._update.note_gradients()
@@ -195,8 +193,11 @@ class TrainStep:
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
-        if run.is_whole and self.criterion.collectives.asks:
-            self.criterion.collectives.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
+        own = self.criterion.collectives
+        if own.is_used and not run.is_whole:
+            own.refuse()
+        if own.asks and run.is_whole:
+            own.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
         if self._by_row is not None:
             compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
             run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
@@ -291,10 +292,8 @@ class TrainStep:
             raise
         self._failure, self.grad_norm = "", update.grad_norm
         if self._has_ranks:
-            self._states, self._versions = (
-                [optimizer.state for optimizer in update.optimizers],
-                versions([*self._trained.values()]),
-            )
+            self._states = [optimizer.state for optimizer in update.optimizers]
+            self._versions = versions([*self._trained.values()])
         if self.scheduler is not None and update.has_stepped:
             step_schedulers(each_scheduler(self.scheduler))
         return loss
