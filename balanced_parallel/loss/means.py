@@ -131,7 +131,8 @@ class MeanRecorder(TorchFunctionMode):
     def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
         """Notes values that become Python numbers, as the number of selected rows is one."""
         if name in _READS and not isinstance(result, Tensor):
-            self._knows_numbers = self._knows_numbers and self.terms_of(tensors[0]) is not None  # the value of a loss, to print
+            is_loss = self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None  # as to print it
+            self._knows_numbers = self._knows_numbers and is_loss
         if _is_selection(name, tensors, result) or any(tensor in self._selected for tensor in tensors):
             self._knows_numbers = self._knows_numbers and type(result) not in (int, torch.Size)
             self._selected.update({leaf: name for _, leaf in containers.leaves(result) if isinstance(leaf, Tensor)})

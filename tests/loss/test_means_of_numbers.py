@@ -64,6 +64,16 @@ def test_a_bounded_number_of_selected_rows_is_refused(micro_batch_size):
         update(DataParallelCriterion(loss), micro_batch_size, [batch])
 
 
+def test_a_count_by_the_mean_of_targets_is_refused_in_the_first_batch():
+    """The value of a loss may be read, as to print it."""
+
+    def loss(output, mask):
+        return (output.abs().sum(1) * mask).sum() / max(1, round(mask.double().mean().item() * len(mask)))
+
+    with pytest.raises(ValueError, match="a sum over a number that was read from values"):
+        DataParallelCriterion(loss)(PerReplica(torch.randn(3, 5).split(1), [1, 1, 1]), torch.ones(3, dtype=torch.bool))
+
+
 def test_a_count_of_entries_of_a_list_is_refused():
     """One image with a box, and one without, have the divisor 1."""
 
