@@ -193,11 +193,11 @@ class TrainStep:
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
-        own = self.criterion.collectives
-        if own.is_used and not run.is_whole:
-            own.refuse()
-        if own.asks and run.is_whole:
-            own.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
+        communication = self.criterion.collectives
+        if communication.is_used and not run.is_whole:
+            communication.refuse()
+        if communication.asks and run.is_whole:
+            communication.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
         if self._by_row is not None:
             compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
             run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
