@@ -191,7 +191,7 @@ def connect(row: Any, inputs: Arguments | None) -> Any:
     empty = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.numel()]
     if not empty or not torch.is_grad_enabled():
         return row
-    zero = torch.cat([leaf.flatten() for leaf in empty]).sum()
+    zero = torch.stack([leaf.sum() for leaf in empty]).sum()
     return map_leaves(lambda leaf: leaf + zero.to(leaf) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf, row)
 
 
