@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, MicroBatch, count_rows, mark_inputs, take
-from ..loss.sums import LossSum, Weight, add_up
+from ..loss.sums import LossSum, Weight, add_up, hand_back
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.module_tree import attribute_of_wrapper
 from ..runtime import collectives, devices, row_random
@@ -191,7 +191,7 @@ def connect(row: Any, inputs: Arguments | None) -> Any:
     empty = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.numel()]
     if not empty or not torch.is_grad_enabled():
         return row
-    zero = torch.stack([leaf.sum() for leaf in empty]).sum()
+    zero = hand_back(None, [*map(torch.zeros_like, empty)], empty)
     return map_leaves(lambda leaf: leaf + zero.to(leaf) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf, row)
 
 
