@@ -24,6 +24,7 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
+from .rules import refuse_coupled
 from .sums import LossSum, ShardLoss, add_up, call_spread, copy_criterion, devices_of, hand_back, weighted_sum, widen
 
 Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
@@ -208,13 +209,16 @@ class LossOfSums(CoupledLoss):
         checks = self.criterion.checks if self.is_split and tensors else None
         if checks is None:
             return
-        is_due = checks.are_due((self._form(tensors[0]), *_whole_settings(self.criterion.module))) or self._rows_checked > 0
+        form = [place[0].kind if self.has_names else place for place in tensors[0]]
+        is_due = self._rows_checked > 0 or checks.are_due((*form, *_flags(self.criterion.module)))
         for output, size, shard in zip(outputs, outputs.sizes, shards if is_due else (), strict=False):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += size or 0
                 self._check_halves(PerReplica([output], [size], outputs.dim), shard)
 
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+        if self.has_names:
+            refuse_coupled(self.criterion.module)
         try:
             samples = self._samples(output, shard)
         except torch.OutOfMemoryError:
@@ -225,10 +229,6 @@ class LossOfSums(CoupledLoss):
             self._refuse(f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}", error)
         if None not in (sample.tensors for sample in samples):
             self._compare(samples)
-
-    def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
-        """Returns what a criterion has computed, without its values."""
-        return tuple(tensors)
 
     def _collect(self, parts: list[ShardStatistics]) -> None:
         for part in parts:
@@ -344,10 +344,10 @@ class LossOfSums(CoupledLoss):
         ) from cause
 
 
-def _whole_settings(criterion: Any) -> list[int]:
-    """Returns the flags and whole numbers of a module, such as an epoch."""
+def _flags(criterion: Any) -> list[bool]:
+    """Returns the flags of a module, such as one that a term has begun. Its whole numbers may count its calls."""
     modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
-    return [value for module in modules for value in vars(module).values() if isinstance(value, int)]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, bool)]
 
 
 def _smaller(output: Any) -> Any:
@@ -473,10 +473,8 @@ class WholeLoss(CoupledLoss):
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
         criterion = self.criterion
         with criterion.precision.autocast([device]), copy_criterion(criterion.module, criterion.replicas, [device]) as copies:
-            call = ShardLoss(
-                copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, watch=criterion.collectives.watch
-            ).call
-            (loss,) = criterion.replicas.workers([call], [device], together=False)
+            shard = ShardLoss(copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, criterion.collectives)
+            (loss,) = criterion.replicas.workers([shard.call], [device], together=False)
         return loss
 
 

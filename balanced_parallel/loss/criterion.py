@@ -1,6 +1,5 @@
 """``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,6 @@ from .sums import (
     LossSum,
     MeanAndWeight,
     OwnCollectives,
-    OwnCollectivesError,
     ShardLoss,
     Weight,
     add_means,
@@ -120,10 +118,12 @@ class DataParallelCriterion(nn.Module):
         self.precision = Precision("fp32" if precision is None else precision)
         self.replicas = Replicas()
         self.weight, self._reduction = weight, reduction
-        self.collectives = OwnCollectives(is_possible=find_torch_loss(criterion) is None)
         self._is_joint = whole or isinstance(criterion, AdditiveLoss)  # it is computed once, of all rows
-        is_mean = weight is None and self.reduction == "mean"
-        self.finds_means = is_mean and not is_known(criterion)  # its means are found while it runs, with their bounds
+        is_mean = self.reduction == "mean"
+        is_averaged = is_mean and not isinstance(weight, (Mapping, list, tuple))
+        self.collectives = OwnCollectives(is_possible=find_torch_loss(criterion) is None, is_mean=is_averaged)
+        # Its means are found while it runs, with their bounds.
+        self.finds_means = is_mean and weight is None and not is_known(criterion)
         self.minimum = 0.0 if self.finds_means else minimum
         self.least = max(flat_weights(self.minimum))  # the smallest divisor of an update
         # In two passes over several micro-batches. Means are, until all of them are over one count.
@@ -156,7 +156,7 @@ class DataParallelCriterion(nn.Module):
             return couple(self, torch.device("cpu")).value(entries, shards)
         if reduction == "none":
             return PerReplica(self.run(ShardLoss.call, entries, shards), entries.sizes, entries.dim)
-        parts = self._terms(reduction, entries, shards)
+        parts = self.run(self._term(reduction), entries, shards)
         return merge(parts, lambda sums: divide_once(sums, self.output_device or sums[0].total.device, self.minimum))
 
     @property
@@ -218,9 +218,28 @@ class DataParallelCriterion(nn.Module):
             if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            watch = self.collectives.watch if self.collectives.is_open else contextlib.nullcontext
-            work = [functools.partial(_run, term, watch, *replica) for replica in replicas]
-            return self.replicas.workers(work, devices, together=False)
+            work = [functools.partial(self._run, term, *replica) for replica in replicas]
+            parts: list[Any] = self.replicas.workers(work, devices, together=False)
+        if self.collectives.is_used and self.checks is not None:
+            self.minimum, self.least, self.checks = 0.0, 0.0, None
+            self.weigh_by(lambda *arguments, **kwargs: 1.0)
+        return parts
+
+    def _run(
+        self, term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
+    ) -> Any:
+        targets, kwargs = move_arguments(shard.targets, device)
+        with shard.context():
+            try:
+                return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, self.collectives, weights))
+            except (RuntimeError, IndexError) as error:
+                if names := _tensors_outside(criterion):
+                    error.add_note(
+                        f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved "
+                        f"to {device}: pass a tensor of all rows as a target, another as a buffer of a module or by "
+                        "functools.partial"
+                    )
+                raise
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
         """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute."""
@@ -241,27 +260,10 @@ class DataParallelCriterion(nn.Module):
             raise ValueError(
                 "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
             )
-        parts = self._terms(self.reduction, outputs, shards)
+        parts = self.run(self._term(self.reduction), outputs, shards)
         if self.finds_means:
             LossOfMeans(self, torch.device("cpu")).check([part.terms for part in parts], outputs, shards)
         return [add_means(part) for part in parts]
-
-    def _terms(self, reduction: str, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Returns each replica's part of the loss."""
-        try:
-            return self.run(self._term(reduction), outputs, shards)
-        except OwnCollectivesError:
-            self.average_ranks()
-        return self.run(self._term(reduction), outputs, shards)
-
-    def average_ranks(self) -> None:
-        """Makes the loss the mean of the values of all ranks, after a first call that would have communicated; or raises."""
-        if self.reduction != "mean":
-            raise
-        self.collectives.allow()
-        self.minimum = self.least = 0.0
-        self.checks = None
-        self.weigh_by(lambda *arguments, **kwargs: 1.0)
 
     def _term(self, reduction: str) -> Callable[[ShardLoss], Any]:
         """Returns the function that computes one replica's part of the loss."""
@@ -295,22 +297,6 @@ class DataParallelCriterion(nn.Module):
             return kwargs
         others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
         return {**others, "reduction": reduction_in(kwargs)}
-
-
-def _run(
-    term: Callable[..., Any], watch: Any, criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
-) -> Any:
-    targets, kwargs = move_arguments(shard.targets, device)
-    with shard.context():
-        try:
-            return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights, watch))
-        except (RuntimeError, IndexError) as error:
-            if names := _tensors_outside(criterion):
-                error.add_note(
-                    f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "
-                    f"{device}: pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
-                )
-            raise
 
 
 def _tensors_outside(criterion: Criterion) -> list[str]:

@@ -12,7 +12,6 @@ still depend on each other, as in a contrastive loss. So the terms of some batch
 """
 
 import functools
-import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +29,7 @@ from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
 from .coupled import LossOfSums, Shapes, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
-from .sums import LossSum, OwnCollectivesError, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
+from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
 
 Form = dict[int, Any]  # a linear combination: the coefficients of terms by their numbers; number 0 is the constant 1
 _OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
@@ -42,7 +41,6 @@ _NAMES |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": 
 _SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
 _JOINS = {"stack", "cat"}
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}  # values of a tensor, as Python objects
-_SIZES = {"len", "size", "numel"}
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}  # whose size depends on values
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Operations that keep the sum of the elements and its gradient, and a mean, which divides it.
@@ -66,6 +64,11 @@ class Term(NamedTuple):
     divisor: float | None = None  # a number that a sum was divided by, its count unless another count follows
     bounds: tuple[Any, Any] = (0, None)  # added to the count of all rows, and its smallest value
 
+    def describe(self) -> str:
+        """Returns the name of the mean, with its coefficient if that is a Python number."""
+        has_factor = not isinstance(self.factor, Tensor) and self.factor != 1
+        return f"{self.factor:.9g} * {self.kind}" if has_factor else self.kind
+
 
 class MeanRecorder(TorchFunctionMode):
     """Records the means that are computed in its block, and the tensors whose elements add up to linear combinations of them.
@@ -81,8 +84,7 @@ class MeanRecorder(TorchFunctionMode):
         self._forms = WeakIdKeyDictionary()
         self._levels = WeakIdKeyDictionary()
         self._clamps = WeakIdKeyDictionary()  # by the result, a count and its smallest value
-        self._selected = WeakIdKeyDictionary()  # the number of rows that were selected by values, by tensors made of them
-        self._knows_sizes = True  # no such number was read
+        self._selected = WeakIdKeyDictionary()  # tensors with rows that were selected by values
         self._knows_numbers = not _has_entries((output, targets), rows)  # no value of the batch is a Python number
         self.has_unknown_count = False
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
@@ -96,9 +98,7 @@ class MeanRecorder(TorchFunctionMode):
         level = max(map(self._level, tensors), default=_OF_NOTHING)
         name = str(getattr(func, "__name__", "")).strip("_")
         if func in RULES and level:
-            loss = self._loss(func, arguments_of(func, *args, **kwargs))
-            self._note_numbers(name, tensors, loss)
-            return loss
+            return self._loss(func, arguments_of(func, *args, **kwargs))
         name = _NAMES.get(name, name)
         form = self._combine(name, args, kwargs) if any(tensor in self._forms for tensor in tensors) else None
         result = func(*args, **kwargs)
@@ -129,21 +129,13 @@ class MeanRecorder(TorchFunctionMode):
         return result
 
     def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
-        """Notes values that become Python numbers, and tensors whose size depends on values."""
-        if not isinstance(result, (Tensor, tuple)) and name in _READS:
-            self._knows_numbers = self._knows_numbers and self._is_mean(tensors[0])
-        sizes = [self._selected[tensor] for tensor in tensors if tensor in self._selected]
-        if sizes and (isinstance(result, torch.Size) or name in _SIZES):
-            self._knows_sizes = False
-        results = [each for each in (result if isinstance(result, tuple) else (result,)) if isinstance(each, Tensor)]
-        if results and _is_selection(name, tensors, result):
-            sizes = [len(results[0])]
-        if sizes:
-            self._selected.update(zip(results, itertools.repeat(sizes[0])))
-
-    def _is_mean(self, tensor: Tensor) -> bool:
-        terms = [self.terms[number] for number in self._forms.get(tensor, ())]
-        return bool(terms) and all(term.weight is not None or term.divisor is not None for term in terms)
+        """Notes values that become Python numbers, as the number of selected rows is one."""
+        if name in _READS and not isinstance(result, Tensor):
+            is_loss = self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None  # as to print it
+            self._knows_numbers = self._knows_numbers and is_loss
+        if _is_selection(name, tensors, result) or any(tensor in self._selected for tensor in tensors):
+            self._knows_numbers = self._knows_numbers and type(result) not in (int, torch.Size)
+            self._selected.update({leaf: name for _, leaf in containers.leaves(result) if isinstance(leaf, Tensor)})
 
     def _level(self, tensor: Tensor) -> int:
         return int(self._levels.get(tensor, _OF_NOTHING if isinstance(tensor, nn.Parameter) else _OF_OUTPUTS))
@@ -191,18 +183,14 @@ class MeanRecorder(TorchFunctionMode):
             parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
             if any(divisor is None for _, divisor, _ in parts):
                 parts = [(first.reshape(()).clone(), 1.0, 1.0)]  # it may be divided in place
-            size = self._selected.get(first)
-            if not self._knows_numbers or size == 0 or (size is None and not self._knows_sizes):
+            if not self._knows_numbers:
                 self.has_unknown_count = True
                 return None
-            kind = _OVER_NUMBER
             form = {}
             for total, divisor, coefficient in parts:
                 count = (divisor or 1.0) * factor
-                if size is not None:
-                    kind = f"{_OVER_NUMBER} that is {count / size:.9g} per selected row"
                 form[len(self.terms)] = coefficient
-                self.terms.append(Term(kind, total, None, ("a number", count), divisor=count))
+                self.terms.append(Term(_OVER_NUMBER, total, None, ("a number", count), divisor=count))
         return _times(form, factor if name == "mul" else 1 / factor)
 
     def _record(self, name: str, result: Tensor, args: Any) -> None:
@@ -349,21 +337,20 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     constants = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else (arguments, settings)
     with MeanRecorder(constants, shard.output, (shard.targets, shard.kwargs), shard.rows) as recorder:
         result = shard.call()
+    is_averaged = shard.collectives.is_used  # over the ranks, as a whole
     pairs: list[tuple[str, Term]] = []
     for place, loss in containers.leaves(result):
-        terms = [] if loss is None else recorder.terms_of(loss)
-        if terms is None and is_split:
+        if loss is None:
+            continue
+        terms = None if is_averaged else recorder.terms_of(loss)
+        if terms is None and is_split and not is_averaged:
             _refuse_unknown(module, recorder.has_unknown_count)
         terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)] if terms is None else terms
         pairs += [(place, term) for term in terms]
     keys = {term.key for _, term in pairs} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
-    names = {}
-    for number, (place, term) in enumerate(pairs):
-        has_factor = not isinstance(term.factor, Tensor) and term.factor != 1
-        text = f"{term.factor:.9g} * {term.kind}" if has_factor else term.kind
-        names[MeanName(place, number, term.kind, has_several, text)] = term
-    return result, names
+    places = enumerate(pairs)
+    return result, {MeanName(place, number, term.kind, has_several, term.describe()): term for number, (place, term) in places}
 
 
 _COUNTS = (
@@ -378,7 +365,7 @@ def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
     if has_unknown_count:
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, as "
-            f"int(mask.sum()), len(mask.nonzero()) or an entry of a list, which may have a lower bound in each shard. {_COUNTS}"
+            f"int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard. {_COUNTS}"
         )
     setting = getattr(criterion, "reduction", "mean")
     note = "" if setting == "mean" else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
@@ -444,15 +431,7 @@ class LossOfMeans(LossOfSums):
         nothing = shard.nothing()
         if not shard.rows:
             return ShardStatistics(None, None, nothing)
-        if self.criterion.collectives.is_used:
-            result = shard.call()
-            means = {place: weighted_sum(loss, 1) for place, loss in containers.leaves(result)}
-            terms = {
-                MeanName(place, 0, "the loss", False, "the loss"): Term("the loss", mean, 1, None)
-                for place, mean in means.items()
-            }
-        else:
-            result, terms = find_means(shard, is_split=self.is_split)
+        result, terms = find_means(shard, is_split=self.is_split)
         tensors: dict[Any, Tensor] = {_ROWS: add_up([shard.rows], nothing.device)}
         for name, term in terms.items():
             tensors[name, "total"] = widen(term.total)
@@ -463,20 +442,6 @@ class LossOfMeans(LossOfSums):
                     tensors[name, kind] = add_up([bound * shard.rows], nothing.device)
         structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
         return ShardStatistics(tensors, structure, nothing)
-
-    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
-        refuse_coupled(self.criterion.module)
-        super()._check_halves(output, shard)
-
-    def _form(self, tensors: dict[Any, Tensor]) -> Hashable:
-        return tuple(name.kind for name, kind in tensors if kind == "total")
-
-    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        try:
-            return super()._parts(outputs, shards)
-        except OwnCollectivesError:
-            self.criterion.average_ranks()
-        return super()._parts(outputs, shards)
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)

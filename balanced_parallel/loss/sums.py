@@ -235,54 +235,48 @@ _COLLECTIVES = "the criterion communicates with the other ranks itself"
 _WITHOUT = "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True"
 
 
-class OwnCollectivesError(ValueError):
-    """A criterion would communicate itself, and the other ranks may not take part."""
-
-
 class OwnCollectives:
     """Collectives of a criterion's own, as in programs that come from ``DistributedDataParallel``.
 
-    Its first call runs until the first collective. If there is one, the loss is what that class makes of it: the mean of the
-    values of all ranks. Each rank has to call the criterion once then, so ranks tell how often they will.
+    The first call tells whether there are some. The loss is what that class makes of it then: the mean of the values of all
+    ranks. Each rank has to call the criterion once, so ranks tell how often they will.
     """
 
-    def __init__(self, *, is_possible: bool) -> None:
+    def __init__(self, *, is_possible: bool = False, is_mean: bool = False) -> None:
         self.is_used = False
         self.asks = is_possible
         self.is_open = is_possible  # until the first call has come to its end
+        self._is_mean = is_mean
         self._is_common = False  # each rank calls the criterion once
 
     def agree(self, calls: int) -> None:
         """Learns how often each rank calls the criterion in an update. All ranks call this."""
         if self.asks and world_size() > 1:
-            counts = gather_objects(calls)
-            self._is_common = {*counts} == {1}
+            counts = {*gather_objects(calls)}
+            self._is_common = self._is_mean and counts == {1}
             self.asks = self.is_used or 0 in counts
             if self.is_used and not self._is_common:
-                self._refuse()
+                self.refuse()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Surrounds a call of the criterion. The first one may raise :class:`OwnCollectivesError`."""
-        with OnCollective(self._refuse) if self.is_open and world_size() > 1 else contextlib.nullcontext():
+        """Surrounds a call of the criterion. The first one finds collectives, or refuses them before they wait for a rank."""
+        names = set[str]()
+        act = names.add if self._is_common else self.refuse
+        with OnCollective(act) if world_size() > 1 else contextlib.nullcontext():
             yield
         self.is_open = False
+        if names:
+            self.is_used = self.asks = True
+            warnings.warn(
+                f"{_COLLECTIVES}: its values are averaged over the ranks, as DistributedDataParallel does, and weight= is not "
+                f"used. Better {_WITHOUT}",
+                stacklevel=2,
+            )
 
-    def allow(self) -> None:
-        """Allows the collectives in the next calls, after the error of the first one."""
-        if not self._is_common:
-            raise
-        warnings.warn(
-            f"{_COLLECTIVES}: its values are averaged over the ranks, as DistributedDataParallel does, and weight= is not used. "
-            f"Better {_WITHOUT}",
-            stacklevel=2,
-        )
-        self.is_used, self.asks, self.is_open = True, True, False
-
-    def _refuse(self, name: str = "") -> NoReturn:
-        raise OwnCollectivesError(
-            f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}"
-        )
+    def refuse(self, name: str = "") -> NoReturn:
+        """Raises ``ValueError`` in place of a collective."""
+        raise ValueError(f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}")
 
 
 class ShardLoss(NamedTuple):
@@ -293,12 +287,13 @@ class ShardLoss(NamedTuple):
     output: Any
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
+    collectives: OwnCollectives = OwnCollectives()  # that the call may have
     weights: Any = None  # numbers that are known before the replica runs
-    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # surrounds the call
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
-        with self.watch():
+        watch = self.collectives.watch if self.collectives.is_open else contextlib.nullcontext
+        with watch():
             result = call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs)
         loss = result if isinstance(result, Tensor) else loss_of(result)
         if loss is None:
@@ -356,7 +351,10 @@ class MeanAndWeight:
         if not shard.rows or weights == 0 == self.minimum:
             # The criterion would return nan or raise an error.
             return map_weights(lambda weight: LossSum(shard.nothing(), weight, bound=next(bounds)), weights)
-        return _weighted(shard.call(), weights, bounds, "the loss")
+        means = shard.call()
+        if shard.collectives.is_used:
+            weights, bounds = 1.0, bounds_of(0.0, 1.0)
+        return _weighted(means, weights, bounds, "the loss")
 
     @torch.no_grad()
     def read(self, shards: Sequence[ShardLoss]) -> list[Any]:
@@ -377,15 +375,15 @@ def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> 
 
         return containers.map_leaves(weigh, means)
     container = containers.open_container(means)
-    names = [*map(str, weights if isinstance(weights, dict) else range(len(weights)))]
+    entries = weights if isinstance(weights, dict) else dict(enumerate(weights))
+    names = [*map(str, entries)]
     has_names = container is not None and (isinstance(weights, list) or containers.entry_names(container) == names)
     if container is None or not has_names or len(container.children) != len(names):
         raise ValueError(
             f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(names)}: expected one "
             "weight for each mean, in the same order"
         )
-    children = weights.values() if isinstance(weights, dict) else weights
-    pairs = zip(container.children, children, container.places, strict=True)
+    pairs = zip(container.children, entries.values(), container.places, strict=True)
     return container.rebuild([_weighted(mean, weight, bounds, place + where) for mean, weight, where in pairs])
 
 

@@ -125,9 +125,10 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
         **_settings(keywords, " of the criterion"),
     }
     for path, part in function.named_modules() if isinstance(function, nn.Module) else ():
-        is_of_torch = type(part).__module__.startswith("torch.nn.")
-        values = {**vars(part), **buffers_of(part)} if is_of_torch else vars(part)  # buffers: the weights of classes
-        settings = {name: value for name, value in values.items() if is_of_torch or isinstance(value, float)}
+        if type(part).__module__.startswith("torch.nn."):
+            settings = {**vars(part), **buffers_of(part)}  # the weights of classes are buffers
+        else:
+            settings = {name: value for name, value in vars(part).items() if isinstance(value, float)}
         facts |= _settings(settings, f" of {path or 'the criterion'}")
     return facts
 
@@ -160,6 +161,6 @@ def _checksum(value: Any) -> str:
         return str(value) if isinstance(value, (int, float)) else "unknown"
     tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
     bits = torch.atleast_1d(tensor).view(getattr(torch, f"int{8 * tensor.itemsize}"))
-    sums = bits.unsqueeze(-1).flatten(1).sum(1, dtype=bits.dtype)
-    total = (sums.long() * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+    sums = bits.unsqueeze(-1).flatten(1).sum(1)
+    total = (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
     return f"{int(total)}{' trained' * value.requires_grad}"

@@ -170,7 +170,6 @@ class TrainStep:
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
         with self._updating(is_last=True) as hooks:
-            self.criterion.collectives.agree(2 * (self._sums is not None or bool(self._runs)))
             return self._apply(hooks)
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
@@ -194,8 +193,11 @@ class TrainStep:
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
-        if run.is_whole and self.criterion.collectives.asks:
-            self.criterion.collectives.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
+        communication = self.criterion.collectives
+        if communication.is_used and not run.is_whole:
+            communication.refuse()
+        if communication.asks and run.is_whole:
+            communication.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
         if self._by_row is not None:
             compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
             run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
@@ -290,10 +292,8 @@ class TrainStep:
             raise
         self._failure, self.grad_norm = "", update.grad_norm
         if self._has_ranks:
-            self._states, self._versions = (
-                [optimizer.state for optimizer in update.optimizers],
-                versions([*self._trained.values()]),
-            )
+            self._states = [optimizer.state for optimizer in update.optimizers]
+            self._versions = versions([*self._trained.values()])
         if self.scheduler is not None and update.has_stepped:
             step_schedulers(each_scheduler(self.scheduler))
         return loss

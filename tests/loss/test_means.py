@@ -372,10 +372,6 @@ ACCEPTED = {
     "a stack times weights": lambda out, values: (torch.stack([F.mse_loss(out, values), out.mean()]) * 0.3).sum(),
     "a zero to begin with": lambda out, values: torch.zeros(1) + torch.tensor(0.0) + F.mse_loss(out, values),
     "logs on the way": lambda out, values: log(F.mse_loss(out, values)) + out.abs().sum() / len(out),
-    "a mean of some elements by hand": lambda out, values: out[values > 0.5].sum() / len(out[values > 0.5]),
-    "a loss of some elements by hand": lambda out, values: (
-        F.l1_loss(out[values > 0.5], values[values > 0.5], reduction="sum") / len(values[values > 0.5]) / 2
-    ),
     "a division by the elements": lambda out, values: out.abs().sum() / out.numel() + out.abs().sum() / (4 * out.shape[0]),
     "a loss of zero": lambda out, values: F.mse_loss(out, out.detach()),
     "an unbound parameter": lambda out, values: sum(weight * out.mean() for weight in nn.Parameter(torch.ones(3)).unbind()),
@@ -548,7 +544,7 @@ def test_the_host_waits_for_no_device_after_the_first_updates():
         criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
         model = DataParallelModel(net, [0, 1])
         step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
-        for _ in range(4):
+        for _ in range(5):
             step(inputs, target)
         before = len(cluster.waits)
         step(inputs, target)

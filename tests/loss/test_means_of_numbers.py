@@ -8,6 +8,7 @@ from helpers.problems import build_net
 from torch import nn
 
 from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, verify
+from balanced_parallel.loss.means import LossOfMeans
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -20,6 +21,8 @@ COUNTS = {
     "a condition": lambda mask: int(mask.sum()) if mask.sum() else 1,
     "indices or one": lambda mask: len(mask.nonzero()) or 1,
     "the larger of a size and one": lambda mask: max(torch.where(mask)[0].shape[0], 1),
+    "a number of selected rows": lambda mask: len(mask[mask]),
+    "a number of selected elements": lambda mask: mask.masked_select(mask).nelement(),
     "a list": lambda mask: max(1, sum(mask.tolist())),
     "an array": lambda mask: max(1.0, float(mask.numpy().sum())),
     "the larger of numpy": lambda mask: float(np.maximum(np.asarray(mask).sum(), 1)),
@@ -52,15 +55,23 @@ def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_a_bounded_number_of_selected_rows_is_exact_or_refused(micro_batch_size):
+def test_a_bounded_number_of_selected_rows_is_refused(micro_batch_size):
     def loss(output, values, mask):
         return F.mse_loss(output[mask], values[mask], reduction="sum") / (len(output[mask]) or 1)
 
-    batch, full, sparse = (torch.randn(12, 4), torch.randn(12, 5)), torch.ones(12, dtype=torch.bool), torch.arange(12) < 4
-    results, net = update(DataParallelCriterion(loss), micro_batch_size, [(*batch, full)])
-    torch.testing.assert_close(results[0], loss(net(batch[0]), batch[1], full).reshape(()), check_dtype=False)
+    batch = torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"a sum over a number that was read from values.*clamp\(min=1\).*weight=.*minimum=1"):
-        update(DataParallelCriterion(loss), micro_batch_size, [(*batch, full), (*batch, sparse)])
+        update(DataParallelCriterion(loss), micro_batch_size, [batch])
+
+
+def test_a_count_by_the_mean_of_targets_is_refused_in_the_first_batch():
+    """The value of a loss may be read, as to print it."""
+
+    def loss(output, mask):
+        return (output.abs().sum(1) * mask).sum() / max(1, round(mask.double().mean().item() * len(mask)))
+
+    with pytest.raises(ValueError, match="a sum over a number that was read from values"):
+        DataParallelCriterion(loss)(PerReplica(torch.randn(3, 5).split(1), [1, 1, 1]), torch.ones(3, dtype=torch.bool))
 
 
 def test_a_count_of_entries_of_a_list_is_refused():
@@ -146,6 +157,22 @@ def test_terms_that_begin_later_and_add_up_are_exact():
     for number in range(6):
         criterion.module.has_begun = number % 2 == 1
         torch.testing.assert_close(criterion(model(inputs), values), criterion.module(model.module(inputs), values))
+
+
+def test_a_counter_in_a_criterion_is_no_reason_to_compare():
+    class Counting(WarmUp):
+        calls = 0
+
+        def forward(self, output, values):
+            self.calls += 1
+            return F.mse_loss(output, values)
+
+    criterion, halves = DataParallelCriterion(Counting()), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossOfMeans, "_compare", lambda self, samples: halves.append(samples))
+        for _ in range(7):
+            criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
+    assert len(halves) == 3 * 2
 
 
 def test_a_batch_on_one_device_counts_for_no_check():
