@@ -161,7 +161,7 @@ _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary
 
 def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of an old loop."""
-    claim = _claims[optimizer]
+    claim = _claims.get(optimizer, -1)  # a wrapper of an optimizer is another object
     if claim == count_graph_nodes():
         optimizer.zero_grad()
         warnings.warn(
