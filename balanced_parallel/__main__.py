@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -30,6 +31,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
+from tabulate import tabulate
 from torch import nn
 
 from . import memory
@@ -37,13 +39,14 @@ from .batch.containers import describe
 from .batch.rows import as_arguments
 from .memory.devices import find_kind
 from .memory.estimation import rows_of
-from .memory.fitting import measure_tricks
+from .memory.fitting import saved_bytes
 from .memory.planning import MATERIALIZE
 from .memory.report import load_plotly, write_page
 from .memory.trace.fakes import with_rows
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
-from .runtime.values import parse_bytes
+from .runtime.values import format_bytes, parse_bytes
 from .savings import checkpoint_activations
+from .savings.saving import all_savings
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +118,7 @@ def _add_step(parser: OneLineParser) -> None:
 
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
-    layout = flags.layout or (SingleDevice.name if flags.devices == 1 else ReplicaLayout.name)
+    layout = flags.layout or layout_of(flags.devices)
     problem, rows, settings = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
     if flags.checkpoint:
@@ -129,7 +132,7 @@ def estimate(flags: argparse.Namespace) -> int:
         balanced_optimizer=flags.balanced_optimizer,
         **settings,
     )
-    _show(flags, report, report, find_kind(report.device_kind).capacity)
+    _show(flags, report.to_json() if flags.json else str(report), report, find_kind(report.device_kind).capacity)
     return 0
 
 
@@ -155,7 +158,9 @@ def plan(flags: argparse.Namespace) -> int:
         lines = *before, first, *import_of(flags.problem), *others
         result = dataclasses.replace(result, lines=lines)
     capacity = result.capacity[: result.report.devices] if result.report else None
-    _show(flags, result, result.report, capacity, result.describe(verbose=flags.verbose))
+    text = result.to_json() if flags.json else result.describe(verbose=flags.verbose)
+    options = result._repr_html_() if flags.html else ""
+    _show(flags, text, result.report, capacity, options)
     return 0 if result.fits else 1
 
 
@@ -167,11 +172,25 @@ def import_of(place: str) -> list[str]:
 
 
 def tricks(flags: argparse.Namespace) -> int:
-    """Prints the table of tricks. Returns the exit code."""
+    """Prints the bytes that each saving alone takes off the peak of the busiest device. Returns the exit code."""
     problem, rows, settings = _build(flags)
-    result = measure_tricks(problem.module, problem.criterion, *problem.with_rows(rows, flags.dim), **settings)
-    _show(flags, result, result.report, find_kind(result.report.device_kind).capacity)
+    batch = problem.with_rows(rows, flags.dim)
+    report = memory.estimate(problem.module, problem.criterion, *batch, layout=layout_of(flags.devices), **settings)
+    request, peak = report.batches.request, max(report.allocated)
+    saved = saved_bytes(request, request.rows, peak, all_savings())
+    items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
+    lines = [[saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost] for saving, size in saved.items()]
+    table = tabulate(lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True)
+    others = ", ".join(saving.name for saving in all_savings() if saving not in saved)
+    text = f"peak without tricks: {format_bytes(peak)} on the busiest device\n\n{table}\n\nnot traced for this step: {others}"
+    data = json.dumps({"peak": peak, "tricks": items}, indent=2)
+    _show(flags, data if flags.json else text, report, find_kind(report.device_kind).capacity)
     return 0
+
+
+def layout_of(devices: int) -> str:
+    """Returns the name of the layout of one process with so many devices."""
+    return SingleDevice.name if devices == 1 else ReplicaLayout.name
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -198,11 +217,11 @@ def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
     return problem, flags.batch_size or problem.rows(flags.dim), settings
 
 
-def _show(flags: argparse.Namespace, result: Any, report: Any, capacity: Any, text: str = "") -> None:
+def _show(flags: argparse.Namespace, text: str, report: Any, capacity: Any, options: str = "") -> None:
     aside = sys.stderr if flags.json else flags.output
     if flags.html and report is not None:
-        write_page(flags.html, report, capacity, "" if result is report else result._repr_html_())
-    print(result.to_json() if flags.json else text or result, file=flags.output)
+        write_page(flags.html, report, capacity, options)
+    print(text, file=flags.output)
     if flags.html:
         print(f"wrote {flags.html}" if report is not None else f"nothing fits, so {flags.html} was not written", file=aside)
 

@@ -2,13 +2,11 @@
 
 A table between ``<!-- table PAGE: "START" -->`` and ``<!-- end of table -->`` is the first one on the benchmark's page whose
 header begins with START. With ``, rows "START"`` before the arrow, only the rows that begin so are copied. So the pages read the
-same on GitHub as on the site. A test compares them. PAGE ``savings`` is the list of savings of the package.
+same on GitHub as on the site. A test compares them.
 """
 
 import re
 from pathlib import Path
-
-from balanced_parallel.savings.saving import all_savings
 
 DOCS = Path(__file__).parent
 PLACE = re.compile(r'(<!-- table (\S+): "(.+?)"(?:, rows "(.+?)")? -->).*?(<!-- end of table -->)', re.DOTALL)
@@ -29,22 +27,11 @@ def table(page: Path, header: str, rows: str | None) -> str:
     raise ValueError(f"{page} has no table with a header {header!r} and rows {rows!r}, expected the start of both lines")
 
 
-def savings_table() -> str:
-    """Returns the savings as a table in Markdown."""
-    rows = [["saving", "saves", "costs", "result", "needs", "`memory.plan`"]]
-    for saving in all_savings():
-        tried = "as a remark" if saving.bytes_of else "by hand" if saving.stage == "by hand" else "yes"
-        rows.append([f"`{saving.name}`", saving.saves, saving.cost, saving.result, saving.needs or "-", tried])
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
-
-
 def with_tables(page: Path) -> str:
     """Returns the text of a page with its tables as the benchmarks have them now."""
 
     def filled(place: re.Match[str]) -> str:
-        text = savings_table() if place[2] == "savings" else table(page.parent / place[2], place[3], place[4])
-        return f"{place[1]}\n\n{text}\n{place[5]}"
+        return f"{place[1]}\n\n{table(page.parent / place[2], place[3], place[4])}\n{place[5]}"
 
     return PLACE.sub(filled, page.read_text(encoding="utf-8"))
 

@@ -1,17 +1,14 @@
 """``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices; and the bytes that savings save.
 
-Each saving is traced by itself, for the table of tricks, and for the advice in the error of a row that does not fit.
+Each saving is traced by itself, for the command ``tricks``, and for the advice in the error of a row that does not fit.
 """
 
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from ..batch.containers import spread
@@ -25,7 +22,7 @@ from ..runtime.devices import free_bytes
 from ..runtime.torch_private import storage_id
 from ..runtime.values import format_bytes, parse_each
 from ..savings.offloading import OFFLOAD_OPTIMIZER, is_offloaded
-from ..savings.saving import SHARDED, Saving, all_savings, savings_of
+from ..savings.saving import SHARDED, Saving, savings_of
 from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
@@ -36,14 +33,11 @@ from .lines import Lines, most_that_fit, trace_exactly
 from .report import Holder, MemoryReport, OtherBatches
 from .trace.layouts import (
     ExistingOptimizers,
-    ReplicaLayout,
     Request,
-    SingleDevice,
     copies_of,
     gradients_of,
     inner_optimizers,
     is_coupled,
-    plain_criterion,
     states_of,
 )
 from .trace.tracer import Trace, try_traces
@@ -145,7 +139,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
     savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDED]
     measured = saved_bytes(request, rows, max(report.allocated), savings)
-    size, best = max(((size, saving.name) for saving, size in measured.items() if isinstance(size, int)), default=(0, ""))
+    size, best = max(((size, saving.name) for saving, size in measured.items()), default=(0, ""))
     advice = f"{best} would save most, {format_bytes(size)}" if size > 0 else "no known saving would help"
     return (
         f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
@@ -221,79 +215,18 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
     return tensors + [other for other in others if isinstance(other, Tensor)]
 
 
-def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[Saving]) -> dict[Saving, int | str]:
-    """Traces ``rows`` rows with each of ``savings``. Returns the bytes that it takes off ``peak``, or why it does not suit."""
-    options = {saving: request.with_savings([saving]) for saving in savings}
-    traces = iter(try_traces([(option, _rows_of(option, request, rows)) for option in options.values() if option]))
-    saved: dict[Saving, int | str] = {}
-    for saving, option in options.items():
-        trace = next(traces) if option else saving.needs
-        if option and isinstance(trace, Trace):
-            saved[saving] = peak - max(Lines(option, trace).allocated_by_device())
-        else:
-            saved[saving] = f"not for this model: {trace}"
-    return saved
+def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[Saving]) -> dict[Saving, int]:
+    """Traces ``rows`` rows with each of ``savings`` that suits the request. Returns the bytes that each takes off ``peak``."""
+    options = {saving: option for saving in savings if (option := request.with_savings([saving]))}
+    traces = try_traces([(option, _rows_of(option, request, rows)) for option in options.values()])
+    return {
+        saving: peak - max(Lines(option, trace).allocated_by_device())
+        for (saving, option), trace in zip(options.items(), traces, strict=True)
+        if isinstance(trace, Trace)
+    }
 
 
 def _rows_of(option: Request, request: Request, rows: int) -> int:
     """Returns the rows of a micro-batch of an option, of which each rank has a part."""
     ranks = request.devices if option.layout.is_distributed and not request.layout.is_distributed else 1
     return option.round_up(-(-rows * request.micro_batches // (option.micro_batches * ranks)))
-
-
-@dataclass(frozen=True)
-class Trick:
-    """One row of the table: bytes of the busiest device at its peak, or None if the trick does not apply to this model."""
-
-    name: str
-    saves: int | None
-    cost: str
-
-
-@dataclass(frozen=True)
-class TrickTable:
-    """The tricks for one model. ``peak`` (bytes of the busiest device) and ``report`` are those of the plain program."""
-
-    peak: int
-    tricks: tuple[Trick, ...]
-    report: MemoryReport = dataclasses.field(repr=False)
-
-    def to_json(self) -> str:
-        """Returns the table as JSON."""
-        return json.dumps({"peak": self.peak, "tricks": self.tricks}, indent=2, default=dataclasses.asdict)
-
-    def __str__(self) -> str:
-        rows = [
-            [trick.name, "-", "", trick.cost]
-            if trick.saves is None
-            else [trick.name, format_bytes(trick.saves), f"{trick.saves / self.peak:.0%}", trick.cost]
-            for trick in self.tricks
-        ]
-        table = tabulate(rows, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True)
-        return f"peak without tricks: {format_bytes(self.peak)} on the busiest device\n\n{table}"
-
-
-def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, devices: int = 1, **settings: Any) -> TrickTable:
-    """Traces a step with each saving. Several devices are replicas. ``settings`` are those of :func:`estimate`."""
-    layout = (SingleDevice if devices == 1 else ReplicaLayout).name
-    request = make_request(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
-    report = make_report(request, request.rows, *lines_of(request, request.rows))
-    peak = max(report.allocated)
-    tricks = []
-    for saving, saved in saved_bytes(request, request.rows, peak, _savings_of(request)).items():
-        size = saving.bytes_of(report.parts[0]) if saving.bytes_of else 0
-        if isinstance(saved, int):
-            tricks.append(Trick(saving.name, saved, saving.cost))
-        elif saving.bytes_of is None:
-            tricks.append(Trick(saving.name, None, saved[:100]))
-        elif size:
-            tricks.append(Trick(saving.name, size, f"{saving.cost} (not traced)"))
-    return TrickTable(peak, tuple(tricks), report)
-
-
-def _savings_of(request: Request) -> Iterator[Saving]:
-    """Yields the rows of the table: without those for several devices on one, and optimizers that are not smaller."""
-    for saving in all_savings():
-        suits = request.with_savings([saving]) is not None or saving.bytes_of is not None
-        if suits or saving.stage in ("exact", "by hand") or (saving.stage == "layout" and request.devices > 1):
-            yield saving

@@ -305,9 +305,7 @@ def _has_parts(step: Any) -> bool:
 SELECTIVE = Saving(
     name="checkpoint_activations(selective=True)",
     option="selective checkpoints",
-    saves="the activations inside of blocks, but results of matrix products and attention",
     cost="a second run of the cheap operations of these blocks",
-    needs="repeated blocks, or an `nn.Sequential`",
     order=300,
     suits=_has_parts,
     change_module=functools.partial(checkpoint_activations, selective=True),
@@ -316,9 +314,7 @@ SELECTIVE = Saving(
 CHECKPOINT = Saving(
     name="checkpoint_activations",
     option="checkpointed blocks",
-    saves="the activations inside of blocks",
     cost="a second forward of these blocks",
-    needs="repeated blocks, or an `nn.Sequential`",
     order=310,
     suits=_has_parts,
     change_module=checkpoint_activations,

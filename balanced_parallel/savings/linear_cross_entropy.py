@@ -302,9 +302,7 @@ def _without_logits(step: Any) -> dict[str, Any] | None:
 FUSED_HEAD = Saving(
     name="LinearCrossEntropy",
     option="loss without logits",
-    saves="the logits of a large vocabulary",
     cost="nothing; the logits do not exist",
-    needs="a module that ends in a linear layer before a cross-entropy loss",
     order=210,
     stage="by hand",
     change=_without_logits,
@@ -468,9 +466,7 @@ def _class_without_logits(kind: Any) -> Any:
 LOGITS = Saving(
     name="replace_lm_head",
     option="loss without logits",
-    saves="the logits of a Hugging Face model",
     cost="nothing; the logits do not exist",
-    needs="a causal model of transformers, with labels among its inputs",
     order=200,
     suits=lambda step: "labels" in step.inputs.kwargs,
     change_module=replace_lm_head,

@@ -1,8 +1,8 @@
 """``Saving``: a way to need less memory, as one object. The list of them is read by everything that names a saving.
 
-``memory.plan`` tries them in their order, ``tricks`` measures each, an out of memory error and ``memory.fit`` advise them, and
-docs/savings.md has them in a table. A new saving is one file in this folder with a ``Saving`` at its top level: the list
-finds it there. Those at the end of this file are settings of a step, and not functions: layouts, precision, optimizers.
+``memory.plan`` tries them in their order, ``tricks`` measures each, an out of memory error and ``memory.fit`` advise them. A
+new saving is one file in this folder with a ``Saving`` at its top level: the list finds it there. docs/savings.md has a row for
+each. Those at the end of this file are settings of a step, and not functions: layouts, precision, optimizers.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Saving:
     Attributes:
         name: the function, the class or the setting.
         option: its name in a plan.
-        saves, cost, needs: as text. The cost is in time and in numbers.
+        cost: in time and in numbers, as text.
         order: of savings that are applied together, the smallest first. A plan tries them in this order.
         stage: where a plan tries it.
         result: what becomes of loss, gradients and update.
@@ -50,10 +50,8 @@ class Saving:
 
     name: str
     option: str
-    saves: str
     cost: str
     order: int
-    needs: str = ""
     stage: Stage = "exact"
     result: Result = "exact"
     change: Callable[[Any], Mapping[str, Any] | None] | None = None
@@ -181,7 +179,6 @@ def _use_optimizer(make: Callable[..., torch.optim.Optimizer], smaller: tuple[st
 MICRO_BATCHES = Saving(
     name="2 micro-batches",
     option="micro-batches",
-    saves="half of the activations",
     cost="smaller kernels",
     order=0,
     stage="by hand",
@@ -190,9 +187,7 @@ MICRO_BATCHES = Saving(
 BALANCED = Saving(
     name="BalancedOptimizer",
     option="BalancedOptimizer",
-    saves="the optimizer's state, over the devices",
     cost="traffic of the updated parameters",
-    needs="several devices",
     order=100,
     stage="layout",
     change=_spread_state,
@@ -200,9 +195,7 @@ BALANCED = Saving(
 SHARDED = Saving(
     name='strategy="fsdp"',
     option="FSDP2",
-    saves="parameters, gradients and the optimizer's state, over the ranks",
     cost="traffic of all parameters in every micro-batch",
-    needs="torchrun",
     order=110,
     stage="layout",
     change=_shard,
@@ -210,9 +203,7 @@ SHARDED = Saving(
 _FUSED = Saving(
     name="fused=True",
     option="fused optimizer",
-    saves="the bytes of all parameters, in the update",
     cost="nothing; Adam, AdamW and Adagrad of torch have it",
-    needs="an accelerator",
     order=150,
     suits=functools.partial(_makes_temporaries, (optim.Adam, optim.AdamW, optim.Adagrad)),
     change_optimizer=functools.partial(_use, {"fused": True, "foreach": False}),
@@ -222,7 +213,6 @@ _ONE_BY_ONE = dataclasses.replace(
     name="foreach=False",
     option="optimizer of one parameter at a time",
     cost="more kernels in the update",
-    needs="an optimizer of torch without fused=",
     order=160,
     suits=functools.partial(_makes_temporaries, (optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta)),
     change_optimizer=functools.partial(_use, {"foreach": False}),
@@ -230,7 +220,6 @@ _ONE_BY_ONE = dataclasses.replace(
 BF16 = Saving(
     name='precision="bf16"',
     option="bf16",
-    saves="half of most activations",
     cost="other arithmetic",
     order=500,
     stage="arithmetic",
@@ -240,7 +229,6 @@ BF16 = Saving(
 BF16_PARAMETERS = Saving(
     name="module.to(torch.bfloat16)",
     option="bf16 parameters",
-    saves="half of parameters, gradients and the optimizer's state",
     cost="updates of three digits: small ones are lost",
     order=510,
     stage="arithmetic",
@@ -252,7 +240,6 @@ BF16_PARAMETERS = Saving(
 _SGD = Saving(
     name="another optimizer: SGD",
     option="SGD",
-    saves="all of the optimizer's state",
     cost="another result",
     order=600,
     stage="optimizer",
@@ -263,7 +250,6 @@ _ADAFACTOR = dataclasses.replace(
     _SGD,
     name="another optimizer: Adafactor",
     option="Adafactor",
-    saves="the optimizer's state, but a row and a column of each matrix",
     order=610,
     change=functools.partial(_use_optimizer, torch.optim.Adafactor, ("Adafactor",)),
 )
@@ -271,8 +257,6 @@ _ADAMW8BIT = dataclasses.replace(
     _SGD,
     name="another optimizer: AdamW8bit",
     option="AdamW8bit",
-    saves="three quarters of AdamW's state",
-    needs="torchao",
     order=620,
     change=None,
     bytes_of=lambda parts: parts["optimizer state"] * 3 // 4,
@@ -280,7 +264,6 @@ _ADAMW8BIT = dataclasses.replace(
 _IN_PLACE = Saving(
     name="nn.LeakyReLU(inplace=True)",
     option="activations in place",
-    saves="the input of each such activation",
     cost="an error or other numbers where something else reads that input",
     order=320,
     stage="by hand",
@@ -288,9 +271,7 @@ _IN_PLACE = Saving(
 _UPDATES_IN_BACKWARD = Saving(
     name="register_post_accumulate_grad_hook",
     option="updates in the backward",
-    saves="the gradients, but the largest",
     cost="no clipping, no accumulation",
-    needs="one process, and a loop by hand",
     order=330,
     stage="by hand",
 )

@@ -207,7 +207,7 @@ def test_a_new_saving_is_one_object(monkeypatch):
         module.layers = module.layers[:1]
 
     line = "module.layers = module.layers[:1]"
-    fewer = saving.Saving("shrink", "fewer layers", "layers", "another model", 305, change_module=shrink, lines=(line,))
+    fewer = saving.Saving("shrink", "fewer layers", "another model", 305, change_module=shrink, lines=(line,))
     monkeypatch.setattr(saving, "all_savings", lambda: tuple(sorted((*all_savings(), fewer), key=lambda each: each.order)))
     plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity=int(0.4 * STATE), batch_size=64, device_kind="sim")
     assert "fewer layers" in plan.chosen.name

@@ -1,27 +1,33 @@
-"""The table of tricks: the bytes that it names are those that simulated devices measure."""
+"""The command ``tricks``: the bytes that it names are those that simulated devices measure."""
 
 import json
+import re
 
 import pytest
 import torch
 from helpers.memory_problems import PROBLEMS
 from torch import nn
 
-from balanced_parallel import simulate
+from balanced_parallel import memory, simulate
 from balanced_parallel.__main__ import main
-from balanced_parallel.memory.fitting import measure_tricks
+from balanced_parallel.memory.fitting import saved_bytes
 from balanced_parallel.savings.saving import all_savings
+
+
+def table_of(problem, devices=1, **settings):
+    """Returns the peak of a step, and by name the bytes that each saving takes off it."""
+    build, batch = PROBLEMS[problem]
+    layout = "single" if devices == 1 else "replicas"
+    settings |= {"devices": devices, "layout": layout, "device_kind": "sim"}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(16), **settings)
+    peak = max(report.allocated)
+    saved = saved_bytes(report.batches.request, 16, peak, all_savings())
+    return peak, {saving.name: size for saving, size in saved.items()}
 
 
 @pytest.fixture(scope="module")
 def table():
-    build, batch = PROBLEMS["convolutions"]
-    return measure_tricks(build(), nn.CrossEntropyLoss(), *batch(16), optimizer=torch.optim.SGD, device_kind="sim")
-
-
-def saves(table, start):
-    (found,) = [trick.saves for trick in table.tricks if trick.name.startswith(start)]
-    return found
+    return table_of("convolutions", optimizer=torch.optim.SGD)
 
 
 def measure(pieces):
@@ -40,35 +46,46 @@ def measure(pieces):
 
 
 def test_bytes_are_those_of_simulated_devices(table):
-    peak = measure(1)
-    assert table.peak == pytest.approx(peak, rel=0.02)
-    assert saves(table, "2 micro-batches") == pytest.approx(peak - measure(2), abs=0.02 * peak)
+    peak, saved = table
+    measured = measure(1)
+    assert peak == pytest.approx(measured, rel=0.02)
+    assert saved["2 micro-batches"] == pytest.approx(measured - measure(2), abs=0.02 * measured)
 
 
-def test_every_saving_of_a_plan_has_a_row_and_a_cost(table):
-    build, batch = PROBLEMS["perceptron"]
-    several = measure_tricks(build(), nn.CrossEntropyLoss(), *batch(16), devices=2, device_kind="sim")
-    names = [trick.name for trick in several.tricks]
-    assert names == [saving.name for saving in all_savings()]
-    assert saves(several, "BalancedOptimizer") > 0
-    assert saves(several, 'strategy="fsdp"') > 0
-    assert saves(several, "offload_optimizer") > 0
-    assert all(trick.cost for trick in (*table.tricks, *several.tricks))
-    assert saves(table, 'precision="bf16"') > 0
-    assert saves(table, "offload_activations") == 0  # no tensor is large enough
-    assert 'strategy="fsdp"' not in [trick.name for trick in table.tricks]  # on one device
-    (refused,) = [trick for trick in table.tricks if trick.name == "replace_lm_head"]
-    assert refused.saves is None
-    assert refused.cost.startswith("not for this model: a causal model of transformers")
+def test_every_saving_that_suits_the_step_is_traced(table):
+    _, saved = table
+    _, several = table_of("perceptron", devices=2)
+    assert list(several) == [saving.name for saving in all_savings() if saving.name in several]
+    assert several["BalancedOptimizer"] > 0
+    assert several['strategy="fsdp"'] > 0
+    assert several["offload_optimizer"] > 0
+    assert saved['precision="bf16"'] > 0
+    assert saved["offload_activations"] == 0  # no tensor is large enough
+    assert saved.keys().isdisjoint(['strategy="fsdp"', "replace_lm_head"])  # on one device, without labels
+    assert not [name for name in saved if name.startswith("another optimizer")]  # none has less state than SGD
 
 
 def test_the_command_prints_the_table(nets, capsys):
     flags = ["--problem", nets("small"), "--device-kind", "sim", "--optimizer", "sgd"]
     assert main(["tricks", *flags]) == 0
-    output = capsys.readouterr().out
-    assert "peak without tricks: " in output
-    assert "another optimizer" not in output  # none has less state than SGD
+    peak, table, others = capsys.readouterr().out.split("\n\n")
+    assert peak.startswith("peak without tricks: ")
+    header, _, *rows = table.splitlines()
+    assert re.split(" {2,}", header) == ["trick", "saves", "of the peak", "cost"]
+    traced = [re.split(" {2,}", row)[0] for row in rows]
+    start, _, names = others.strip().partition(": ")
+    assert start == "not traced for this step"
+    assert sorted([*traced, *names.split(", ")]) == sorted(saving.name for saving in all_savings())
+    assert "another optimizer: SGD" not in traced
     assert main(["tricks", *flags, "--json", "--devices", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak"] > 0
-    assert {"name", "saves", "cost"} == set(found["tricks"][0])
+    assert all(set(trick) == {"name", "saves", "cost"} for trick in found["tricks"])
+    assert "BalancedOptimizer" in {trick["name"] for trick in found["tricks"]}
+
+
+def test_the_command_writes_the_page_of_the_step(nets, tmp_path, capsys):
+    page = tmp_path / "step.html"
+    assert main(["tricks", "--problem", nets("small"), "--device-kind", "sim", "--html", str(page)]) == 0
+    assert f"wrote {page}" in capsys.readouterr().out
+    assert "Options of the plan" not in page.read_text()

@@ -1,0 +1,15 @@
+"""The list of savings: docs/savings.md has a row for each."""
+
+from helpers.pages import PAGES
+
+from balanced_parallel.savings.saving import all_savings
+
+
+def test_the_page_has_a_row_for_each_saving():
+    rows = [line.strip("| ").split(" | ") for line in PAGES["docs/savings.md"].splitlines() if line.startswith("| `")]
+    shown = [(name, cost, result, tried) for name, _, cost, result, _, tried in rows]
+    expected = []
+    for saving in all_savings():
+        tried = "as a remark" if saving.bytes_of else "by hand" if saving.stage == "by hand" else "yes"
+        expected.append((f"`{saving.name}`", saving.cost, saving.result, tried))
+    assert shown == expected
