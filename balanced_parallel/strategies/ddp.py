@@ -321,10 +321,12 @@ class RequestedGradients:
         """
         accumulated: dict[int, Tensor] = {}
         for number, parameter in enumerate(parameters):
-            will_run = torch_private.will_run(torch_private.accumulator_of(parameter)) if parameter.requires_grad else False
-            if will_run is False:
+            if not parameter.requires_grad:
                 continue
-            if will_run:
+            is_accumulated = torch_private.will_run(torch_private.accumulator_of(parameter))
+            if is_accumulated is False:
+                continue
+            if is_accumulated:
                 accumulated[number] = parameter
             derivatives[number] = torch.zeros_like(parameter)
             self._hooks.append(parameter.register_hook(functools.partial(self._keep, number)))

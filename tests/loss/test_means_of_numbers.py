@@ -117,14 +117,14 @@ class Spread(WarmUp):
 
 
 class SameCount(WarmUp):
-    """Has the divisor of the other term."""
+    """Divides both terms by one divisor."""
 
     def term(self, output, values):
         return F.mse_loss(output - output.mean(0), values)
 
 
 class HardExamples(WarmUp):
-    """Has the same terms when its threshold begins."""
+    """Keeps its terms when its threshold begins."""
 
     def forward(self, output, values):
         errors = (output - values).pow(2).sum(1)

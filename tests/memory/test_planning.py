@@ -431,7 +431,7 @@ def test_the_state_of_8_bit_adamw_is_counted_in_its_bytes():
     ("make", "setting"), [(torch.optim.AdamW, "fused=True"), (functools.partial(torch.optim.NAdam, lr=0.01), "foreach=False")]
 )
 def test_an_optimizer_without_temporaries_comes_before_one_on_the_host(make, setting):
-    """Its update takes the bytes of all parameters less, and the lines say how it is made."""
+    """Plans name a fused optimizer, whose update takes the bytes of all parameters less, and say how it is made."""
     with torch.device("meta"):
         net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), torch.zeros(2, 256)
     settings = {"optimizer": make, "device_kind": "sim"}
