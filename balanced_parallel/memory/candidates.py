@@ -330,7 +330,8 @@ class Search:
         for layout in others:
             (option,) = self._make([layout])
             held = size + state // (option.request.devices if option.request.balanced else 1)
-            if held > max(self.capacity) * (1.0 if len(self.capacity) == 1 else 0.8):
+            share = 1.0 if len(self.capacity) == 1 else 0.8
+            if held > share * max(self.capacity):
                 layouts.remove(layout)
                 self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
 

@@ -77,7 +77,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self.reduced_parameters = wrapped.trained  # those of the module and of the criterion
-        self._sentinel = torch.zeros((), requires_grad=True)
+        self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._requested = RequestedGradients()
         collectives.mark_shared(wrapped.trained)
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -304,15 +304,18 @@ class RequestedGradients:
 
     def __init__(self) -> None:
         self._backward: int | None = None
-        self._results: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # by the number of the parameter, this rank's gradient and the average
+        # This rank's gradient and the place of the average, by the number of the parameter.
+        self._results: dict[int, tuple[Tensor, Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
 
     def begin(self) -> bool:
         """Begins the running backward. Returns False if it has begun already."""
         before, self._backward = self._backward, current_backward_id()
-        return before != self._backward
+        if before == self._backward:
+            return False
+        self._remove_hooks()  # those of a backward that has failed
+        self._results = {}
+        return True
 
     def expect(self, parameters: Sequence[Tensor], derivatives: list[Tensor | None]) -> None:
         """Waits for the gradients that the running backward makes. ``derivatives`` are those of a zero of the parameters.
@@ -337,8 +340,10 @@ class RequestedGradients:
 
         run_after_backward(finish)
 
-    def _keep(self, number: int, gradient: Tensor) -> Tensor:
+    def _keep(self, number: int, gradient: Tensor) -> Tensor | None:
         """Returns the place of the average. Its own derivative is that of this rank, as of a gradient that ranks average."""
+        if self._backward != current_backward_id():
+            return None  # a hook of a backward that has failed
         result = hand_back(gradient.detach(), [torch.ones_like(gradient)], [gradient])
         self._results[number] = gradient.detach(), result
         return result
@@ -346,9 +351,7 @@ class RequestedGradients:
     @torch.no_grad()
     def _finish(self, accumulated: dict[int, Tensor]) -> None:
         results, self._results = sorted(self._results.items()), {}
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+        self._remove_hooks()
         for number, (gradient, result) in results:
             mean = collectives.sum_over_ranks(gradient) / collectives.world_size()
             if number in accumulated:
@@ -357,6 +360,11 @@ class RequestedGradients:
                 parameter.grad.add_(mean - gradient)
             else:
                 result.copy_(mean)
+
+    def _remove_hooks(self) -> None:
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
 
 
 class _DDPSync(RankSync):

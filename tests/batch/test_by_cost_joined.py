@@ -157,7 +157,7 @@ def test_windows_and_ranges_of_costs():
 
 
 class Normed(Packed):
-    """Has the statistics of all tokens of a forward."""
+    """Holds the statistics of all tokens of a forward."""
 
     def __init__(self):
         super().__init__()

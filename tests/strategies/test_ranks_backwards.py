@@ -128,12 +128,30 @@ def penalty_of_inputs(model, loss, x, other, y):
     loss(slopes, y[:, :4]).backward()
 
 
+def after_a_failure(model, loss, x, other, y):
+    """A backward that has failed leaves nothing to the next ones."""
+    parameter = parameters_of(model)[0]
+    value = loss(model(x), y)
+
+    def fail(gradient):
+        raise KeyError("a mistake")
+
+    handle = parameter.register_hook(fail)
+    with pytest.raises(KeyError, match="a mistake"):
+        torch.autograd.grad(value, [parameter], retain_graph=True)
+    handle.remove()
+    loss(model(other), y).backward()
+    slopes = torch.autograd.grad(value, [parameter], retain_graph=True)
+    value.backward()
+    return slopes
+
+
 def parameters_of(model):
     return [*getattr(model, "module", model).parameters()]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("way", [adaptive_weight, gradient_of_a_gradient, some_accumulate, penalty_of_inputs])
+@pytest.mark.parametrize("way", [adaptive_weight, gradient_of_a_gradient, some_accumulate, penalty_of_inputs, after_a_failure])
 def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
     assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
 
