@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel.loss.kinds import KnownMean
 from balanced_parallel.loss.sums import LossSum
 from balanced_parallel.runtime.row_random import Forward
 from balanced_parallel.training import reproducible
@@ -159,20 +160,20 @@ def test_comparison_detects_a_mean_of_means(monkeypatch):
     def mean_of_means(sums, device, minimum):
         return sum(one.total / one.weight for one in sums) / len(sums)
 
-    monkeypatch.setattr("balanced_parallel.loss.criterion.divide_once", mean_of_means)
+    monkeypatch.setattr("balanced_parallel.loss.kinds.divide_once", mean_of_means)
     with pytest.raises(AssertionError, match="not close"):
         test_three_replicas_equal_the_plain_program("MSELoss", 7)
 
 
 def test_comparison_detects_division_by_the_number_of_micro_batches(monkeypatch):
     """Divides as most loops by hand do: the mean of each micro-batch over the number of micro-batches."""
-    run = DataParallelCriterion.loss_sums
+    run = KnownMean.sums
 
     def means(self, *arguments):
         return [LossSum(one.total / one.weight, 1.0) for one in run(self, *arguments)]
 
-    monkeypatch.setattr(DataParallelCriterion, "loss_sums", means)
-    monkeypatch.setattr(DataParallelCriterion, "weigh_targets", lambda self, *targets: None)
+    monkeypatch.setattr(KnownMean, "sums", means)
+    monkeypatch.setattr(KnownMean, "weight_of", lambda self, targets: None)
     case = Case("mlp", "CrossEntropyLoss", 0.0, 1, None, [[3, 1]], False)
     with pytest.raises(AssertionError, match="not close"):
         check_case(0, case)

@@ -13,8 +13,8 @@ from ..batch import containers
 from ..batch.containers import Dims, is_plain
 from ..batch.outputs import join
 from ..batch.rows import as_arguments, move_leaves
+from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import Criterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..replicas.model import DataParallelModel
 from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
@@ -79,7 +79,7 @@ def find_reasons(
     reasons += without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
     loss = list(state_of_criterion(criterion, plain.criterion, devices))
     loss = loss or without_errors(loss_draws(criterion, plain.output, move_leaves(containers.spread(targets), device), limit))
-    if not loss and (losses.finds_means or not losses.is_coupled):  # a coupled loss is computed from all rows, in one piece
+    if not loss and not losses.kind.couples_rows:
         loss = without_errors(weight_in_parts(plain.output, losses, targets, model.out_dims))
         loss += without_errors(loss_in_parts(plain.output, losses, targets, model.out_dims))
     reasons += [*loss, *state_of_model(module, plain.module, devices)]

@@ -15,9 +15,11 @@ from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive
 from ..batch.rows import as_arguments, cut, move_leaves
+from ..loss.copies import Criterion, ShardLoss, call_spread, loss_of
 from ..loss.criterion import DataParallelCriterion
+from ..loss.kinds import call_weight
 from ..loss.rules import is_known
-from ..loss.sums import Criterion, ShardLoss, call_spread, call_weight, flat_weights, loss_of
+from ..loss.sums import flat_weights
 from ..replicas.workers import current_replica
 from ..runtime import row_random
 
@@ -192,7 +194,7 @@ def loss_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dim
         wrapped.float()
     output, targets = containers.map_leaves(_in_float32, (output, containers.spread(targets)))
     whole, *cuts = _cuts(output, dims)
-    expected = scalar_of(wrapped.run(ShardLoss.call, *wrapped.cut(whole, targets, {}))[0])
+    expected = scalar_of(wrapped.copies.run(ShardLoss.call, *wrapped.cut(whole, targets, {}))[0])
     try:
         losses = [scalar_of(copy_of(wrapped)(parts, *targets)).to(expected) for parts in cuts]
     except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
@@ -216,7 +218,7 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
     whole, first, others = (
         sum(flat_weights(count))
         for parts in (all_rows, first_row)
-        for count in wrapped.run(weigh, *wrapped.cut(parts, containers.spread(targets), {}))
+        for count in wrapped.copies.run(weigh, *wrapped.cut(parts, containers.spread(targets), {}))
     )
     if abs(first + others - whole) > _ROUNDING * whole:
         entries = len(containers.spread(output))

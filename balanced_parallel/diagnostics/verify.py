@@ -1,6 +1,5 @@
 """``verify``: comparison of the split program with the plain program, on the user's own model and batch."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -12,15 +11,15 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims
 from ..batch.rows import count_rows
-from ..loss.coupled import Checks
+from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
+from ..loss.kinds import MeansInside
 from ..loss.means import UnknownMeanError
 from ..loss.rules import refuse_coupled
-from ..loss.sums import Criterion
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
-from ..runtime.values import Precision, check_number
+from ..runtime.values import check_number
 from ..training.step import TrainStep
 from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors, without_errors
 from .recording import Program, copy_of, first_difference, relative_error, weight_in_parts
@@ -169,7 +168,8 @@ def verify(
                 split_loss = _run_step(split, step, inputs, targets)
             except UnknownMeanError as error:  # the report has it, and the reasons if the rows do not count the same
                 refusal = str(error)
-                losses.weigh_by("rows")
+                losses = _wrap_criterion(split.criterion, criterion, "rows", dim)
+                step = make_step(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
                 split_loss = _run_step(split, step, inputs, targets)
             expected, gradients = plain.gradients(), split.gradients()
             largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
@@ -256,18 +256,18 @@ def _wrap_criterion(
     module: Criterion, like: Criterion, weight: Callable[..., Any] | str | None, dim: int | None
 ) -> DataParallelCriterion:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and precision."""
+    settings: dict[str, Any] = {}
     if isinstance(like, DataParallelCriterion):
-        wrapped = copy.deepcopy(like)
-        wrapped.module, wrapped.devices, wrapped.output_device, wrapped.precision = module, None, None, Precision("fp32")
-        wrapped.dim = wrapped.dim if dim is None else dim
-        wrapped.is_coupled, wrapped.checks = wrapped.is_coupled or wrapped.finds_means, Checks()
-        if weight is not None:
-            wrapped.weigh_by(weight)
-    else:
-        wrapped = DataParallelCriterion(module, dim=dim, weight=weight)
+        settings = {**like.arguments, "device_ids": None, "output_device": None, "precision": None}
+    if dim is not None:
+        settings["dim"] = dim
+    if weight is not None:
+        settings["weight"] = weight
+    wrapped = DataParallelCriterion(module, **settings)
     try:
-        if wrapped.finds_means:
+        if isinstance(wrapped.kind, MeansInside):
             refuse_coupled(module)
     except TypeError:  # a loss whose rows depend on each other: the report shows its error
-        wrapped.weigh_by(lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1)
+        settings["weight"] = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1
+        return DataParallelCriterion(module, **settings)
     return wrapped

@@ -1,3 +1,3 @@
 """A loss as a sum and a weight, divided once."""
 
-from . import sums as sums  # registers with loss_weight
+from . import kinds as kinds  # registers with loss_weight

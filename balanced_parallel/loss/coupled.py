@@ -10,7 +10,7 @@ triplets), or statistics, which are summed (``LossOfSums``, of an :class:`Additi
 
 import abc
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,40 +18,28 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica, gather, join, join_tensors, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark, mark_leaves, move_leaves, take, without_mark
+from ..batch.rows import Along, Arguments, Rows, Shard, count_rows, map_marked, mark, mark_leaves, move_leaves, take, without_mark
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
+from .copies import Criterion, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
 from .rules import refuse_coupled
-from .sums import LossSum, ShardLoss, add_up, call_spread, copy_criterion, devices_of, hand_back, weighted_sum, widen
+from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
 Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
 
 
-class Checks:
-    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when it has new terms."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._forms: set[Hashable] = set()
-
-    def are_due(self, form: Hashable) -> bool:
-        """Counts a call. Returns True if statistics of this form are to be compared."""
-        self._calls += 1
-        is_new = form not in self._forms
-        self._forms.add(form)
-        return is_new or not self._calls & (self._calls - 1)
-
-
 class CoupledLoss(abc.ABC):
-    """The loss of one update, whose rows depend on each other. ``home`` is a device for a process without rows."""
+    """The loss of one update, whose rows depend on each other.
 
-    is_split = True  # over devices, ranks or micro-batches
+    ``home`` is a device for a process without rows. ``is_split`` tells that several devices, ranks or micro-batches
+    have the rows.
+    """
 
-    def __init__(self, criterion: Any, home: torch.device) -> None:
-        self.criterion, self.home = criterion, home
+    def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
+        self.copies, self.home, self.is_split = copies, home, is_split
         self._loss: Tensor | None = None  # of all ranks, until a part has handed it back
         self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # with the derivatives of the loss
 
@@ -107,7 +95,7 @@ class CoupledLoss(abc.ABC):
 
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share to gradients of parameters.
         """
-        parameters = [parameter for parameter in self.criterion.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.copies.parameters if parameter.requires_grad]
         variables = [tensor.requires_grad_() for tensor in at if is_differentiable(tensor)]
         with torch.enable_grad():
             loss = compute()
@@ -127,20 +115,6 @@ class CoupledLoss(abc.ABC):
         return None if derivative is None or rank() not in ranks else derivative / len(ranks)
 
 
-def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | None, minimum: float) -> None:
-    """Raises ``ValueError`` for settings of a divisor, which a loss whose rows depend on each other does not have."""
-    if not isinstance(whole, bool):
-        raise ValueError(f"whole={whole!r}, expected True or False")
-    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
-    settings = {"weight": weight, "reduction": reduction, "minimum": minimum or None}
-    for setting, value in settings.items():
-        if name is not None and value is not None:
-            raise ValueError(
-                f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
-                "is computed once for all rows, so there is nothing to divide"
-            )
-
-
 class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows."""
 
@@ -157,8 +131,8 @@ class LossOfSums(CoupledLoss):
 
     has_names = False  # statistics have names, and shards are compared by them first: their error says more
 
-    def __init__(self, criterion: Any, home: torch.device) -> None:
-        super().__init__(criterion, home)
+    def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
+        super().__init__(copies, home, is_split=is_split)
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
@@ -193,7 +167,7 @@ class LossOfSums(CoupledLoss):
         return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        parts: list[ShardStatistics] = self.criterion.run(self._statistics, outputs, shards)
+        parts: list[ShardStatistics] = self.copies.run(self._statistics, outputs, shards)
         self.check([part.tensors for part in parts], outputs, shards)
         return parts
 
@@ -206,11 +180,11 @@ class LossOfSums(CoupledLoss):
         tensors = [part for part in statistics if part is not None]
         if self.has_names:
             self._check_shapes(tensors)
-        checks = self.criterion.checks if self.is_split and tensors else None
+        checks = self.copies.checks if self.is_split and tensors else None
         if checks is None:
             return
         form = [place[0].kind if self.has_names else place for place in tensors[0]]
-        is_due = self._rows_checked > 0 or checks.are_due((*form, *_flags(self.criterion.module)))
+        is_due = self._rows_checked > 0 or checks.are_due((*form, *_flags(self.copies.criterion)))
         for output, size, shard in zip(outputs, outputs.sizes, shards if is_due else (), strict=False):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += size or 0
@@ -218,7 +192,7 @@ class LossOfSums(CoupledLoss):
 
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
         if self.has_names:
-            refuse_coupled(self.criterion.module)
+            refuse_coupled(self.copies.criterion)
         try:
             samples = self._samples(output, shard)
         except torch.OutOfMemoryError:
@@ -285,11 +259,14 @@ class LossOfSums(CoupledLoss):
     def _finish(self, total: dict[Any, Tensor]) -> Any:
         """Returns the loss of the statistics of all rows."""
         tensors, device = iter(total.values()), next(iter(total.values())).device
-        criterion: Any = self.criterion.module
-        finish = functools.partial(criterion.finish, containers.map_leaves(lambda _: next(tensors), self._structure))
-        with self.criterion.precision.autocast([device]):
-            (loss,) = self.criterion.replicas.workers([finish], [device], together=False)
-        return move(weighted_sum(loss, 1), self.criterion.output_device or device)
+        statistics = containers.map_leaves(lambda _: next(tensors), self._structure)
+
+        def finish(criterion: Any) -> Tensor:
+            loss: Tensor = criterion.finish(statistics)
+            return loss
+
+        loss = self.copies.run_once(finish, device)
+        return move(weighted_sum(loss, 1), self.copies.output_device or device)
 
     @torch.no_grad()
     def _samples(self, output: PerReplica, shard: Shard) -> list[ShardStatistics]:
@@ -307,14 +284,17 @@ class LossOfSums(CoupledLoss):
             return []
         if rows == 1:
             rows, output = 2, PerReplica([join([output[0], _smaller(output[0])], None, output.dim)], [2], output.dim)
-            _, dim = self.criterion.mark(*targets, output.dim, len(containers.spread(output[0])))
-            targets = _with_smaller(take(targets, [*range(shard.target_rows)] * 2, dim), shard.target_rows, dim)
+            twice = take(targets, [*range(shard.target_rows)] * 2, self.copies.dim)
+            targets = _with_smaller(twice, shard.target_rows, self.copies.dim)
         pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
         halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
         devices = devices_of(halves, None)
         states = generator_states(devices)
-        cuts = [self.criterion.cut(part, *targets) for part in (output, halves)]
-        result: list[ShardStatistics] = [sample for each in cuts for sample in self.criterion.run(self._statistics, *each)]
+        result: list[ShardStatistics] = []
+        for part in (output, halves):
+            target_rows = count_rows(targets, self.copies.dim, rows, "targets")
+            shards = shards_of_targets(part, targets, target_rows, self.copies.dim, self.copies.devices)
+            result += self.copies.run(self._statistics, part, shards)
         set_generators(states, devices)
         return result
 
@@ -395,12 +375,11 @@ def add_leaves(loss: Any) -> Tensor:
 class WholeLoss(CoupledLoss):
     """The loss of all outputs of an update. The first of outputs without rows is used, which must be the same in all parts."""
 
-    def __init__(self, criterion: Any, home: torch.device) -> None:
-        super().__init__(criterion, home)
+    def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
+        super().__init__(copies, home, is_split=is_split)
         self.pieces: list[Arguments] = []  # detached outputs and targets of all replicas and micro-batches, marked
         self._refusal: str | None = None  # of joining the outputs of several pieces
         self._outputs = 1  # number of leading arguments that the outputs fill
-        self.dim = criterion.dim or 0  # of the rows in targets that are not marked
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
@@ -443,10 +422,10 @@ class WholeLoss(CoupledLoss):
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
-        parts = []
+        function, parts = self.copies.criterion, []
         for output, shard in zip(outputs, shards, strict=True):
             marked = containers.spread(mark_leaves(output, outputs.dim, "the output"))
-            targets, kwargs = mark(shard.targets, self.dim, self.criterion.module)
+            targets, kwargs = mark(shard.targets, self.copies.dim, function)
             parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)
         return parts
@@ -463,19 +442,21 @@ class WholeLoss(CoupledLoss):
         pieces, self.pieces = self.pieces, []
         self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
         outputs = _output_leaves(pieces[0], self._outputs) if pieces else []
-        if len(pieces) > 1 and self.criterion.checks is not None and self.criterion.checks.are_due(None):
+        checks = self.copies.checks
+        if len(pieces) > 1 and checks is not None and checks.are_due(None):
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
-        device = self.criterion.output_device or (without_mark(outputs[0]).device if outputs else self.home)
+        device = self.copies.output_device or (without_mark(outputs[0]).device if outputs else self.home)
         join = functools.partial(_join_rows, device=device)
         return containers.zip_leaves(join, pieces, "the batch") if pieces else None, device
 
     def _call(self, batch: Arguments, device: torch.device) -> Any:
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
-        criterion = self.criterion
-        with criterion.precision.autocast([device]), copy_criterion(criterion.module, criterion.replicas, [device]) as copies:
-            shard = ShardLoss(copies[0], 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, criterion.collectives)
-            (loss,) = criterion.replicas.workers([shard.call], [device], together=False)
-        return loss
+        output, targets = inputs[: self._outputs], inputs[self._outputs :]
+
+        def call(criterion: Criterion) -> Any:
+            return ShardLoss(criterion, 1, output, targets, kwargs, self.copies.collectives).call()
+
+        return self.copies.run_once(call, device)
 
 
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:

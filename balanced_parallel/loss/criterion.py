@@ -1,9 +1,7 @@
 """``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,37 +9,15 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
-from ..batch.plan import consecutive, proportional_sizes, split_sizes
-from ..batch.rows import NOTHING, Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
+from ..batch.rows import Arguments, Shard, count_rows, mark, parameters_of
 from ..replicas.replicas import Replicas
-from ..runtime.collectives import explain_unwatched, refuse_unshared, sum_over_ranks, world_size
+from ..runtime.collectives import explain_unwatched, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
-from .coupled import AdditiveLoss, Checks, CoupledLoss, LossOfSums, WholeLoss, check_coupled
-from .means import LossOfMeans, single_mean
-from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, weight_of_targets
-from .sums import (
-    Criterion,
-    Divisor,
-    LossSum,
-    MeanAndWeight,
-    OwnCollectives,
-    ShardLoss,
-    Weight,
-    add_means,
-    bounds_of,
-    call_weight,
-    check_settings,
-    copy_criterion,
-    devices_of,
-    divide_once,
-    flat_weights,
-    merge,
-    sum_and_weight,
-    total_of,
-    weighed_sum,
-    weights_of_targets,
-)
+from .copies import Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
+from .kinds import Divisor, kind_of
+from .rules import find_torch_loss
+from .sums import is_structure
 
 
 class DataParallelCriterion(nn.Module):
@@ -106,58 +82,64 @@ class DataParallelCriterion(nn.Module):
     ) -> None:
         if isinstance(criterion, (DataParallelCriterion, nn.DataParallel)):
             raise TypeError(f"the criterion is a {type(criterion).__name__} already, expected a plain one: pass its .module")
-        check_settings(criterion, weight, reduction, minimum, whole=whole)
-        check_coupled(criterion, whole, weight, reduction, minimum)
+        kind = kind_of(criterion, weight, reduction, whole, minimum)
         super().__init__()
+        self.arguments = {
+            "device_ids": device_ids,
+            "output_device": output_device,
+            "dim": dim,
+            "weight": weight,
+            "precision": precision,
+            "reduction": reduction,
+            "minimum": minimum,
+            "in_dims": in_dims,
+            "whole": whole,
+        }
         check_dim(dim)
         check_dims(in_dims, "in_dims")
-        self.module = criterion
+        self.module, self.kind = criterion, kind
+        self.weight, self.minimum, self.whole = weight, minimum, whole
+        self.dim, self.in_dims = dim, in_dims
         self.devices = None if device_ids is None else resolve_devices(device_ids)
         self.output_device = None if output_device is None else resolve_device(output_device)
-        self.dim, self.in_dims, self.whole = dim, in_dims, whole
         self.precision = Precision("fp32" if precision is None else precision)
-        self.replicas = Replicas()
-        self.weight, self._reduction = weight, reduction
-        self._is_joint = whole or isinstance(criterion, AdditiveLoss)  # it is computed once, of all rows
-        is_mean = self.reduction == "mean"
-        is_averaged = is_mean and not isinstance(weight, (Mapping, list, tuple))
-        self.collectives = OwnCollectives(is_possible=find_torch_loss(criterion) is None, is_mean=is_averaged)
-        # Its means are found while it runs, with their bounds.
-        self.finds_means = is_mean and weight is None and not is_known(criterion)
-        self.minimum = 0.0 if self.finds_means else minimum
-        self.least = max(flat_weights(self.minimum))  # the smallest divisor of an update
-        # In two passes over several micro-batches. Means are, until all of them are over one count.
-        self.is_coupled = self._is_joint or self.finds_means
-        self.checks: Checks | None = Checks()
+        self._set_up(Replicas(), Checks())
 
-    def weigh_by(self, weight: Divisor) -> None:
-        """Sets the divisor of the criterion's mean."""
-        self.weight, self.finds_means, self.is_coupled = weight, False, self._is_joint
+    def _set_up(self, replicas: Replicas, checks: Checks | None) -> None:
+        """Sets the copies of the criterion. A subclass passes its own replicas."""
+        self.replicas = replicas
+        is_averaged = self.reduction == "mean" and not is_structure(self.weight)
+        self.copies = CriterionCopies(
+            self.module,
+            self.devices,
+            self.output_device,
+            self.dim or 0,
+            self.precision,
+            replicas,
+            OwnCollectives(is_possible=find_torch_loss(self.module) is None, is_mean=is_averaged),
+            checks,
+        )
 
     @property
     def reduction(self) -> str:
         """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
-        if self._is_joint:
-            return "sum"  # its parts add up to it
-        return self._reduction or reduction_of(self.module)
+        return self.kind.reduction
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
-        kwargs = kwargs if self._is_joint else self._modern(kwargs)
+        kind, kwargs = self.kind.called_with(kwargs)
         entries, shards = self.cut(outputs, targets, kwargs)
         if world_size() > 1 and torch.is_grad_enabled():
-            refuse_unshared(self.parameters())
-            if reason := explain_unwatched(leaf for _, leaf in containers.leaves(list(entries))):
-                raise ValueError(reason)
-        reduction = kwargs.get("reduction", self.reduction)
-        if reduction != "none":
-            self.collectives.agree(int(any(shard.target_rows for shard in shards)))
-        if self._is_joint or (self.finds_means and reduction == "mean"):
-            return couple(self, torch.device("cpu")).value(entries, shards)
-        if reduction == "none":
-            return PerReplica(self.run(ShardLoss.call, entries, shards), entries.sizes, entries.dim)
-        parts = self.run(self._term(reduction), entries, shards)
-        return merge(parts, lambda sums: divide_once(sums, self.output_device or sums[0].total.device, self.minimum))
+            self._check_shared(entries)
+        loss = kind.value(self.copies, entries, shards)
+        self.kind = self.kind.learned(self.copies)
+        return loss
+
+    def _check_shared(self, outputs: PerReplica) -> None:
+        """Raises ``ValueError`` if ranks would not share the gradients of the outputs or of the parameters."""
+        refuse_unshared(self.parameters())
+        if reason := explain_unwatched(leaf for _, leaf in containers.leaves(list(outputs))):
+            raise ValueError(reason)
 
     @property
     def _output_dim(self) -> Dims:
@@ -196,151 +178,10 @@ class DataParallelCriterion(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
-        if not (isinstance(outputs, PerReplica) and outputs.has_sizes) and not all(
-            isinstance(part, PerReplica) for part in outputs
-        ):
+        has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes
+        if not has_sizes and not all(isinstance(part, PerReplica) for part in outputs):
             _check_rows_of_list(entries, rows)
-        if expected is None:
-            sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))
-        else:
-            sizes = proportional_sizes(expected if rows is None else rows, [size or 0 for size in entries.sizes])
-        parts = consecutive(sizes)
-        is_whole = rows is None or len(parts) == 1
-        batches = [batch] * len(parts) if is_whole else cut(batch, parts, dim)
-        cells = zip(batches, parts, sizes, devices_of(entries, self.devices), strict=True)
-        return entries, [Shard(NOTHING, piece, part, size, device) for piece, part, size, device in cells]
-
-    def run(self, term: Callable[[ShardLoss], Any], outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Returns the term of the loss for each replica, computed on the device of its output."""
-        devices = devices_of(outputs, self.devices)
-        with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
-            weights: list[Any] = [None] * len(shards)
-            if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
-                weights = self._weights_in_place(term, outputs, shards)
-            replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            work = [functools.partial(self._run, term, *replica) for replica in replicas]
-            parts: list[Any] = self.replicas.workers(work, devices, together=False)
-        if self.collectives.is_used and self.checks is not None:
-            self.minimum, self.least, self.checks = 0.0, 0.0, None
-            self.weigh_by(lambda *arguments, **kwargs: 1.0)
-        return parts
-
-    def _run(
-        self, term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
-    ) -> Any:
-        targets, kwargs = move_arguments(shard.targets, device)
-        with shard.context():
-            try:
-                return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, self.collectives, weights))
-            except (RuntimeError, IndexError) as error:
-                if names := _tensors_outside(criterion):
-                    error.add_note(
-                        f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved "
-                        f"to {device}: pass a tensor of all rows as a target, another as a buffer of a module or by "
-                        "functools.partial"
-                    )
-                raise
-
-    def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute."""
-        unmoved = [
-            ShardLoss(self.module, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
-            for output, shard in zip(outputs, shards, strict=True)
-        ]
-        try:
-            return term.read(unmoved)
-        except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
-            return [None] * len(shards)
-
-    def loss_sums(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
-        """Returns the sum and the weight of each replica's losses. :class:`TrainStep` divides them later."""
-        if self.reduction == "none":
-            raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
-        if self.weight == "rows" and any(shard.is_joined and shard.target_rows < len(shard.rows or ()) for shard in shards):
-            raise ValueError(
-                "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
-            )
-        parts = self.run(self._term(self.reduction), outputs, shards)
-        if self.finds_means:
-            LossOfMeans(self, torch.device("cpu")).check([part.terms for part in parts], outputs, shards)
-        return [add_means(part) for part in parts]
-
-    def _term(self, reduction: str) -> Callable[[ShardLoss], Any]:
-        """Returns the function that computes one replica's part of the loss."""
-        if reduction == "sum":
-            return total_of
-        if self.finds_means:
-            return single_mean
-        if self.weight is None:
-            return sum_and_weight if has_sum(self.module) else MeanAndWeight(ShardLoss.weigh, self.minimum)
-        weigh = (lambda shard: shard.rows) if self.weight == "rows" else functools.partial(call_weight, self.weight)
-        return MeanAndWeight(weigh, self.minimum)
-
-    def divided_sums(self, divisors: Sequence[float], outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
-        """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
-        factors, sums = [1 / divisor if divisor else 0.0 for divisor in divisors], []
-        for part in self.run(self._term(self.reduction), outputs, shards):
-            pairs = zip(containers.leaves(part), factors, strict=True)
-            means = [mean.total * factor for (_, mean), factor in pairs if mean is not None]
-            sums.append(LossSum(functools.reduce(torch.add, means), None if any(divisors) else 0.0))
-        return sums
-
-    def weigh_targets(self, *targets: Any) -> Weight | None:
-        """Returns the total weight of a batch, if it depends on the targets alone; otherwise None."""
-        if self.weight is not None or self.reduction != "mean":
-            return None
-        return weight_of_targets(self.module, targets)
-
-    def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns keyword arguments with ``reduction=`` in place of the deprecated ``size_average=`` and ``reduce=``."""
-        if not {"size_average", "reduce"} & kwargs.keys() or find_torch_loss(self.module) is None:
-            return kwargs
-        others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
-        return {**others, "reduction": reduction_in(kwargs)}
-
-
-def _tensors_outside(criterion: Criterion) -> list[str]:
-    """Returns the names of tensors that a function reads beside its arguments, or that a module has as plain attributes."""
-    try:
-        outside = inspect.getclosurevars(criterion.forward if isinstance(criterion, nn.Module) else criterion)
-        values = {**vars(criterion), **outside.globals, **outside.nonlocals}
-    except TypeError:  # it is not written in Python, or a functools.partial, whose tensors are moved
-        return []
-    return [name for name, value in values.items() if isinstance(value, torch.Tensor)]
-
-
-def couple(criterion: DataParallelCriterion, home: torch.device) -> CoupledLoss:
-    """Returns the loss of one update that is computed once: of all rows, of an :class:`AdditiveLoss`, or of means inside."""
-    if criterion.whole:
-        return WholeLoss(criterion, home)
-    return (LossOfMeans if criterion.finds_means else LossOfSums)(criterion, home)
-
-
-class BatchLosses(NamedTuple):
-    """A way to compute the losses of the micro-batches of one batch."""
-
-    compute: Callable[..., list[LossSum]]  # one per replica, of a micro-batch's outputs and shards
-    weight: Weight = 0.0  # of the whole batch on this rank, if ``compute`` returns sums without weights
-    is_mean: bool = True  # the sum of all is to be divided by the sum of their weights
-
-
-def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> BatchLosses:
-    """Chooses the way to compute the losses of one batch, from its targets in any number of parts.
-
-    With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
-    """
-    weights = [criterion.weigh_targets(*part) for part in targets]
-    counts = [weight for weight in weights if weight is not None]
-    if targets and len(counts) == len(targets):
-        return BatchLosses(functools.partial(criterion.run, weighed_sum), sum(counts, 0.0))
-    is_mean = criterion.reduction != "sum"
-    if not (is_whole and targets and is_mean and isinstance(criterion.weight, (Mapping, list, tuple))):
-        return BatchLosses(criterion.loss_sums, is_mean=is_mean)
-    parts = [flat_weights(weights_of_targets(criterion.weight, part)) for part in targets]
-    totals = sum_over_ranks(torch.tensor(parts, dtype=torch.float64).sum(0))
-    bounds = bounds_of(criterion.minimum, criterion.weight)
-    divisors = [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)]
-    return BatchLosses(functools.partial(criterion.divided_sums, divisors), is_mean=False)
+        return entries, shards_of_targets(entries, batch, rows, dim, self.devices)
 
 
 def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:

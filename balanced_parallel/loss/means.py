@@ -12,7 +12,7 @@ still depend on each other, as in a contrastive loss. So the terms of some batch
 """
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,14 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
-from ..batch.outputs import PerReplica
-from ..batch.rows import Shard
-from ..runtime.collectives import world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
+from .copies import ShardLoss
 from .coupled import LossOfSums, Shapes, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
-from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
+from .sums import LossSum, add_up, divide, weighted_sum, widen, zero_of
 
 Form = dict[int, Any]  # a linear combination: the coefficients of terms by their numbers; number 0 is the constant 1
 _OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
@@ -415,12 +413,8 @@ class LossOfMeans(LossOfSums):
     """
 
     has_names = True
+    has_one_count = False  # all means of an update that was split
     _is_empty = False  # nothing was counted
-
-    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
-        """Returns the loss of a batch, in the structure that the criterion returns."""
-        self.is_split = len(shards) > 1 or world_size() > 1
-        return super().value(outputs, shards)
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns a loss for each part. They have no weight if nothing was counted, so that nothing is updated."""
@@ -445,8 +439,8 @@ class LossOfMeans(LossOfSums):
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         total, ranks = super()._over_ranks(nothing)
-        if total and self.is_split and self.criterion.is_coupled:
-            self.criterion.is_coupled = any(name.has_several for name, _ in total)
+        if total and self.is_split:
+            self.has_one_count = not any(name.has_several for name, _ in total)
         if nothing is None:  # TrainStep asks; to read the counts waits for the device
             counts = [_count_of(total, name) for name, kind in total if kind == "count"]
             self._is_empty = bool(counts) and not any(map(bool, counts))
@@ -462,14 +456,14 @@ class LossOfMeans(LossOfSums):
 
         def fill(place: str, values: list[Any]) -> Any:
             loss = losses.get(place, torch.zeros(()))
-            return None if values[0] is None else move(loss, self.criterion.output_device or loss.device)
+            return None if values[0] is None else move(loss, self.copies.output_device or loss.device)
 
         return containers.zip_leaves(fill, [self._structure])
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # as counts are
             return 1e-7
-        is_half = self.criterion.precision.name != "fp32" or torch.is_autocast_enabled(tensor.device.type)
+        is_half = self.copies.precision.name != "fp32" or torch.is_autocast_enabled(tensor.device.type)
         return 2e-2 if is_half else 1e-3
 
     def _name(self, number: int, place: Any) -> str:
@@ -483,7 +477,7 @@ class LossOfMeans(LossOfSums):
         is_of_number = reason.startswith("the count of") and _OVER_NUMBER in reason
         advice = _COUNTS if is_of_number else _DEPENDENT
         raise UnknownMeanError(
-            f"the loss of {containers.describe(self.criterion.module)} does not add up over the rows: {reason}. {advice}"
+            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}. {advice}"
         ) from cause
 
 

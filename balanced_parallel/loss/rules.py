@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -296,13 +296,16 @@ def reduction_in(settings: dict[str, Any]) -> str:
     return "sum" if settings.get("size_average") is False else "mean"
 
 
-def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
-    """Returns :func:`loss_weight` if it depends on the targets alone, otherwise None."""
-    loss = find_torch_loss(criterion)
+def counter_of_targets(criterion: Any) -> Callable[[tuple[Any, ...]], Tensor | None] | None:
+    """Returns a function of targets that computes :func:`loss_weight`, or None if that depends on the output too."""
     unwrapped, arguments, settings = unwrap(criterion)
-    if loss is None or loss not in (F.cross_entropy, F.nll_loss) or arguments or len(targets) != 1:
+    is_of_classes = find_torch_loss(criterion) in (F.cross_entropy, F.nll_loss)
+    return functools.partial(_count_classes, unwrapped, settings) if is_of_classes and not arguments else None
+
+
+def _count_classes(criterion: object, settings: Mapping[str, Any], targets: tuple[Any, ...]) -> Tensor | None:
+    """Returns the number of class indices that are not ignored; None with class weights, or for class probabilities."""
+    class_weights = settings.get("weight", getattr(criterion, "weight", None))
+    if class_weights is not None or len(targets) != 1 or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():
         return None
-    class_weights = settings.get("weight", getattr(unwrapped, "weight", None))
-    if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():
-        return None
-    return RULES[loss](target=targets[0], ignore_index=settings.get("ignore_index", getattr(unwrapped, "ignore_index", -100)))
+    return _classes(target=targets[0], ignore_index=settings.get("ignore_index", getattr(criterion, "ignore_index", -100)))

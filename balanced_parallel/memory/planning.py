@@ -24,6 +24,7 @@ from tabulate import tabulate
 
 from ..batch.plan import split_sizes
 from ..loss.criterion import DataParallelCriterion
+from ..loss.kinds import MeansInside
 from ..loss.rules import is_known
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
@@ -350,12 +351,19 @@ def plan(
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
-        unknown_divisor=criterion.finds_means if isinstance(criterion, DataParallelCriterion) else not is_known(criterion),
+        unknown_divisor=_has_unknown_divisor(criterion),
         report=_report(how, best) if best.fits else None,
     )
     learns = isinstance(criterion, torch.nn.Module) and any(each.requires_grad for each in criterion.parameters())
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     return dataclasses.replace(result, lines=write_program(result, optimizer, learns, is_meta)) if best.fits else result
+
+
+def _has_unknown_divisor(criterion: Callable[..., Any]) -> bool:
+    """Returns True if only a run tells what the loss is divided by."""
+    if isinstance(criterion, DataParallelCriterion):
+        return isinstance(criterion.kind, MeansInside)
+    return not is_known(criterion)
 
 
 def _remarks(option: Option) -> tuple[str, ...]:

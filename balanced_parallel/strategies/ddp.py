@@ -49,8 +49,9 @@ from torch.utils.hooks import RemovableHandle
 from ..batch.containers import describe, leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
+from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import Criterion, LossSum, Weight, hand_back
+from ..loss.sums import LossSum, Weight, hand_back
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward

@@ -320,7 +320,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
             "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
-    return _FSDPSync(model, is_coupled=criterion.is_coupled)
+    return _FSDPSync(model, is_coupled=criterion.kind.passes > 1)
 
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..loss.criterion import BatchLosses, DataParallelCriterion
+from ..loss.criterion import DataParallelCriterion
+from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.devices import move, start_copy
 from ..runtime.torch_private import foreach_multiply_, without_compilation
@@ -156,10 +157,10 @@ class Accumulation:
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # of all gradients of this update
 
-    def begin_batch(self, losses: BatchLosses) -> None:
-        """Counts the weight that the targets of a batch tell."""
-        self._add_weight(losses.weight)
-        self._is_mean = self._is_mean and losses.is_mean
+    def begin_batch(self, kind: Kind) -> None:
+        """Counts the weight that the targets of a batch tell. ``kind`` is that of its losses."""
+        self._add_weight(kind.weight)
+        self._is_mean = self._is_mean and kind.is_mean
 
     def backward(self, losses: Sequence[LossSum], followers: int, *, last: bool) -> None:
         """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last one reduces all gradients.

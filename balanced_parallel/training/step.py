@@ -10,6 +10,7 @@ Out of memory with ``"auto"`` puts everything back and goes through the same bat
 on each other goes through the plan twice.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,8 @@ from ..batch.by_cost import check_limit
 from ..batch.containers import describe, spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
 from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments, copy_views
-from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
+from ..loss.coupled import CoupledLoss
+from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
@@ -132,6 +134,8 @@ class TrainStep:
         self._weight_before = 0.0  # of the last update, over everything
         self._has_compared = False  # the settings of the ranks
         self._has_ranks = collectives.world_size() > 1
+        self._kind, self._copies = criterion.kind, criterion.copies.without_notes()  # with what batches have shown
+        self._loss: CoupledLoss | None = None  # of the update, if it takes two passes
         self._states: list[Any] = []  # of the optimizers, and versions of the parameters, after the last update of the ranks
         self._versions: list[int] = []
         self._failure = ""  # of the last update of the optimizers, which the other ranks learn of
@@ -193,19 +197,19 @@ class TrainStep:
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
-        communication = self.criterion.collectives
+        communication, is_coupled = self._copies.collectives, self._kind.passes > 1
         if communication.is_used and not run.is_whole:
             communication.refuse()
         if communication.asks and run.is_whole:
             communication.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
         if self._by_row is not None:
-            compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
+            compute = _no_losses if is_coupled else functools.partial(self._kind.sums, self._copies)
             run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
         if self._recovery is not None:
             self._recovery.begin(run.batch)
-        if self._recovery is not None or self.criterion.is_coupled:
+        if self._recovery is not None or is_coupled:
             self._runs.append(run)
-        if not self.criterion.is_coupled:
+        if not is_coupled:
             self._try(self._run, run)
 
     def _try(self, work: Callable[..., Any], *arguments: Any, is_local: bool = True) -> Any:
@@ -224,19 +228,20 @@ class TrainStep:
             self._drop(error)
             return None
 
-    def _run(self, run: BatchRun, losses: BatchLosses | None = None) -> None:
-        """Runs forward and backward of each micro-batch."""
+    def _run(self, run: BatchRun, compute: Callable[..., list[LossSum]] | None = None) -> None:
+        """Runs forward and backward of each micro-batch. ``compute`` returns the losses of a second pass."""
         plan, sums = self._plan(run), self._begin()
-        losses = losses or losses_of_batch(self.criterion, run.batch.counted_targets, is_whole=run.is_whole)
+        kind = self._kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
+        compute = compute or functools.partial(kind.sums, self._copies)
         if run.batch.pads:
-            run.batch.check_weight(self.criterion.weigh_targets)
-        sums.begin_batch(losses)
+            run.batch.check_weight(lambda *targets: self._kind.weight_of(targets))
+        sums.begin_batch(kind)
         before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
         with self._sync.accumulating():
             for number, shards in enumerate(before, start=1):
-                sums.backward(self._forward(shards, losses.compute, run.outputs), len(plan) - number, last=False)
+                sums.backward(self._forward(shards, compute, run.outputs), len(plan) - number, last=False)
         for shards in last:
-            sums.backward(self._forward(shards, losses.compute, run.outputs), 0, last=True)
+            sums.backward(self._forward(shards, compute, run.outputs), 0, last=True)
 
     def _forward(self, shards: list[Shard], compute: Callable[..., Any], collected: list[PerReplica] | None) -> list[LossSum]:
         """Runs the model and the criterion. Returns a loss for each shard."""
@@ -265,7 +270,7 @@ class TrainStep:
                 self.model.devices[0],
                 self.precision,
                 self._weight_before,
-                is_mean=self.criterion.reduction != "sum" and not self.criterion.is_coupled,
+                is_mean=self._kind.is_mean,
             )
         return self._sums
 
@@ -276,6 +281,7 @@ class TrainStep:
         if self._by_row is not None:
             self._by_row.end()
         update, self._sums, self._runs, self._weight_before = self._update, None, [], weight
+        self._kind, self._loss = self._kind.learned(self._copies, self._loss), None
         if weight == 0:
             update.forget_gradients()
             warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
@@ -307,7 +313,7 @@ class TrainStep:
         if recovery is not None:
             recovery.begin()  # a rank without rows has not called add
         while True:
-            if self.criterion.is_coupled:
+            if self._kind.passes > 1:
                 self._try(self._run_coupled)
             if recovery is None:
                 return self._finish()
@@ -322,21 +328,22 @@ class TrainStep:
             for run in self._runs:
                 if run.outputs is not None:
                     run.outputs.clear()
-                if not self.criterion.is_coupled:
+                if self._kind.passes == 1:
                     self._try(self._run, run)
 
     def _finish(self) -> tuple[Tensor, float, Weight]:
-        return self._begin().finish(self.criterion.least, self._settings)
+        return self._begin().finish(self._kind.learned(self._copies).least, self._settings)
 
     def _run_coupled(self) -> None:
         """Runs all rows for a loss that depends on all of them: in two passes, or in one if there is one micro-batch."""
-        loss, batches = couple(self.criterion, self.model.devices[0]), [run.batch for run in self._runs]
+        batches = [run.batch for run in self._runs]
+        is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
+        is_split = self._may_split or not is_single
+        self._loss = loss = self._kind.open(self._copies, self.model.devices[0], is_split=is_split)
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
-            is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
-            loss.is_split = self._may_split or not is_single
             if passes.takes_one(is_single):
-                self._run(self._runs[0], BatchLosses(passes.at_once))
+                self._run(self._runs[0], passes.at_once)
                 return
             self._begin()
             with passes.undone(batches, self._before):
@@ -344,7 +351,7 @@ class TrainStep:
                     self._forward(shards, loss.collect, None)
             passes.differentiate()
         for run in self._runs:
-            self._run(run, BatchLosses(loss.hand_back))
+            self._run(run, loss.hand_back)
 
     @contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[ExitStack]:
@@ -476,6 +483,11 @@ class TrainStep:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_sums": None, "_runs": []}  # a copy has no gradients
+
+
+def _no_losses(outputs: PerReplica, shards: list[Shard]) -> list[LossSum]:
+    """Computes nothing, where only the random numbers of a forward are asked for."""
+    return []
 
 
 def _explain(error: Exception, shard: Shard) -> None:

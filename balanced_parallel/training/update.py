@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..batch.containers import describe
 from ..batch.rows import Cut
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import SEVERAL, Weight
+from ..loss.kinds import SEVERAL
+from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
 from ..runtime.torch_private import (
     backward_hooks_of,

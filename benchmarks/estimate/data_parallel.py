@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tens
 from balanced_parallel import Precision, gather
 from balanced_parallel.batch.plan import consecutive, split_sizes
 from balanced_parallel.batch.rows import Arguments, count_rows, cut, move_leaves
-from balanced_parallel.loss.sums import ShardLoss
+from balanced_parallel.loss.copies import ShardLoss
 from balanced_parallel.memory.trace.fakes import HOME, fake_devices
 from balanced_parallel.memory.trace.layouts import LAYOUTS, SingleDevice
 

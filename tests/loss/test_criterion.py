@@ -11,8 +11,6 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, gather
-from balanced_parallel.loss.sums import copy_criterion
-from balanced_parallel.replicas.replicas import Replicas
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -265,9 +263,9 @@ def test_class_weights_are_copied_to_the_devices_of_the_outputs():
     """Unlike in the plain program, the user need not move nn.CrossEntropyLoss(weight=...) to the device."""
     meta = torch.device("meta")
     partial, module = functools.partial(F.cross_entropy, weight=torch.rand(5)), nn.CrossEntropyLoss(weight=torch.rand(5))
-    with copy_criterion(partial, Replicas(), [meta]) as (moved,):
+    with DataParallelCriterion(partial).copies.on([meta]) as (moved,):
         assert moved.keywords["weight"].device == meta
-    with copy_criterion(module, Replicas(), [meta, meta]) as (first, second):
+    with DataParallelCriterion(module).copies.on([meta, meta]) as (first, second):
         assert first.weight.device == second.weight.device == meta
 
 
@@ -278,7 +276,7 @@ def test_the_loss_without_rows_is_zero():
     for _ in range(20):
         held = [torch.full((), 7e120) for _ in range(8)]
         del held
-        sums = criterion.loss_sums(*criterion.cut(outputs, (torch.empty(0, dtype=torch.long),), {}))
+        sums = criterion.kind.sums(criterion.copies, *criterion.cut(outputs, (torch.empty(0, dtype=torch.long),), {}))
         assert sums[0].total.item() == 0
 
 

@@ -26,9 +26,11 @@ from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows, move_leaves
+from ...loss.copies import Criterion, ShardLoss
 from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss
-from ...loss.criterion import DataParallelCriterion, couple
-from ...loss.sums import ShardLoss, add_up
+from ...loss.criterion import DataParallelCriterion
+from ...loss.kinds import MeansInside
+from ...loss.sums import add_up
 from ...optim.balanced import BalancedOptimizer, Recipe, assign_owners, is_elementwise, refuse_closures
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, window
@@ -233,21 +235,26 @@ def plain_criterion(criterion: Any) -> Any:
 def is_coupled(criterion: Any) -> bool:
     """Returns True for a criterion with ``whole=True``, and for an :class:`AdditiveLoss`."""
     if isinstance(criterion, DataParallelCriterion):
-        return criterion.is_coupled and not criterion.finds_means
+        return criterion.kind.couples_rows
     return isinstance(criterion, AdditiveLoss)
 
 
-def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> DataParallelCriterion:
-    """Returns a criterion of a trace on fake devices. It is a fake copy, so a wrapped one is changed in place."""
-    wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
-    wrapped.devices = wrapped.output_device = None
-    if wrapped.finds_means:
-        wrapped.weigh_by("rows")  # takes the same memory
-    wrapped.dim, wrapped.replicas = request.dim, replicas
-    wrapped.checks = None  # fake tensors have no values
-    if wrapped.precision.name == "fp32":
-        wrapped.precision = Precision(request.precision)
-    return wrapped
+class TracedCriterion(DataParallelCriterion):
+    """A :class:`DataParallelCriterion` on fake devices, with the settings of a criterion that may be wrapped.
+
+    The divisor of a criterion that computes means inside takes as much memory as the number of rows. Fake tensors have no values
+    to check.
+    """
+
+    def __init__(self, criterion: Criterion, replicas: Replicas, request: "Request") -> None:
+        like = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
+        settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": request.dim}
+        if isinstance(like.kind, MeansInside):
+            settings["weight"] = "rows"
+        if like.precision.name == "fp32":
+            settings["precision"] = request.precision
+        super().__init__(like.module, **settings)
+        self._set_up(replicas, None)
 
 
 def fill(loss: CoupledLoss, rows: int) -> None:
@@ -338,20 +345,24 @@ class SingleDevice:
         if world_size() > 1:
             raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
         with Precision(self.request.precision).autocast([HOME]):
-            loss = couple(self.coupled_criterion(), HOME)
+            criterion = self.coupled_criterion()
+            loss = criterion.kind.open(criterion.copies, HOME, is_split=True)
             if self.request.micro_batches > 1:  # the first of two passes
                 with torch.no_grad():
                     for arguments, targets in micro_batches:
-                        loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+                        loss.collect(*criterion.cut(self.outputs(arguments), targets, {}))
                     fill(loss, self.request.rows_of_update)
                 loss.differentiate(None)
-        return [functools.partial(self._coupled_loss, loss, *micro_batch) for micro_batch in micro_batches]
+        return [functools.partial(self._coupled_loss, criterion, loss, *micro_batch) for micro_batch in micro_batches]
 
-    def _coupled_loss(self, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+    def _coupled_loss(
+        self, criterion: DataParallelCriterion, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]
+    ) -> Tensor:
+        outputs, shards = criterion.cut(self.outputs(arguments), targets, {})
         if self.request.micro_batches > 1:
-            sums = loss.hand_back(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+            sums = loss.hand_back(outputs, shards)
         else:
-            parts = loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+            parts = loss.collect(outputs, shards)
             fill(loss, self.request.rows_of_update)
             loss.differentiate(None)
             sums = loss.hand_back_parts(parts)
@@ -359,7 +370,7 @@ class SingleDevice:
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
-        return traced_criterion(self.criterion, Replicas(workers=run_in_this_thread), self.request)
+        return TracedCriterion(self.criterion, Replicas(workers=run_in_this_thread), self.request)
 
     def outputs(self, arguments: Arguments) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
@@ -426,7 +437,7 @@ class ReplicaLayout(SingleDevice):
         # gradients on devices with streams live until another stream has read them
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
-        self.parallel_criterion = traced_criterion(criterion, self.replicas[1], request)
+        self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], request)
         super().__init__(request, TracedModel(module, self.replicas[0], request), criterion)
 
     def coupled_criterion(self) -> Any:

@@ -1,0 +1,296 @@
+"""Copies of a criterion on the devices of the outputs, and what calls of them have shown."""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.outputs import PerReplica
+from ..batch.plan import consecutive, proportional_sizes, split_sizes
+from ..batch.rows import NOTHING, Arguments, Shard, cut, move_arguments, move_leaves
+from ..replicas.replicas import Replicas
+from ..runtime.collectives import OnCollective, gather_objects, world_size
+from ..runtime.devices import pin
+from ..runtime.torch_private import is_differentiable
+from ..runtime.values import Precision
+from .sums import zero_of
+
+Criterion = nn.Module | Callable[..., Tensor]
+T = TypeVar("T")
+_COLLECTIVES = "the criterion communicates with the other ranks itself"
+_WITHOUT = "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True"
+
+
+class OwnCollectives:
+    """Collectives of a criterion's own, as in programs that come from ``DistributedDataParallel``.
+
+    The first call tells whether there are some. The loss is what that class makes of it then: the mean of the values of all
+    ranks. Each rank has to call the criterion once, so ranks tell how often they will.
+    """
+
+    def __init__(self, *, is_possible: bool = False, is_mean: bool = False) -> None:
+        self.is_used = False
+        self.asks = is_possible
+        self.is_open = is_possible  # until the first call has come to its end
+        self._is_possible, self._is_mean = is_possible, is_mean
+        self._is_common = False  # each rank calls the criterion once
+
+    def anew(self) -> "OwnCollectives":
+        """Returns one that knows of no call."""
+        return OwnCollectives(is_possible=self._is_possible, is_mean=self._is_mean)
+
+    def agree(self, calls: int) -> None:
+        """Learns how often each rank calls the criterion in an update. All ranks call this."""
+        if self.asks and world_size() > 1:
+            counts = {*gather_objects(calls)}
+            self._is_common = self._is_mean and counts == {1}
+            self.asks = self.is_used or 0 in counts
+            if self.is_used and not self._is_common:
+                self.refuse()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Surrounds a call of the criterion. The first one finds collectives, or refuses them before they wait for a rank."""
+        names = set[str]()
+        act = names.add if self._is_common else self.refuse
+        with OnCollective(act) if world_size() > 1 else contextlib.nullcontext():
+            yield
+        self.is_open = False
+        if names:
+            self.is_used = self.asks = True
+            warnings.warn(
+                f"{_COLLECTIVES}: its values are averaged over the ranks, as DistributedDataParallel does, and weight= is not "
+                f"used. Better {_WITHOUT}",
+                stacklevel=2,
+            )
+
+    def refuse(self, name: str = "") -> NoReturn:
+        """Raises ``ValueError`` in place of a collective."""
+        raise ValueError(f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}")
+
+
+class Checks:
+    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when it has new terms."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._forms: set[Hashable] = set()
+
+    def are_due(self, form: Hashable) -> bool:
+        """Counts a call. Returns True if statistics of this form are to be compared."""
+        self._calls += 1
+        is_new = form not in self._forms
+        self._forms.add(form)
+        return is_new or not self._calls & (self._calls - 1)
+
+
+class ShardLoss(NamedTuple):
+    """Arguments of one replica: its copy of the criterion, its number of rows, its output, and its rows of the targets."""
+
+    criterion: Criterion
+    rows: int
+    output: Any
+    targets: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    collectives: OwnCollectives = OwnCollectives()  # that the call may have
+    weights: Any = None  # numbers that are known before the replica runs
+
+    def call(self, criterion: Criterion | None = None) -> Any:
+        """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
+        watch = self.collectives.watch if self.collectives.is_open else contextlib.nullcontext
+        with watch():
+            result = call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs)
+        loss = result if isinstance(result, Tensor) else loss_of(result)
+        if loss is None:
+            raise TypeError("the criterion returned None, expected a loss: a scalar tensor, or a structure of them")
+        return loss
+
+    def nothing(self) -> Tensor:
+        """Returns a zero that is connected to the output and to the criterion's parameters."""
+        parameters = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+        tensors = [leaf for _, leaf in containers.leaves(self.output) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
+        return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
+
+
+def call_spread(
+    function: Callable[..., object], output: object, targets: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """Calls a function of output and targets. The entries of a tuple fill its leading arguments, which an error tells."""
+    leading = containers.spread(output)
+    try:
+        return function(*leading, *targets, **kwargs)
+    except TypeError as error:
+        if len(leading) == 1 or "positional argument" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}: the output is a tuple, whose {len(leading)} entries fill the first {len(leading)} arguments; name each of "
+            "them, or take *arguments, or return a list from the model, which is one argument"
+        ) from error
+
+
+def loss_of(result: object) -> Any:
+    """Returns the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, or the result itself."""
+    return result if isinstance(result, Tensor) else getattr(result, "loss", result)
+
+
+class CriterionCopies:
+    """A criterion and its copies, one on the device of each output, which run functions of shards.
+
+    ``checks`` and ``collectives`` note what the calls have shown. A second user of the criterion has notes of its own
+    (:meth:`without_notes`). Traces have no checks.
+
+    Args:
+        devices: the devices that outputs may be on; ``None`` allows all.
+        output_device: device of a loss; ``None`` is that of the first output.
+        dim: the dimension of the rows in targets that are not marked.
+    """
+
+    def __init__(
+        self,
+        criterion: Criterion,
+        devices: Sequence[torch.device] | None,
+        output_device: torch.device | None,
+        dim: int,
+        precision: Precision,
+        replicas: Replicas,
+        collectives: OwnCollectives,
+        checks: Checks | None,
+    ) -> None:
+        self.criterion, self.devices, self.output_device, self.dim = criterion, devices, output_device, dim
+        self.precision, self.replicas, self.collectives = precision, replicas, collectives
+        self._checks = checks
+
+    def without_notes(self) -> "CriterionCopies":
+        """Returns the same copies for another user."""
+        return CriterionCopies(
+            self.criterion,
+            self.devices,
+            self.output_device,
+            self.dim,
+            self.precision,
+            self.replicas,
+            self.collectives.anew(),
+            self._checks and Checks(),
+        )
+
+    @property
+    def checks(self) -> Checks | None:
+        """The times when a loss is compared with that of halves, or None for one that is averaged over the ranks."""
+        return None if self.collectives.is_used else self._checks
+
+    def agree(self, shards: Sequence[Shard]) -> None:
+        """Tells the other ranks whether this one has rows in its only call. All ranks call this."""
+        self.collectives.agree(int(any(shard.target_rows for shard in shards)))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the criterion."""
+        return list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+
+    def run(
+        self,
+        function: Callable[[ShardLoss], T],
+        outputs: PerReplica,
+        shards: Sequence[Shard],
+        weights: Sequence[Any] | None = None,
+    ) -> list[T]:
+        """Returns the result of ``function`` for each replica, computed on the device of its output.
+
+        ``weights`` are passed on to the function.
+        """
+        devices = devices_of(outputs, self.devices)
+        weights = weights or [None] * len(shards)
+        with self.precision.autocast(devices), self.on(devices) as criteria:
+            replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
+            work = [functools.partial(self._run, function, *replica) for replica in replicas]
+            return self.replicas.workers(work, devices, together=False)
+
+    def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
+        """Returns the result of ``function`` for the copy on one device."""
+        with self.precision.autocast([device]), self.on([device]) as (criterion,):
+            results: list[T] = self.replicas.workers([functools.partial(function, criterion)], [device], together=False)
+        return results[0]
+
+    def _run(
+        self,
+        function: Callable[[ShardLoss], T],
+        criterion: Criterion,
+        output: object,
+        shard: Shard,
+        weights: Any,
+        device: torch.device,
+    ) -> T:
+        targets, kwargs = move_arguments(shard.targets, device)
+        with shard.context():
+            try:
+                return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, self.collectives, weights))
+            except (RuntimeError, IndexError) as error:
+                if names := _tensors_outside(criterion):
+                    error.add_note(
+                        f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved "
+                        f"to {device}: pass a tensor of all rows as a target, another as a buffer of a module or by "
+                        "functools.partial"
+                    )
+                raise
+
+    def on(self, devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
+        """Yields a copy for each device. A module on another device is moved to that of the first output."""
+        criterion = self.criterion
+        if isinstance(criterion, nn.Module):
+            for tensor in (*criterion.parameters(), *criterion.buffers()):
+                if tensor.device != devices[0]:
+                    criterion.to(devices[0])
+            modules: contextlib.AbstractContextManager[Sequence[Criterion]] = self.replicas.of(criterion, devices, devices[0])
+            return modules
+        if isinstance(criterion, functools.partial):
+            bound = criterion.args, criterion.keywords
+            if any(device.type != "cpu" for device in devices):
+                bound = containers.map_leaves(lambda leaf: pin(leaf) if isinstance(leaf, Tensor) else leaf, bound)
+            moved = [move_leaves(bound, device) for device in devices]
+            copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
+            return contextlib.nullcontext(copies)
+        return contextlib.nullcontext([criterion] * len(devices))
+
+
+def _tensors_outside(criterion: Criterion) -> list[str]:
+    """Returns the names of tensors that a function reads beside its arguments, or that a module has as plain attributes."""
+    try:
+        outside = inspect.getclosurevars(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+        values = {**vars(criterion), **outside.globals, **outside.nonlocals}
+    except TypeError:  # it is not written in Python, or a functools.partial, whose tensors are moved
+        return []
+    return [name for name, value in values.items() if isinstance(value, Tensor)]
+
+
+def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
+    """Returns the device of each output. One without tensors gets that of its number in ``allowed``, or the CPU."""
+    devices: list[torch.device] = []
+    for number, output in enumerate(outputs):
+        tensor = output if type(output) is Tensor else containers.first_tensor(output)
+        fallback = allowed or [torch.device("cpu")]
+        devices.append(fallback[number % len(fallback)] if tensor is None else tensor.device)
+        if allowed is not None and devices[-1] not in allowed:
+            raise ValueError(f"an output is on {devices[-1]}, expected one of device_ids={[str(device) for device in allowed]}")
+    return devices
+
+
+def shards_of_targets(
+    outputs: PerReplica, targets: Arguments, rows: int | None, dim: int, allowed: Sequence[torch.device] | None
+) -> list[Shard]:
+    """Cuts marked targets of ``rows`` rows as the outputs' shards. ``dim`` is the dimension of the rows in unmarked targets."""
+    known_sizes = [size for size in outputs.sizes if size is not None]
+    if len(known_sizes) < len(outputs):
+        sizes = [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
+    else:
+        sizes = proportional_sizes(sum(known_sizes) if rows is None else rows, known_sizes)
+    parts = consecutive(sizes)
+    is_whole = rows is None or len(parts) == 1
+    pieces = [targets] * len(parts) if is_whole else cut(targets, parts, dim)
+    cells = zip(pieces, parts, sizes, devices_of(outputs, allowed), strict=True)
+    return [Shard(NOTHING, piece, part, size, device) for piece, part, size, device in cells]

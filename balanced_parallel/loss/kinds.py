@@ -1,0 +1,507 @@
+"""The kind of a loss: how the parts of shards become the loss of the batch. It is chosen once, from the settings of a criterion.
+
+    Sum          the parts add up
+    KnownMean    a loss of torch: called with reduction="sum", and divided once by its weight
+    WeighedMean  mean x weight of each shard, divided once by the sum of the weights
+    MeansInside  the criterion computes known means and adds them up; each is divided by its own count
+    OneCount     the same, once a batch has shown that all of them have one count
+    OfSums       a function of statistics that add up (Dice)
+    OfAllRows    a function of all outputs (contrastive)
+
+A kind is immutable, and does not know the batches. What these show of a loss (:meth:`Kind.learned`) is another kind, which the
+user of the criterion keeps.
+"""
+
+import abc
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.outputs import PerReplica
+from ..batch.rows import Shard, move_leaves, parameters_of
+from ..runtime.collectives import sum_over_ranks, world_size
+from ..runtime.torch_private import is_compiled, is_compiled_function
+from ..runtime.values import check_number
+from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from .copies import Criterion, CriterionCopies, ShardLoss, call_spread, devices_of
+from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
+from .means import LossOfMeans, single_mean
+from .rules import add_loss, counter_of_targets, find_torch_loss, has_sum, is_known, loss_weight, reduction_in, reduction_of
+from .sums import (
+    MINIMUM,
+    Bound,
+    LossSum,
+    Weight,
+    add_means,
+    bounds_of,
+    check_loss,
+    divide_once,
+    flat_weights,
+    is_structure,
+    map_weights,
+    merge,
+    weighted_sum,
+    widen,
+)
+
+Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence[Callable[..., Any]]
+SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
+_HOST = torch.device("cpu")
+
+add_loss(LinearCrossEntropy, linear_cross_entropy)
+
+
+class Kind(abc.ABC):
+    """The way in which the parts of a loss become that of the batch."""
+
+    passes: ClassVar[int] = 1  # over the micro-batches of an update; two if all rows must be seen before the first backward
+    couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
+    reduction: str = "sum"
+    is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
+    least: float = 0.0  # the smallest divisor
+    weight: Weight = 0.0  # of a batch on this process, if the parts leave it out
+
+    @abc.abstractmethod
+    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+        """Returns the loss of a batch, with the graph of its outputs. All ranks call this."""
+
+    @abc.abstractmethod
+    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the part of each replica, for a kind of one pass. :class:`TrainStep` divides their sum later."""
+
+    @abc.abstractmethod
+    def open(self, copies: CriterionCopies, home: torch.device, *, is_split: bool) -> CoupledLoss:
+        """Returns the loss of one update, for a kind of two passes."""
+
+    def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
+        """Returns the kind of a call with keyword arguments, which may select another reduction, and these arguments."""
+        return self, kwargs
+
+    def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
+        """Returns the total weight of a batch, if it depends on the targets alone; otherwise None."""
+        return None
+
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> "Kind":
+        """Returns the kind of one batch, from its targets in any number of parts.
+
+        With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
+        """
+        return self
+
+    def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> "Kind":
+        """Returns the kind for the next batch. ``loss`` is that of an update of two passes."""
+        return self
+
+
+class _OfRows(Kind):
+    """A loss of parts of the rows. Its reduction may be selected by a call."""
+
+    def __init__(self, settings: "LossSettings", reduction: str) -> None:
+        self.settings, self.reduction = settings, reduction
+
+    def called_with(self, kwargs: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
+        """Returns the kind of a call, and its keyword arguments."""
+        if {"size_average", "reduce"} & kwargs.keys() and find_torch_loss(self.settings.criterion) is not None:
+            others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
+            kwargs = {**others, "reduction": reduction_in(kwargs)}  # the others are deprecated
+        if "reduction" not in kwargs:
+            return self, kwargs
+        return self.settings.kind(kwargs["reduction"]), kwargs
+
+    def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
+        """Returns the kind for the next batch."""
+        if not copies.collectives.is_used or self.settings.weight is _one:
+            return self
+        return dataclasses.replace(self.settings, weight=_one, minimum=0.0).kind()
+
+
+class _OfOnePass(_OfRows):
+    """A loss whose parts are computed from a shard alone."""
+
+    def open(self, copies: CriterionCopies, home: torch.device, *, is_split: bool) -> CoupledLoss:
+        """Returns the loss of one update."""
+        raise TypeError(f"{type(self).__name__} takes one pass")
+
+    @abc.abstractmethod
+    def _part(self, shard: ShardLoss) -> Any:
+        """Returns the :class:`LossSum` of a shard, or a structure of them. It runs in the thread of the replica."""
+
+    def _parts(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        return copies.run(self._part, outputs, shards)
+
+    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+        """Returns the loss of a batch."""
+        copies.agree(shards)
+        parts = self._parts(copies, outputs, shards)
+        minimum = self.settings.minimum
+        return merge(parts, lambda sums: divide_once(sums, copies.output_device or sums[0].total.device, minimum))
+
+    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the part of each replica."""
+        return [add_means(part) for part in self._parts(copies, outputs, shards)]
+
+
+class Unreduced(_OfOnePass):
+    """A criterion with ``reduction="none"``: the losses of each replica as they are."""
+
+    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> PerReplica:
+        """Returns the loss of a batch."""
+        return PerReplica(copies.run(ShardLoss.call, outputs, shards), outputs.sizes, outputs.dim)
+
+    def _part(self, shard: ShardLoss) -> Any:
+        raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
+
+
+class Sum(_OfOnePass):
+    """A criterion that is a sum. It is not called without rows."""
+
+    def _part(self, shard: ShardLoss) -> Any:
+        if not shard.rows:
+            return LossSum(shard.nothing(), None)
+        return containers.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
+
+
+class _Mean(_OfOnePass):
+    """A mean over a weight."""
+
+    is_mean = True
+
+    def __init__(self, settings: "LossSettings", reduction: str) -> None:
+        super().__init__(settings, reduction)
+        self.least = max(flat_weights(settings.minimum))
+
+
+class KnownMean(_Mean):
+    """A mean that torch computes. Its sum and its weight are known, and the weight often before the sum."""
+
+    _is_counted = False  # the weight of a batch, from its targets
+
+    def __init__(self, settings: "LossSettings", reduction: str) -> None:
+        super().__init__(settings, reduction)
+        self._count = counter_of_targets(settings.criterion) if reduction == "mean" else None
+
+    def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
+        """Returns the number of targets that count, or None."""
+        return None if self._count is None else self._count(targets)
+
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+        """Returns the kind of one batch."""
+        if self._count is None or not targets:
+            return self
+        weights = [self._count(part) for part in targets]
+        counts = [weight for weight in weights if weight is not None]
+        if len(counts) < len(weights):
+            return self
+        counted = copy.copy(self)
+        counted._is_counted, counted.weight = True, sum(counts, 0.0)
+        return counted
+
+    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the part of each replica."""
+        return copies.run(self._part, outputs, shards)
+
+    def _part(self, shard: ShardLoss) -> LossSum:
+        weight = 0.0 if self._is_counted else weigh_by_rule(shard)
+        return LossSum(sum_of_terms(shard), weight)
+
+
+class WeighedMean(_Mean):
+    """A mean, or several, with weights that a function of a shard returns, in the same structure."""
+
+    def __init__(self, settings: "LossSettings", reduction: str) -> None:
+        super().__init__(settings, reduction)
+        self._weigh = settings.weigh
+
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+        """Returns the kind of one batch."""
+        weight = self.settings.weight
+        if not (is_whole and targets and is_structure(weight)):
+            return self
+        counts = [flat_weights(weights_of_targets(weight, part)) for part in targets]
+        totals = sum_over_ranks(torch.tensor(counts, dtype=torch.float64).sum(0))
+        bounds = bounds_of(self.settings.minimum, weight)
+        return DividedMeans(self, [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)])
+
+    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the part of each replica."""
+        is_merged = any(shard.is_joined and shard.target_rows < len(shard.rows or ()) for shard in shards)
+        if is_merged and self.settings.weight == "rows":
+            raise ValueError(
+                "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
+            )
+        return super().sums(copies, outputs, shards)
+
+    def _parts(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        return copies.run(self._part, outputs, shards, self._weights_in_place(copies, outputs, shards))
+
+    def _weights_in_place(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Sequence[Any] | None:
+        """Returns the weights of all shards, from targets that are not moved, or None if the replicas compute them."""
+        if all(device.type == "cpu" for device in devices_of(outputs, copies.devices)):
+            return None
+        unmoved = [
+            ShardLoss(copies.criterion, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
+            for output, shard in zip(outputs, shards, strict=True)
+        ]
+        try:
+            return self._read(unmoved)
+        except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
+            return None
+
+    def _part(self, shard: ShardLoss) -> Any:
+        weights = self._read([shard])[0] if shard.weights is None else shard.weights
+        minimum = self.settings.minimum
+        bounds = bounds_of(minimum, weights)
+        if not shard.rows or weights == 0 == minimum:
+            # The criterion would return nan or raise an error.
+            return map_weights(lambda weight: LossSum(shard.nothing(), weight, bound=next(bounds)), weights)
+        means = shard.call()
+        if shard.collectives.is_used:
+            weights, bounds = 1.0, bounds_of(0.0, 1.0)
+        return _weighted(means, weights, bounds, "the loss")
+
+    @torch.no_grad()
+    def _read(self, shards: Sequence[ShardLoss]) -> list[Any]:
+        """Returns the weights of several shards as numbers. The host waits once at most."""
+        weighed = [self._weigh(shard) for shard in shards]
+        numbers = iter(flat_weights(weighed))
+        weights: list[Any] = map_weights(lambda _: next(numbers), weighed)
+        return weights
+
+
+class DividedMeans(_OfOnePass):
+    """Several means of a batch, each divided by its divisor, that of the whole batch over all ranks."""
+
+    def __init__(self, means: WeighedMean, divisors: Sequence[float]) -> None:
+        super().__init__(means.settings, means.reduction)
+        self._means, self._divisors, self.least = means, divisors, means.least
+
+    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the part of each replica."""
+        factors = [1 / divisor if divisor else 0.0 for divisor in self._divisors]
+        weight = None if any(self._divisors) else 0.0
+        sums = []
+        for part in self._means._parts(copies, outputs, shards):
+            pairs = zip(containers.leaves(part), factors, strict=True)
+            quotients = [mean.total * factor for (_, mean), factor in pairs if mean is not None]
+            sums.append(LossSum(functools.reduce(torch.add, quotients), weight))
+        return sums
+
+    def _part(self, shard: ShardLoss) -> Any:
+        return self._means._part(shard)
+
+
+class OneCount(_OfOnePass):
+    """Means inside of a criterion that have one count. The terms of some batches are compared with those of halves."""
+
+    is_mean = True
+
+    def _part(self, shard: ShardLoss) -> LossSum:
+        return single_mean(shard)
+
+    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the part of each replica."""
+        parts = copies.run(self._part, outputs, shards)
+        LossOfMeans(copies, _HOST).check([part.terms for part in parts], outputs, shards)
+        return [add_means(part) for part in parts]
+
+
+class _OfTwoPasses(Kind):
+    """A loss whose parts are collected over the whole update, differentiated once, and handed back."""
+
+    passes = 2
+    loss: ClassVar[type[CoupledLoss]]
+
+    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+        """Returns the loss of a batch."""
+        copies.agree(shards)
+        return self.open(copies, _HOST, is_split=len(shards) > 1 or world_size() > 1).value(outputs, shards)
+
+    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the part of each replica."""
+        raise TypeError(f"{type(self).__name__} takes two passes")
+
+    def open(self, copies: CriterionCopies, home: torch.device, *, is_split: bool) -> CoupledLoss:
+        """Returns the loss of one update."""
+        return self.loss(copies, home, is_split=is_split)
+
+
+class MeansInside(_OfRows, _OfTwoPasses):
+    """Means that a criterion computes inside, with counts that a batch has not shown yet."""
+
+    loss = LossOfMeans
+
+    def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
+        """Returns the kind for the next batch."""
+        has_one_count = isinstance(loss, LossOfMeans) and loss.has_one_count
+        kind = OneCount(self.settings, self.reduction) if has_one_count else self
+        return _OfRows.learned(kind, copies)
+
+
+class OfSums(_OfTwoPasses):
+    """A function of statistics, an :class:`AdditiveLoss`. Only these are moved."""
+
+    couples_rows = True
+    loss = LossOfSums
+
+
+class OfAllRows(_OfTwoPasses):
+    """A function of all outputs, which are gathered."""
+
+    couples_rows = True
+    loss = WholeLoss
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The settings of a criterion whose parts of rows have losses of their own."""
+
+    criterion: Criterion
+    weight: Divisor | None
+    minimum: Any
+    reduction: str  # if the call does not select another
+
+    def kind(self, reduction: str | None = None) -> Kind:
+        """Returns the kind for a reduction."""
+        reduction = reduction or self.reduction
+        if reduction == "none":
+            return Unreduced(self, reduction)
+        if reduction == "sum":
+            return Sum(self, reduction)
+        if self.weight is not None:
+            return WeighedMean(self, reduction)
+        if reduction == "mean" and not is_known(self.criterion):
+            return MeansInside(dataclasses.replace(self, minimum=0.0), reduction)
+        return KnownMean(self, reduction) if has_sum(self.criterion) else WeighedMean(self, reduction)
+
+    def weigh(self, shard: ShardLoss) -> Any:
+        """Returns the divisor of the mean of a shard, or a structure of several."""
+        if self.weight is None:
+            return weigh_by_rule(shard)
+        return shard.rows if self.weight == "rows" else call_weight(self.weight, shard)
+
+
+def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, minimum: Any) -> Kind:
+    """Chooses the kind of a loss.
+
+    Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the reduction of a loss of torch.
+    """
+    _check_settings(criterion, weight, reduction, minimum, whole=whole)
+    if whole:
+        return OfAllRows()
+    if isinstance(criterion, AdditiveLoss):
+        return OfSums()
+    return LossSettings(criterion, weight, minimum, reduction or reduction_of(criterion)).kind()
+
+
+def weigh_by_rule(shard: ShardLoss) -> Tensor:
+    """Returns the divisor of the criterion's mean, as :func:`loss_weight` computes it."""
+    return loss_weight(shard.criterion, *containers.spread(shard.output), *shard.targets, **shard.kwargs)
+
+
+def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
+    """Calls each function of a mapping or sequence with the targets."""
+    return map_weights(lambda count: count(*targets), weight)
+
+
+def call_weight(weight: Any, shard: ShardLoss) -> Any:
+    """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
+    if not callable(weight):
+        return weights_of_targets(weight, shard.targets)
+    kwargs, parameters = shard.kwargs, parameters_of(weight) if shard.kwargs else None
+    if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
+    return call_spread(weight, shard.output, shard.targets, kwargs)
+
+
+def _one(*arguments: object, **kwargs: object) -> float:
+    """Weighs each rank alike."""
+    return 1.0
+
+
+def sum_of_terms(shard: ShardLoss) -> Tensor:
+    """Returns the sum of the terms of a loss of torch. There is no division, so no nan without counted targets."""
+    if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
+        return widen(shard.nothing())
+    if "reduction" in shard.kwargs:  # it would override the sum
+        shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
+    for leaf in containers.spread(shard.output):
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.float16:  # whose sum overflows
+            return widen(shard.call(_reducing(shard.criterion, "none"))).sum()
+    return check_loss(shard.call(_reducing(shard.criterion, "sum")))
+
+
+def _reducing(criterion: Criterion, reduction: str) -> Criterion:
+    """Returns the criterion with another reduction."""
+    if not isinstance(criterion, nn.Module):
+        return functools.partial(criterion, reduction=reduction)
+    changed = type(criterion).__new__(type(criterion))
+    object.__setattr__(changed, "__dict__", criterion.__dict__ | {"reduction": reduction})  # copy.copy takes ten times as long
+    return changed
+
+
+def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> Any:
+    if isinstance(weights, float):
+        bound = next(bounds)
+        factor = float(bound.of(torch.tensor(weights, dtype=torch.float64))) if bound.minimum else weights
+
+        def weigh(mean: Any) -> Any:
+            return None if mean is None else LossSum(weighted_sum(mean, factor), weights, bound=bound)
+
+        return containers.map_leaves(weigh, means)
+    container = containers.open_container(means)
+    entries = weights if isinstance(weights, dict) else dict(enumerate(weights))
+    names = [*map(str, entries)]
+    has_names = container is not None and (isinstance(weights, list) or containers.entry_names(container) == names)
+    if container is None or not has_names or len(container.children) != len(names):
+        raise ValueError(
+            f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(names)}: expected one "
+            "weight for each mean, in the same order"
+        )
+    pairs = zip(container.children, entries.values(), container.places, strict=True)
+    return container.rebuild([_weighted(mean, weight, bounds, place + where) for mean, weight, where in pairs])
+
+
+def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: Any, *, whole: bool) -> None:
+    if isinstance(criterion, type) or not callable(criterion):
+        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
+        raise TypeError(f"the criterion is {containers.describe(criterion)}, expected a module or a function{more}")
+    is_described = weight is not None or reduction in ("sum", "none") or whole
+    if not is_described and (is_compiled if isinstance(criterion, nn.Module) else is_compiled_function)(criterion):
+        raise TypeError(
+            f"the criterion is compiled ({containers.describe(criterion)}), and the terms and the divisor of a compiled loss "
+            "are unknown: pass it without torch.compile (the model may be compiled), or give weight=, a function (output, "
+            "*targets) -> scalar that returns the divisor of its mean, or reduction='sum'"
+        )
+    functions: Any = weight.values() if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
+    if weight is not None and weight != "rows" and not (functions and all(map(callable, functions))):
+        raise ValueError(
+            f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
+            "a list with a function (*targets) -> scalar for each"
+        )
+    map_weights(lambda number: check_number("minimum", number, MINIMUM, at_least=0), minimum)
+    if is_structure(minimum) and weight in (None, "rows"):
+        raise ValueError(f"minimum={minimum!r} was given with weight={weight!r}, expected a weight= that has a divisor for each")
+    if reduction not in (None, "sum", "mean", "none"):
+        raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
+    if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:
+        raise ValueError(
+            f"reduction={reduction!r} was given for a loss of torch with reduction={reduction_of(criterion)!r}: set it in the "
+            "constructor of the loss"
+        )
+    if not isinstance(whole, bool):
+        raise ValueError(f"whole={whole!r}, expected True or False")
+    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
+    for setting, value in {"weight": weight, "reduction": reduction, "minimum": minimum or None}.items():
+        if name is not None and value is not None:
+            raise ValueError(
+                f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
+                "is computed once for all rows, so there is nothing to divide"
+            )
