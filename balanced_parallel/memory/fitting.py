@@ -24,8 +24,8 @@ from ..runtime.values import format_bytes, parse_each
 from ..savings.offloading import OFFLOAD_OPTIMIZER, is_offloaded
 from ..savings.saving import SHARDED, Saving, savings_of
 from ..strategies.fsdp import ShardedModel
+from ..training.optimizers import each_optimizer
 from ..training.step import TrainStep
-from ..training.update import each_optimizer
 from .candidates import SCALARS
 from .devices import DeviceKind, find_kind
 from .estimation import lines_of, make_report, make_request

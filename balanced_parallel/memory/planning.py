@@ -33,6 +33,7 @@ from ..savings.saving import around_update, change_module, change_optimizers, fi
 from ..strategies.launch import TorchrunEnvironment
 from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
+from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
 from .estimation import lines_of, make_report, make_request, parts_at_peak
 from .report import MemoryReport, write_page
@@ -440,7 +441,7 @@ class SurroundedStep(TrainStep):
     savings: tuple[str, ...] = ()
 
     @contextlib.contextmanager
-    def _updating(self, *, is_last: bool) -> Iterator[contextlib.ExitStack]:
+    def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, contextlib.ExitStack]]:
         """Surrounds a part of an update."""
-        with around_update(self.savings), super()._updating(is_last=is_last) as hooks:
-            yield hooks
+        with around_update(self.savings), super()._updating(is_last=is_last) as part:
+            yield part

@@ -56,8 +56,8 @@ from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import check_type
-from ..training.accumulation import GradientSync, UpdateSync, gradient_sync, run_backward
 from ..training.settings import Settings
+from ..training.sync import GradientSync, UpdateSync, gradient_sync, run_backward
 from .ranks import (
     RankModel,
     RankSync,

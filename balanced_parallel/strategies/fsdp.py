@@ -53,8 +53,8 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
-from ..training.accumulation import GradientSync, UpdateSync, gradient_sync, run_backward
 from ..training.settings import Settings
+from ..training.sync import GradientSync, UpdateSync, gradient_sync, run_backward
 from .ranks import (
     RankModel,
     RankSync,

@@ -25,7 +25,7 @@ from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import is_compiled, is_differentiable
 from ..runtime.values import Precision
-from ..training.accumulation import GradientSync, UpdateSync, power_of_two
+from ..training.sync import GradientSync, UpdateSync, power_of_two
 
 
 class RowSettings(TypedDict, total=False):

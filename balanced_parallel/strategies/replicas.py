@@ -11,7 +11,7 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
-from ..training.accumulation import GradientSync, UpdateSync, gradient_sync, power_of_two, run_backward
+from ..training.sync import GradientSync, UpdateSync, gradient_sync, power_of_two, run_backward
 
 
 class ReplicaSync(GradientSync, UpdateSync):

@@ -8,19 +8,23 @@ of each kind runs in two small forwards, of two and three rows: the dimension th
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch import containers
+from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, Shard
+from ..loss.kinds import Kind
+from ..loss.sums import LossSum
 from ..runtime.collectives import gather_objects, rank, world_size
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
-from .accumulation import UpdateSync
-from .recovery import Snapshot
+from .settings import Settings
+from .snapshot import Snapshot
+from .update import BatchRun, Forwards, Reduced, Work
 
 
 class RandomByRow:
@@ -35,17 +39,52 @@ class RandomByRow:
         self._device, self._before = model.devices[0], before
         self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
         self._draws: dict[Hashable, list[Draw]] = {}  # by the kind of a batch
-        self._update: UpdateRandom | None = None
-        self._state_before: Tensor | None = None  # of the CPU's generator, before the seed of an update was drawn
 
-    def begin(self, batch: Batch, run: Callable[[list[Shard]], Any], sync: UpdateSync) -> Callable[[Shard], Shard]:
-        """Numbers the rows of a batch. Returns a function that gives its shards a context. ``run`` runs shards of one forward."""
+    def kind_of(self, batch: Batch) -> Hashable:
+        """Returns a key that is equal for batches in which the same operators draw."""
         leaves = containers.leaves((batch.inputs, batch.targets))
         types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
-        kind, rows = (tuple([module.training for module in self._modules]), *types), batch.rows or 0
-        is_known = not rows or kind in self._draws
+        return tuple([module.training for module in self._modules]), *types
+
+    def draws_of(self, kind: Hashable) -> list[Draw] | None:
+        """Returns the draws of a kind of batch, or None if it has not run yet."""
+        return self._draws.get(kind)
+
+    def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]) -> None:
+        """Runs two and three rows, and puts back what they change. A rank without rows runs none, twice."""
+        self._before.take()
+        try:
+            with torch.no_grad():
+                for count in (2, 3) if batch.rows else (0, 0):
+                    distinct = 1 if batch.pads else batch.rows or 0  # of rows with one length
+                    run(batch.shard([row % distinct for row in range(count)], self._device))
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
+                "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
+            )
+            raise
+        finally:
+            self._before.restore()
+        if batch.rows:
+            self._draws[kind] = find_draws(*update.forwards[-2:])
+
+
+class RowNumbers:
+    """The rows of one update, which have numbers over all ranks and batches. ``open_work`` returns the work that runs them."""
+
+    def __init__(self, random: RandomByRow, forwards: Forwards, kind: Kind, open_work: Callable[[], Work]) -> None:
+        self._random, self._forwards, self._kind, self._open_work = random, forwards, kind, open_work
+        self._work: Work | None = None
+        self._update: UpdateRandom | None = None
+        self._state_before = torch.get_rng_state()  # of the CPU's generator, before the seed of the update was drawn
+
+    def add(self, run: BatchRun) -> None:
+        """Numbers the rows of a batch, and runs it."""
+        batch, rows = run.batch, run.batch.rows or 0
+        kind = self._random.kind_of(batch)
+        is_known = not rows or self._random.draws_of(kind) is not None
         if self._update is None:
-            self._state_before = torch.get_rng_state()
             everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
             self._update = UpdateRandom(everyone[0][0], sum(count for _, count, _ in everyone[: rank()]))
             is_known = all(is_known for _, _, is_known in everyone)
@@ -62,37 +101,38 @@ class RandomByRow:
             return shard._replace(context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing)
 
         if not is_known:
-            self._run_two_and_three(batch, lambda shard: run([surround(shard, None)]))
-            sync.forget_forwards()
-            if rows:
-                self._draws[kind] = find_draws(*update.forwards[-2:])
-        return functools.partial(surround, draws=self._draws.get(kind, []))
+            self._random.find_draws(kind, batch, update, lambda shard: self._forwards.run([surround(shard, None)], self._losses))
+        draws = self._random.draws_of(kind) or []
+        self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
-    def _run_two_and_three(self, batch: Batch, run: Callable[[Shard], Any]) -> None:
-        """Runs two and three rows, and puts back what they change. A rank without rows runs none, twice."""
-        self._before.take()
-        try:
-            with torch.no_grad():
-                for count in (2, 3) if batch.rows else (0, 0):
-                    distinct = 1 if batch.pads else batch.rows or 0  # of rows with one length
-                    run(batch.shard([row % distinct for row in range(count)], self._device))
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
-                "first device, also with micro_batch_size='auto': pass smaller rows, or leave reproducible=True out"
-            )
-            raise
-        finally:
-            self._before.restore()
+    def run_kept(self) -> None:
+        """Runs the batches that were kept."""
+        self._opened().run_kept()
 
-    def end(self, *, has_failed: bool = False) -> None:
-        """Ends the update. After one that has failed, the CPU's generator is where it was before, for a repetition."""
+    def finish(self, settings: Callable[[], Settings]) -> Reduced:
+        """Reduces all gradients."""
+        reduced = self._opened().finish(settings)
+        self._end()
+        return reduced
+
+    def discard(self, error: BaseException) -> None:
+        """Drops all gradients. The CPU's generator is where it was before the update, for a repetition."""
+        if self._work is not None:
+            self._work.discard(error)
+        if self._update is not None:
+            self._end()
+            torch.set_rng_state(self._state_before)
+
+    def _losses(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Computes losses in the small forwards, for the random numbers that the criterion draws."""
+        return self._kind.sums(self._forwards.copies, outputs, shards) if self._kind.passes == 1 else []
+
+    def _opened(self) -> Work:
+        if self._work is None:
+            self._work = self._open_work()
+        return self._work
+
+    def _end(self) -> None:
         if self._update is not None:
             self._update.end()
             self._update = None
-        if has_failed and self._state_before is not None:
-            torch.set_rng_state(self._state_before)
-        self._state_before = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_update": None, "_state_before": None}

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,16 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.collectives import compare_ranks, max_over_ranks, world_size
-from ..runtime.torch_private import buffers_of
+from ..runtime.torch_private import buffers_of, versions
 from .state import grouped_names
+
+
+class LastUpdate(NamedTuple):
+    """The end of the last update on this rank."""
+
+    failure: str = ""  # of the optimizers: parameters are those of an earlier update, or in between
+    states: Sequence[object] = ()  # of the optimizers
+    versions: Sequence[int] = ()  # of the trained parameters
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,13 @@ class Settings:
     is_auto: bool  # micro_batch_size="auto"
     unit: str  # of the limit of micro-batches
     reproducible: bool
-    failure: str  # of the update before, on this rank: its optimizers are those of an earlier update, or in between
-    has_loaded: bool  # the state of an optimizer, since the update before
-    has_written: bool  # to parameters, since the update before
+    before: LastUpdate
+
+    @property
+    def has_loaded(self) -> bool:
+        """True if an optimizer has another state than after the last update."""
+        pairs = zip(self.optimizers, self.before.states, strict=False)
+        return any(optimizer.state is not state for optimizer, state in pairs)
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
         """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks call this."""
@@ -48,7 +60,8 @@ class Settings:
 
     def digest(self) -> list[float]:
         """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
-        flags = [bool(self.failure), self.has_loaded, self.has_written, self.model.module.training]
+        has_written = versions([*self.trained.values()]) != [*self.before.versions]
+        flags = [bool(self.before.failure), self.has_loaded, has_written, self.model.module.training]
         numbers: list[float] = [self.max_grad_norm or 0.0, *flags]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -80,7 +93,7 @@ class Settings:
             "optimizer": ", ".join(map(_name_of_optimizer, self.optimizers)),
             "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.schedulers) or "none",
             "the sampler's batches": begun_batches(),
-            "the last step of the optimizer": self.failure or "was made",
+            "the last step of the optimizer": self.before.failure or "was made",
         }
         for number, optimizer in enumerate(self.optimizers):
             of = f" of optimizer {number}" * bool(number)

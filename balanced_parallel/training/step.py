@@ -10,55 +10,42 @@ Out of memory with ``"auto"`` puts everything back and goes through the same bat
 on each other goes through the plan twice.
 """
 
-import functools
-import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from ..batch.by_cost import check_limit
-from ..batch.containers import describe, spread
-from ..batch.outputs import PerReplica, detach_outputs, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments, copy_views
-from ..loss.coupled import CoupledLoss
+from ..batch.containers import spread
+from ..batch.outputs import PerReplica, join_outputs
+from ..batch.rows import Arguments, Batch, Cut, as_arguments
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight
+from ..loss.kinds import SEVERAL
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
-from ..runtime.torch_private import hooks_of, is_compiled, versions, without_hooks
-from ..runtime.values import Precision, naming_arguments
-from .accumulation import Accumulation, UpdateSync, gradient_sync
-from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
-from .reproducible import RandomByRow
-from .settings import Settings
-from .state import TrainedState
-from .update import (
+from ..runtime.torch_private import backward_hooks_of, hooks_of, is_compiled, versions, without_hooks
+from ..runtime.values import Precision, check_type, naming_arguments
+from .optimizers import (
     Optimizers,
+    ParameterUpdate,
     Schedulers,
-    Update,
-    check_arguments,
-    check_micro_batch_size,
     check_optimizers,
     each_optimizer,
     each_scheduler,
     step_schedulers,
-    trained_tensors,
-    warn_of_hooks,
 )
-
-
-class BatchRun(NamedTuple):
-    """A batch that the caller passes, and how it runs."""
-
-    batch: Batch
-    is_whole: bool  # an effective batch: its last backward reduces all gradients
-    outputs: list[PerReplica] | None = None  # receives the detached outputs of its micro-batches
-    surround: Callable[[Shard], Shard] | None = None  # gives shards a context
+from .passes import TwoPasses
+from .recovery import Recovery, retrying_allocations
+from .reproducible import RandomByRow, RowNumbers
+from .settings import LastUpdate, Settings
+from .snapshot import Snapshot
+from .state import TrainedState
+from .sync import UpdateSync, gradient_sync
+from .update import Accumulation, Attempt, BatchRun, Forwards, Limit, Update, Work
 
 
 class TrainStep:
@@ -115,33 +102,36 @@ class TrainStep:
         cut: Cut | None = None,
         reproducible: bool = False,
     ) -> None:
+        _check_arguments(criterion, micro_batch_size, max_grad_norm, cut)
         self._strategy = gradient_sync(model, criterion)
-        check_arguments(criterion, micro_batch_size, max_grad_norm, cut)
         self.model = cast(Any, model)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.max_grad_norm, self.precision, self.cut = max_grad_norm, Precision(precision), cut
         self.grad_norm: Tensor | None = None
-        self._trained = trained_tensors(model, criterion)
-        self._unit = "rows" if cut is None or isinstance(micro_batch_size, int) else "cost"
+        self._trained = _trained_tensors(model, criterion)
         self._is_auto = micro_batch_size == "auto"
-        self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
-        self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
-        self._recovery = Recovery(model, criterion) if self._is_auto else None
-        self._is_compiled = any(map(is_compiled, model.modules()))
-        self._by_row = RandomByRow(model, self._before) if reproducible else None
-        self._opened: UpdateSync | None = None  # by the strategy, for the update in progress
-        self._sums: Accumulation | None = None  # of the micro-batches since the last update
-        self._runs: list[BatchRun] = []  # since the last update, where they may run again
-        self._weight_before = 0.0  # of the last update, over everything
-        self._has_compared = False  # the settings of the ranks
+        rows = micro_batch_size if isinstance(micro_batch_size, int) else None
+        self._limit = Limit("rows", rows) if cut is None or rows is not None else Limit("cost", cut.limit)
         self._has_ranks = collectives.world_size() > 1
-        self._kind, self._copies = criterion.kind, criterion.copies.without_notes()  # with what batches have shown
-        self._loss: CoupledLoss | None = None  # of the update, if it takes two passes
-        self._states: list[Any] = []  # of the optimizers, and versions of the parameters, after the last update of the ranks
-        self._versions: list[int] = []
-        self._failure = ""  # of the last update of the optimizers, which the other ranks learn of
-        self._update = Update(each_optimizer(optimizer), self._trained)  # that began last
-        check_optimizers(self._update, each_scheduler(scheduler))
+        if self._is_auto and self._has_ranks and meets_other_ranks(model.modules()):
+            raise ValueError(
+                "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
+                "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
+            )
+        is_any_compiled = any(map(is_compiled, model.modules()))
+        self._forwards = Forwards(
+            self.model, criterion.copies.without_notes(), self.precision, keeps_order=cut is not None, is_compiled=is_any_compiled
+        )
+        self._kind = criterion.kind  # with what batches have shown
+        devices = [*self.model.devices, *(criterion.devices or ())]
+        self._before_update = Snapshot([model, criterion], devices)  # of an update that may run again
+        self._before_pass = Snapshot([model, criterion], devices)  # of forwards without a graph
+        self._by_row = RandomByRow(model, self._before_pass) if reproducible else None
+        self._has_compared = False  # the settings of the ranks
+        self._weight_before = 0.0  # of the last update, over everything
+        self._last = LastUpdate()
+        self._update: Update | None = None  # in progress
+        check_optimizers(self._parameter_update(), each_scheduler(scheduler))
 
     @overload
     def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...
@@ -157,9 +147,9 @@ class TrainStep:
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
         outputs: list[PerReplica] = []
-        with self._updating(is_last=True) as hooks:
-            self._add(BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None))
-            loss = self._apply(hooks)
+        with self._updating(is_last=True) as (update, hooks):
+            self._add(update, BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None))
+            loss = self._apply(update, hooks)
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
     def add(self, inputs: Any, targets: Any = ()) -> None:
@@ -167,21 +157,20 @@ class TrainStep:
 
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
-        with self._updating(is_last=False):
-            self._add(BatchRun(self._open(inputs, targets), False))
-            if self._sums is not None:
-                self._sums.gradients = self._update.note_gradients()
+        with self._updating(is_last=False) as (update, _):
+            self._add(update, BatchRun(self._open(inputs, targets), False))
+            update.optimizers.note_gradients()
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
-        with self._updating(is_last=True) as hooks:
-            return self._apply(hooks)
+        with self._updating(is_last=True) as (update, hooks):
+            return self._apply(update, hooks)
 
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
             return Batch(*self._mark(inputs, spread(targets)))
         forward, is_strict = self.model.module.forward, not self._is_auto
-        batch = self.cut.open(inputs, spread(targets), self._mark, forward, unit=self._unit, is_strict=is_strict)
+        batch = self.cut.open(inputs, spread(targets), self._mark, forward, unit=self._limit.unit, is_strict=is_strict)
         if not batch.has_example and collectives.world_size() > 1 and meets_other_ranks(self.model.modules()):
             raise RuntimeError("this rank had no sample in its first batch, expected one: others wait for its batch norm")
         return batch
@@ -191,267 +180,133 @@ class TrainStep:
         marked, dim = self.criterion.mark(targets, {}, self.model.out_dims)
         return self.model.mark(as_arguments(inputs)), marked, (self.model.dim, dim)
 
-    def _plan(self, run: BatchRun) -> list[list[Shard]]:
-        """Returns the shards of each micro-batch."""
-        count = self._begin().sync.count_micro_batches
-        plan = list(run.batch.plan(self.model.devices, self.model.split, self._limit, count))
-        return plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
-
-    def _add(self, run: BatchRun) -> None:
-        """Runs rows, or keeps them for the update if their loss depends on all rows."""
-        communication, is_coupled = self._copies.collectives, self._kind.passes > 1
-        if communication.is_used and not run.is_whole:
-            communication.refuse()
-        if communication.asks and run.is_whole:
-            communication.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
-        if self._by_row is not None:
-            compute = _no_losses if is_coupled else functools.partial(self._kind.sums, self._copies)
-            forward = functools.partial(self._forward, compute=compute, collected=None)
-            run = run._replace(surround=self._by_row.begin(run.batch, forward, self._begin().sync))
-        if self._recovery is not None:
-            self._recovery.begin(run.batch)
-        if self._recovery is not None or is_coupled:
-            self._runs.append(run)
-        if not is_coupled:
-            self._try(self._run, run)
-
-    def _try(self, work: Callable[..., Any], *arguments: Any, is_local: bool = True) -> Any:
-        """Calls ``work``, unless the update has failed. Keeps an out of memory for :meth:`_reduce`, which runs all rows again.
-
-        ``is_local`` is False for a failure that all ranks raise.
-        """
-        if self._recovery is None:
-            return work(*arguments)
-        if self._recovery.has_failed and is_local:
-            return None
-        try:
-            return work(*arguments)
-        except torch.OutOfMemoryError as error:
-            self._recovery.keep(error, is_local=is_local)
-            self._drop(error)
-            return None
-
-    def _run(self, run: BatchRun, compute: Callable[..., list[LossSum]] | None = None) -> None:
-        """Runs forward and backward of each micro-batch. ``compute`` returns the losses of a second pass."""
-        sums, plan = self._begin(), self._plan(run)
-        kind = self._kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
-        compute = compute or functools.partial(kind.sums, self._copies)
-        if run.batch.pads:
-            run.batch.check_weight(lambda *targets: self._kind.weight_of(targets))
-        sums.begin_batch(kind)
-        before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
-        with sums.sync.accumulating():
-            for number, shards in enumerate(before, start=1):
-                sums.backward(self._forward(shards, compute, run.outputs), len(plan) - number, last=False)
-        for shards in last:
-            sums.backward(self._forward(shards, compute, run.outputs), 0, last=True)
-
-    def _forward(self, shards: list[Shard], compute: Callable[..., Any], collected: list[PerReplica] | None) -> list[LossSum]:
-        """Runs the model and the criterion. Returns a loss for each shard."""
-        if self._is_compiled:  # it has graphs of its own for views, and for each kind of offset
-            shards = [shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards]
-        try:
-            with self.precision.autocast(self.model.devices):
-                outputs = self.model(MicroBatch(shards))
-                if collected is not None:
-                    order = [row for shard in shards for row in shard.rows or ()] if self.cut else None
-                    collected.append(detach_outputs(outputs, order))
-                losses: list[LossSum] = compute(outputs, shards)
-                return losses
-        except (TypeError, AttributeError, RuntimeError) as error:
-            _explain(error, shards[0])
-            raise
-
-    def _begin(self) -> Accumulation:
-        """Returns the sums since the last update. The first call after an update clears all gradients."""
-        if self._sums is None:
-            if self._opened is None:
-                self._opened = self._strategy.open()
-            self._update = Update(each_optimizer(self.optimizer), self._trained)
-            self._update.forget_gradients()
-            self._sums = Accumulation(
-                self._opened,
-                self._trained,
-                self.model.devices[0],
-                self.precision,
-                self._weight_before,
-                is_mean=self._kind.is_mean,
-            )
-        return self._sums
-
-    def _apply(self, hooks: ExitStack) -> Tensor:
-        cause = "no target of this batch was counted" if self._sums or self._runs else "no rows were added before apply()"
-        loss, weight, factor = self._reduce()
-        hooks.close()
-        if self._by_row is not None:
-            self._by_row.end()
-        update, sync = self._update, self._begin().sync
-        self._opened, self._sums, self._runs, self._weight_before = None, None, [], weight
-        self._kind, self._loss = self._kind.learned(self._copies, self._loss), None
-        if weight == 0:
-            update.forget_gradients()
-            warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
-            return loss
-        try:
-            with retrying_allocations(self.model.devices if self._is_auto else ()):
-                update.run(sync, factor, self.precision.scaler, self.max_grad_norm)
-        except BaseException as error:
-            self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
-            error.add_note(
-                "This was the optimizer's step, which may have changed some parameters and not others: go on from a checkpoint. "
-                "If memory ran out, BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
-            )
-            raise
-        self._failure, self.grad_norm = "", update.grad_norm
-        if self._has_ranks:
-            self._states = [optimizer.state for optimizer in update.optimizers]
-            self._versions = versions([*self._trained.values()])
-        if self.scheduler is not None and update.has_stepped:
-            step_schedulers(each_scheduler(self.scheduler))
-        return loss
-
-    def _reduce(self) -> tuple[Tensor, float, Weight]:
-        """Reduces all gradients. Returns the loss over everything, its weight, and the factor of the gradients.
-
-        If memory was too small on any rank, all rows run again in smaller micro-batches.
-        """
-        recovery = self._recovery
-        if recovery is not None:
-            recovery.begin()  # a rank without rows has not called add
-        while True:
-            if self._kind.passes > 1:
-                self._try(self._run_coupled)
-            if recovery is None:
-                return self._finish()
-            if recovery.has_failed and self._opened is not None:
-                self._opened = self._opened.abandon()
-            if not recovery.has_failed or self._opened is not None:
-                with retrying_allocations(self.model.devices):  # after the agreement of the ranks, none of them must fail
-                    result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
-            if not recovery.has_failed:
-                recovery.end(self._unit, self._limit)
-                return result
-            shares = self.model.split or len(self.model.devices)
-            self._opened = self._strategy.open()
-            largest = [run.batch.largest(shares, self._limit) for run in self._runs]
-            self._limit = recovery.restart(largest, self._opened)
-            for run in self._runs:
-                if run.outputs is not None:
-                    run.outputs.clear()
-                if self._kind.passes == 1:
-                    self._try(self._run, run)
-
-    def _finish(self) -> tuple[Tensor, float, Weight]:
-        return self._begin().finish(self._kind.learned(self._copies).least, self._settings)
-
-    def _run_coupled(self) -> None:
-        """Runs all rows for a loss that depends on all of them: in two passes, or in one if there is one micro-batch."""
-        sync, batches = self._begin().sync, [run.batch for run in self._runs]
-        is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
-        is_split = self._may_split or not is_single
-        self._loss = loss = self._kind.open(self._copies, self.model.devices[0], is_split=is_split)
-        passes = TwoPasses(loss, sync, self.precision, self.model.devices, is_auto=self._is_auto)
-        with passes.telling_ranks():
-            if passes.takes_one(is_single):
-                self._run(self._runs[0], passes.at_once)
-                return
-            with passes.undone(batches, self._before):
-                for shards in itertools.chain.from_iterable(map(self._plan, self._runs)):
-                    self._forward(shards, loss.collect, None)
-            passes.differentiate()
-        for run in self._runs:
-            self._run(run, loss.hand_back)
-
     @contextmanager
-    def _updating(self, *, is_last: bool) -> Iterator[ExitStack]:
-        """Surrounds a part of an update, whose last one makes it. Hooks of parameters are off until the result is closed.
+    def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, ExitStack]]:
+        """Surrounds a part of an update, whose last one makes it. Hooks of parameters are off until the second result is closed.
 
         If it fails, all rows since the last update are dropped: nobody knows which rows the gradients are of.
         """
         if not self._has_compared:
             self._check_first(is_whole=is_last)
-        had_rows = self._sums is not None or bool(self._runs)
         numbers = self._strategy.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
         with hooks, window(self.model, self.criterion), collectives.naming_ranks(), numbers:
-            try:
-                if self._sums is not None:
-                    self._update.check_gradients(self._sums.gradients)
-                yield hooks
-            except BaseException as error:
-                if had_rows and (self._sums is not None or self._runs):
-                    error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
-                self._drop(error)
-                self._opened = None
-                self._update.forget_gradients()  # nobody takes them for those of another loss
-                self._runs = []
-                if self._by_row is not None:
-                    self._by_row.end(has_failed=True)
-                if self._recovery is not None:
-                    self._recovery.forget()
-                raise
+            update, self._update = self._update or self._begin(), None
+            with update.dropped_by_errors():
+                yield update, hooks
+        if not is_last:
+            self._update = update
+
+    def _begin(self) -> Update:
+        """Returns a new update. The work on its batches is chosen from the settings."""
+        optimizers = self._parameter_update()
+
+        def attempt(sync: UpdateSync) -> Attempt:
+            optimizers.forget_gradients()
+            accumulation = Accumulation(self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before)
+            if self._kind.passes == 1:
+                return accumulation
+            return TwoPasses(accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split)
+
+        def open_work() -> Work:
+            if not self._is_auto:
+                return attempt(self._strategy.open())
+            return Recovery(attempt, self._strategy, self._forwards, self._before_update, self._limit)
+
+        if self._by_row is None:
+            return Update(open_work(), optimizers)
+        return Update(RowNumbers(self._by_row, self._forwards, self._kind, open_work), optimizers)
+
+    def _add(self, update: Update, run: BatchRun) -> None:
+        """Adds a batch. If the criterion communicates with other ranks, each of them has to call it once."""
+        calls = self._forwards.copies.collectives
+        if calls.is_used and not run.is_whole:
+            calls.refuse()
+        if calls.asks and run.is_whole:
+            calls.agree(len(self._forwards.plan(run, self._limit.value, int)))
+        update.add(run)
+
+    def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
+        reduced = update.finish(self._settings)
+        hooks.close()
+        self._kind, self._weight_before = reduced.kind, reduced.weight
+        optimizers = update.optimizers
+        if reduced.weight == 0:
+            optimizers.forget_gradients()
+            cause = "no target of this batch was counted" if update.has_rows else "no rows were added before apply()"
+            warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
+            return reduced.loss
+        try:
+            with retrying_allocations(self.model.devices if self._is_auto else ()):
+                optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, self.max_grad_norm)
+        except BaseException as error:
+            # The other ranks learn of it in the next reduction.
+            self._last = self._last._replace(failure=f"failed with {type(error).__name__}: {error}")
+            error.add_note(
+                "This was the optimizer's step, which may have changed some parameters and not others: go on from a checkpoint. "
+                "If memory ran out, BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
+            )
+            raise
+        self.grad_norm = optimizers.grad_norm
+        if self._has_ranks:
+            states = [optimizer.state for optimizer in optimizers.optimizers]
+            self._last = LastUpdate("", states, versions([*self._trained.values()]))
+        if self.scheduler is not None and optimizers.has_stepped:
+            step_schedulers(each_scheduler(self.scheduler))
+        return reduced.loss
+
+    def _parameter_update(self) -> ParameterUpdate:
+        return ParameterUpdate(each_optimizer(self.optimizer), self._trained)
 
     def _check_first(self, *, is_whole: bool) -> None:
         """Compares the ranks, and warns of hooks, before the first update."""
         if self._has_ranks:
             self._settings().compare()
         if self._may_split or not is_whole:
-            warn_of_hooks(self.model)
+            _warn_of_hooks(self.model)
         self._has_compared = True
-
-    def _drop(self, error: BaseException) -> None:
-        self._sums = None
-        if self._opened is not None:
-            self._opened.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
     @property
     def _may_split(self) -> bool:
         """A single batch may run in several forwards."""
-        return self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
+        return self._is_auto or self._limit.value is not None or len(self.model.devices) * collectives.world_size() > 1
 
     def _settings(self) -> Settings:
-        optimizers = each_optimizer(self.optimizer)
         return Settings(
             model=self.model,
             criterion=self.criterion,
             trained=self._trained,
-            optimizers=optimizers,
+            optimizers=each_optimizer(self.optimizer),
             schedulers=each_scheduler(self.scheduler),
             precision=self.precision.name,
             max_grad_norm=self.max_grad_norm,
             is_auto=self._is_auto,
-            unit=self._unit,
+            unit=self._limit.unit,
             reproducible=self._by_row is not None,
-            failure=self._failure,
-            has_loaded=any(optimizer.state is not before for optimizer, before in zip(optimizers, self._states, strict=False)),
-            has_written=versions([*self._trained.values()]) != self._versions,
+            before=self._last,
         )
 
     @property
     def micro_batch_size(self) -> int | None:
         """Rows per device at most in one forward. With ``"auto"``, the number settled on so far."""
-        return int(self._limit) if self._unit == "rows" and self._limit is not None else None
+        limit = self._limit
+        return int(limit.value) if limit.unit == "rows" and limit.value is not None else None
 
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int | None) -> None:
-        check_micro_batch_size(rows, "or None for the whole batch")
-        self._set_limit("rows", rows)
+        _check_micro_batch_size(rows, "or None for the whole batch")
+        self._limit.set("rows", rows)
 
     @property
     def micro_batch_cost(self) -> float | None:
         """Cost per device at most in one forward, for :class:`ByCost`. With ``"auto"``, the cost settled on so far."""
-        return self._limit if self._unit == "cost" else None
+        return self._limit.value if self._limit.unit == "cost" else None
 
     @micro_batch_cost.setter
     def micro_batch_cost(self, cost: float | None) -> None:
         check_limit("micro_batch_cost", cost)
-        self._set_limit("cost", cost)
-
-    def _set_limit(self, unit: str, limit: float | None) -> None:
-        if unit != self._unit:
-            raise ValueError(f"micro-batches are limited by {self._unit}, expected a limit of that, not of {unit}")
-        self._limit = limit
+        self._limit.set("cost", cost)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state between two updates, for :class:`Checkpoints`. Under torchrun every rank must call this.
@@ -461,9 +316,9 @@ class TrainStep:
         Raises:
             RuntimeError: rows were added and not applied.
         """
-        if self._sums is not None or self._runs:
+        if self._update is not None:
             raise RuntimeError("rows were added that are not in an update yet, expected apply() before state_dict()")
-        return {**self._state().save(), "weight_before": self._weight_before, "limit": {self._unit: self._limit}}
+        return {**self._state().save(), "weight_before": self._weight_before, "limit": {self._limit.unit: self._limit.value}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state, which any number of devices or ranks may have saved.
@@ -476,9 +331,9 @@ class TrainStep:
         """
         self.check_state_dict(state_dict)
         self._state().load(state_dict)
-        self._weight_before, self._failure = state_dict["weight_before"], ""
+        self._weight_before, self._last = state_dict["weight_before"], self._last._replace(failure="")
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
-            self._limit = state_dict["limit"].get(self._unit)
+            self._limit.set(self._limit.unit, state_dict["limit"].get(self._limit.unit))
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raises the errors of :meth:`load_state_dict`, without changing anything."""
@@ -493,21 +348,44 @@ class TrainStep:
         return TrainedState(self.model, self.criterion, optimizers, schedulers, self.precision, self._trained)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_sums": None, "_runs": []}  # a copy has no gradients
+        return {**self.__dict__, "_update": None}  # a copy has no gradients
 
 
-def _no_losses(outputs: PerReplica, shards: list[Shard]) -> list[LossSum]:
-    """Computes nothing, where only the random numbers of a forward are asked for."""
-    return []
+def _trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
+    both = nn.ModuleDict({"model": model, "criterion": criterion})
+    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
+    return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
-def _explain(error: Exception, shard: Shard) -> None:
-    """Adds a note to an error if targets may be among the inputs: none were given, or a mapping has keys that forward refuses."""
-    inputs, names = shard.inputs
-    is_misplaced = isinstance(error, TypeError) if names else not shard.targets.inputs
-    if is_misplaced and not isinstance(error, torch.OutOfMemoryError):
-        description = describe(names or inputs if len(inputs) != 1 else inputs[0])
-        error.add_note(
-            f"the inputs of this shard are {description}. If targets are among them, expected step(inputs, targets): write "
-            "step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a mapping. A step computes loss and backward itself"
+def _warn_of_hooks(model: nn.Module) -> None:
+    """Warns of hooks of modules' backwards, which get a part of the batch."""
+    names = [name for name, module in model.named_modules() if any(backward_hooks_of(module))]
+    if names:
+        warnings.warn(
+            f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
+            "not of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per "
+            "update (docs/exactness.md, Limits)",
+            stacklevel=6,
         )
+
+
+def _check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, cut: Any) -> None:
+    """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of their range."""
+    if not isinstance(criterion, DataParallelCriterion):
+        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
+        raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
+    if micro_batch_size != "auto":
+        _check_micro_batch_size(micro_batch_size, "None or 'auto'")
+    check_type("cut", cut, Cut | None, "ByCost(...), or None for equal rows")
+    if cut is not None and cut.limit is not None and micro_batch_size is not None:
+        raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
+    is_positive = isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0
+    if max_grad_norm is True or not (max_grad_norm is None or is_positive):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
+
+
+def _check_micro_batch_size(rows: Any, otherwise: str) -> None:
+    """Raises ``ValueError`` unless ``rows`` is a positive integer or None. ``otherwise`` names what else is possible."""
+    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+        raise ValueError(f"micro_batch_size={rows!r}, expected a positive number of rows per device, {otherwise}")

@@ -1,286 +1,291 @@
-"""One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
+"""One update in progress: its batches in micro-batches, and the sums of their losses and gradients.
+
+Gradients are those of a sum of losses. They are divided by a prediction of the total weight, the divisor, as they are made. It
+is chosen once, before the first backward of an update, and is the same on all ranks. The rest is one factor before the update.
+With float16 the divisor is a power of two, so that a division rounds nothing, and gradients are near their final size.
+
+A weight on a device starts its way to the host before the backward of its micro-batch, and is read after the last one. So the
+host waits for no backward.
+
+What is special about an update surrounds its :class:`Accumulation`, as :class:`Work` that does some of it in another way::
+
+    RandomByRow          gives the shards of each batch random numbers that follow their rows
+      Recovery           runs all batches again in smaller micro-batches, after an out of memory
+        TwoPasses        keeps all batches, for a loss whose rows depend on each other
+          Accumulation   runs each batch
+"""
 
 import contextlib
 import functools
-import math
-import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch import Tensor
 
 from ..batch.containers import describe
-from ..batch.rows import Cut
-from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import SEVERAL
-from ..loss.sums import Weight
-from ..optim.balanced import BalancedOptimizer, refuse_closures
-from ..runtime.torch_private import (
-    backward_hooks_of,
-    count_graph_nodes,
-    foreach_multiply_,
-    hooks_of,
-    is_sharded,
-    versions,
-)
-from ..runtime.values import check_type
-from .accumulation import UpdateSync
+from ..batch.outputs import PerReplica, detach_outputs
+from ..batch.rows import Batch, MicroBatch, Shard, copy_views
+from ..loss.copies import CriterionCopies
+from ..loss.kinds import Kind
+from ..loss.sums import LossSum, Weight, add_up
+from ..runtime.devices import move, start_copy
+from ..runtime.values import Precision, scaled
+from .optimizers import ParameterUpdate
+from .settings import Settings
+from .sync import UpdateSync
 
-Optimizers = Optimizer | Sequence[Optimizer]
-Schedulers = LRScheduler | Sequence[LRScheduler]
+Compute = Callable[[PerReplica, Sequence[Shard]], list[LossSum]]
+
+
+class BatchRun(NamedTuple):
+    """A batch that the caller passes, and how it runs."""
+
+    batch: Batch
+    is_whole: bool  # an effective batch: its last backward reduces all gradients
+    outputs: list[PerReplica] | None = None  # receives the detached outputs of its micro-batches
+    surround: Callable[[Shard], Shard] | None = None  # gives shards a context
+
+
+class Reduced(NamedTuple):
+    """An update whose gradients are reduced."""
+
+    loss: Tensor  # over everything
+    weight: float  # of everything; 0 if nothing was counted
+    factor: Weight  # makes the gradients those of the loss
+    sync: UpdateSync  # has reduced them
+    kind: Kind  # of the loss of the next update
+
+
+class Limit:
+    """The largest micro-batch of a device, in rows or in cost. ``value`` is None without a limit."""
+
+    def __init__(self, unit: str, value: float | None) -> None:
+        self.unit, self.value = unit, value
+
+    def set(self, unit: str, value: float | None) -> None:
+        """Sets the limit. Raises ``ValueError`` for another unit."""
+        if unit != self.unit:
+            raise ValueError(f"micro-batches are limited by {self.unit}, expected a limit of that, not of {unit}")
+        self.value = value
+
+
+class Work(Protocol):
+    """The batches of an update, which run when they are added, or later."""
+
+    def add(self, run: BatchRun) -> None:
+        """Runs a batch, or keeps it."""
+
+    def run_kept(self) -> None:
+        """Runs the batches that were kept. All ranks call this."""
+
+    def finish(self, settings: Callable[[], Settings]) -> Reduced:
+        """Reduces all gradients. ``settings`` returns those of this rank, which the ranks compare. All ranks call this."""
+
+    def discard(self, error: BaseException) -> None:
+        """Drops all gradients, after an error."""
+
+
+class Attempt(Work, Protocol):
+    """Work whose gradients one synchronisation brings together."""
+
+    sync: UpdateSync
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Runs the model and the criterion on the shards of a micro-batch."""
+
+    model: Any
+    copies: CriterionCopies
+    precision: Precision
+    keeps_order: bool  # notes the order of rows in the outputs
+    is_compiled: bool
+
+    def plan(self, run: BatchRun, limit: float | None, agree: Callable[[int], int]) -> list[list[Shard]]:
+        """Returns the shards of each micro-batch."""
+        plan = list(run.batch.plan(self.model.devices, self.model.split, limit, agree))
+        return plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
+
+    def run(self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None) -> list[LossSum]:
+        """Runs one forward. Returns a loss for each shard. ``collected`` receives the outputs."""
+        if self.is_compiled:  # it has graphs of its own for views, and for each kind of offset
+            shards = [shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards]
+        try:
+            with self.precision.autocast(self.model.devices):
+                outputs = self.model(MicroBatch(shards))
+                if collected is not None:
+                    order = [row for shard in shards for row in shard.rows or ()] if self.keeps_order else None
+                    collected.append(detach_outputs(outputs, order))
+                return compute(outputs, shards)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            _explain(error, shards[0])
+            raise
+
+
+class Accumulation:
+    """Sums of losses and gradients over the micro-batches of an update, on one rank.
+
+    Args:
+        trained: the parameters of model and criterion.
+        kind: that of the loss.
+        weight_before: that of the last update, over everything, or 0.
+    """
+
+    def __init__(
+        self,
+        forwards: Forwards,
+        trained: Mapping[str, Tensor],
+        sync: UpdateSync,
+        kind: Kind,
+        limit: Limit,
+        weight_before: float,
+    ) -> None:
+        device = self._device = forwards.model.devices[0]
+        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.forwards, self.sync, self.kind, self._limit = forwards, sync, kind, limit
+        self._weight: Weight = 0.0
+        self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
+        self._is_reduced = False  # over replicas and ranks: nothing can be added
+        self._is_mean = kind.is_mean
+        self._scaler = forwards.precision.scaler_on(device)
+        autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
+        self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts
+        self._weight_before = weight_before
+        self._divisor: Weight | None = None  # of all gradients of this update
+
+    @functools.cached_property
+    def _total(self) -> Tensor:
+        """The sum of all losses. It is allocated where an out of memory is kept for another attempt."""
+        return torch.zeros((), dtype=self._dtype, device=self._device)
+
+    def add(self, run: BatchRun) -> None:
+        """Runs forward and backward of each micro-batch."""
+        kind = self.kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
+        if run.batch.pads:
+            run.batch.check_weight(lambda *targets: kind.weight_of(targets))
+        self._add_weight(kind.weight)
+        self._is_mean = self._is_mean and kind.is_mean
+        self.run(run, functools.partial(kind.sums, self.forwards.copies))
+
+    def run(self, run: BatchRun, compute: Compute) -> None:
+        """Runs forward and backward of each micro-batch, with the losses that ``compute`` returns."""
+        plan = self.plan(run)
+        before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
+        with self.sync.accumulating():
+            for number, shards in enumerate(before, start=1):
+                losses = self.forwards.run(shards, compute, run.outputs)
+                self._backward(losses, len(plan) - number, is_last=False)
+        for shards in last:
+            self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
+
+    def plan(self, run: BatchRun) -> list[list[Shard]]:
+        """Returns the shards of each micro-batch. Ranks may have to agree on their number."""
+        return self.forwards.plan(run, self._limit.value, self.sync.count_micro_batches)
+
+    def run_kept(self) -> None:
+        """Does nothing: all batches have run."""
+
+    def finish(self, settings: Callable[[], Settings]) -> Reduced:
+        """Reduces what is not reduced yet."""
+        for zeros in self.sync.forwards_without_rows(is_reduced=self._is_reduced):
+            self._backward([LossSum(zero, 0.0) for zero in zeros], 0, is_last=True)
+        whole = self.sync.finish(LossSum(self._total, self._weight), settings)
+        kind = self.kind.learned(self.forwards.copies)
+        counted = self._weight_on_host if whole.weight is self._weight else whole.weight
+        weight = max(float(counted() if callable(counted) else counted or 0.0), kind.least)
+        true_divisor = weight if self._is_mean and weight else 1.0
+        loss = whole.total / true_divisor if weight else torch.full_like(whole.total, torch.nan)
+        factor = (1.0 if self._divisor is None else self._divisor) / true_divisor
+        return Reduced(loss.to(self._dtype), weight, factor, self.sync, kind)
+
+    def discard(self, error: BaseException) -> None:
+        """Drops the gradients of this rank. Ranks that wait for them are told."""
+        self.sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+
+    def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
+        """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last one reduces all gradients.
+
+        ``followers`` is the number of micro-batches of the same batch that follow, and probably weigh as much.
+        """
+        weights, roots = [], []
+        for term in losses:
+            weights.append(1.0 if term.weight is None else term.weight)  # a sum counts, but is not divided
+            roots.append(term.total if self._scaler is None else scaled(term.total, self._scaler))
+            self._total = self._total + move(term.total.detach(), self._device)
+        weight = _sum(weights, self._device)
+        self._add_weight(weight)
+        if self._divisor is None:
+            expected = _sum([self._weight, weight * followers], self._device)
+            self._divisor = self.sync.divisor(expected, self._weight_before, self._in_float16) if self._is_mean else 1.0
+        self.sync.backward(roots, self._divisor, LossSum(self._total, self._weight) if is_last else None)
+        self._is_reduced = is_last
+
+    def _add_weight(self, weight: Weight) -> None:
+        """Adds a weight. A sum on a device starts its way to the host."""
+        if isinstance(weight, Tensor) or weight:
+            self._weight = _sum([self._weight, weight], self._device)
+            self._weight_on_host = start_copy(self._weight) if isinstance(self._weight, Tensor) else self._weight
 
 
 class Update:
-    """One step of several optimizers, together or not at all, over the parameters that their groups have now.
+    """One update in progress, from its first rows to the step of the optimizers."""
 
-    ``trained`` are the parameters of model and criterion by name, each once.
-    """
+    def __init__(self, work: Work, optimizers: ParameterUpdate) -> None:
+        self.optimizers = optimizers
+        self.has_rows = False  # batches were added
+        self._work = work
+        self._is_finished = False
 
-    def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
-        self.optimizers, self.trained = optimizers, trained
-        self.has_stepped = False
-        self.grad_norm: Tensor | None = None
-        for optimizer in optimizers:
-            if optimizer not in _claims:
-                _claims[optimizer] = -1
-                with contextlib.suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
-                    optimizer.register_step_pre_hook(_drop_claimed)
-        owner: dict[int, int] = {}
-        for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
-            for parameter in _parameters_of(optimizer):
-                first = owner.setdefault(id(parameter), number)
-                if first != number:
-                    names = [name for name, tensor in trained.items() if tensor is parameter]
-                    raise ValueError(
-                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
-                        f"and {number}, expected in one of them: both would update it"
-                    )
+    def add(self, run: BatchRun) -> None:
+        """Adds a batch."""
+        self._work.add(run)
+        self.has_rows = True
 
-    @functools.cached_property
-    def parameters(self) -> list[Tensor]:
-        """Parameters of the optimizers, each once."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+    def finish(self, settings: Callable[[], Settings]) -> Reduced:
+        """Runs what was kept, and reduces all gradients. All ranks call this."""
+        self._work.run_kept()
+        reduced = self._work.finish(settings)
+        self._is_finished = True
+        return reduced
 
-    @functools.cached_property
-    def outside(self) -> list[Tensor]:
-        """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        inside = set(map(id, self.parameters))
-        return [parameter for parameter in self.trained.values() if id(parameter) not in inside]
-
-    def forget_gradients(self) -> None:
-        """Drops the gradients of all parameters, in the optimizers and outside."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        for parameter in self.trained.values():
-            parameter.grad = None
-
-    def note_gradients(self) -> list[tuple[str, Tensor, int]]:
-        """Returns the gradients of a window that goes on, with their names and version counters."""
-        _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
-        gradients = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
-        return list(zip(gradients, gradients.values(), versions([*gradients.values()]), strict=True))
-
-    def check_gradients(self, noted: Iterable[tuple[str, Tensor, int]]) -> None:
-        """Raises ``RuntimeError`` if gradients of a window were cleared or changed, but for those that owners have taken."""
-        owners = [optimizer for optimizer in self.optimizers if isinstance(optimizer, BalancedOptimizer)]
-        for name, gradient, version in noted:
-            parameter = self.trained[name]
-            is_same = parameter.grad is gradient and versions([gradient]) == [version]
-            if not is_same and all(owner.gradient(parameter) is None for owner in owners):
-                raise RuntimeError(
-                    f"the gradient of {name} was cleared or changed before apply(), expected that of the rows that were added: "
-                    "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
-                )
-
-    def run(self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
-        """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and steps the optimizers.
-
-        Hooks of parameters are called before the clipping, once, with the gradient of the whole batch.
-        Scaled gradients are one optimizer's to the scaler, which would otherwise skip each optimizer on its own.
-        """
-        whole = cast(Optimizer, self)
+    @contextlib.contextmanager
+    def dropped_by_errors(self) -> Iterator[None]:
+        """Surrounds a part of the update. An error in it drops all gradients, so that nobody takes them for another loss's."""
+        had_rows = self.has_rows
         try:
-            if scaler is not None:
-                scaler.unscale_(whole)
-                gradients = [parameter.grad for parameter in self.outside if parameter.grad is not None]
-                if gradients:  # get_scale() would wait for the device
-                    foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
-            sync.multiply([*self.parameters, *self.outside], factor)
-            hooked = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
-            if hooked:
-                self._call_hooks(hooked)
-            if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
-                norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
-                self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-            if scaler is None:
-                self.step()
-            else:
-                scaler.step(whole)  # unless it found an overflow
-                scaler.update()
-            _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
-        except BaseException:
-            if scaler is not None:
-                scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
+            self.optimizers.check_gradients()
+            yield
+        except BaseException as error:
+            if had_rows and not self._is_finished:
+                error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
+            self._work.discard(error)
+            self.optimizers.forget_gradients()
             raise
 
-    def _call_hooks(self, parameters: Sequence[Tensor]) -> None:
-        if any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
-            raise TypeError("a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected no hook")
-        for parameter in parameters:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                parameter.backward(gradient)  # autograd calls the hooks, and sets the gradient that they return
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """All parameters, for a scaler."""
-        return [{"params": self.parameters}]
-
-    def step(self) -> None:
-        """Steps every optimizer."""
-        for optimizer in self.optimizers:
-            _claims[optimizer] = -1  # the hook lets this step pass
-            try:
-                optimizer.step()
-            except (AssertionError, TypeError) as error:  # SAM has a default for the closure that it needs
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
-                    "optimizer.step(closure) in a loop of your own"
-                ) from error
-        self.has_stepped = True
+def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
+    """Returns the sum of weights. It is a number if all are on the host, and no device is read."""
+    on_host, on_devices = 0.0, []
+    for weight in weights:
+        if isinstance(weight, Tensor) and not weight.is_cpu:
+            on_devices.append(weight)
+        else:
+            on_host += float(weight)
+    if not on_devices:
+        return on_host
+    return add_up([*on_devices, on_host] if on_host else on_devices, device)
 
 
-# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others.
-_claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # after the last step, of any TrainStep
-
-
-def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
-    """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of an old loop."""
-    claim = _claims.get(optimizer, -1)  # a wrapper of an optimizer is another object
-    if claim == count_graph_nodes():
-        optimizer.zero_grad()
-        warnings.warn(
-            "optimizer.step() was called, but TrainStep steps the optimizer itself: these gradients are dropped, and nothing is "
-            "updated. Leave optimizer.step() out, or run a backward of your own before it",
-            stacklevel=3,
+def _explain(error: Exception, shard: Shard) -> None:
+    """Adds a note to an error if targets may be among the inputs: none were given, or a mapping has keys that forward refuses."""
+    inputs, names = shard.inputs
+    is_misplaced = isinstance(error, TypeError) if names else not shard.targets.inputs
+    if is_misplaced and not isinstance(error, torch.OutOfMemoryError):
+        description = describe(names or inputs if len(inputs) != 1 else inputs[0])
+        error.add_note(
+            f"the inputs of this shard are {description}. If targets are among them, expected step(inputs, targets): write "
+            "step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a mapping. A step computes loss and backward itself"
         )
-    elif claim != -1:  # an update by hand, which steps its schedulers by hand as well
-        for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
-            del _epochs[scheduler]
-
-
-def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
-    """Steps every scheduler after an update. Raises ``RuntimeError`` if one was stepped by hand since the update before."""
-    for scheduler in schedulers:
-        epoch = getattr(scheduler, "last_epoch", 0)
-        if epoch == _epochs.get(scheduler, math.nan) + 1:  # a state that was loaded is hardly the next one
-            raise RuntimeError(
-                f"{type(scheduler).__name__} was stepped by hand, but TrainStep steps it after each update, expected one of "
-                "both: leave scheduler.step() out, or scheduler= here"
-            )
-        scheduler.step()
-        _epochs[scheduler] = epoch + 1
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
-    """Returns a list of one or several optimizers."""
-    each = _listed(optimizers, Optimizer, "optimizer")
-    if not each:
-        raise ValueError("no optimizer was given, expected one or more")
-    return each
-
-
-def each_scheduler(schedulers: Schedulers | None) -> list[LRScheduler]:
-    """Returns a list of one, several or no schedulers."""
-    each = [] if schedulers is None else _listed(schedulers, LRScheduler, "scheduler")
-    for scheduler in each:
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau needs a metric: call its step(metric) after validation, and leave it out of scheduler= here"
-            )
-    return each
-
-
-def _listed(value: Any, kind: type, name: str) -> list[Any]:
-    listed = list(value) if isinstance(value, (list, tuple)) else [value]
-    for entry in listed:
-        if not isinstance(entry, kind):
-            raise TypeError(f"the {name} is {describe(entry)}, expected an instance of {kind.__name__}, or a list of them")
-    return listed
-
-
-def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
-    both = nn.ModuleDict({"model": model, "criterion": criterion})
-    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
-    return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
-
-
-def warn_of_hooks(model: nn.Module) -> None:
-    """Warns of hooks of modules' backwards, which get a part of the batch."""
-    names = [name for name, module in model.named_modules() if any(backward_hooks_of(module))]
-    if names:
-        warnings.warn(
-            f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
-            "not of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per "
-            "update (docs/exactness.md, Limits)",
-            stacklevel=6,
-        )
-
-
-def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, cut: Any) -> None:
-    """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of their range."""
-    if not isinstance(criterion, DataParallelCriterion):
-        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
-        raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
-    if micro_batch_size != "auto":
-        check_micro_batch_size(micro_batch_size, "None or 'auto'")
-    check_type("cut", cut, Cut | None, "ByCost(...), or None for equal rows")
-    if cut is not None and cut.limit is not None and micro_batch_size is not None:
-        raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
-    is_positive = isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0
-    if max_grad_norm is True or not (max_grad_norm is None or is_positive):
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
-
-
-def check_micro_batch_size(rows: Any, otherwise: str) -> None:
-    """Raises ``ValueError`` unless ``rows`` is a positive integer or None. ``otherwise`` names what else is possible."""
-    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-        raise ValueError(f"micro_batch_size={rows!r}, expected a positive number of rows per device, {otherwise}")
-
-
-def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
-    """Checks that the optimizers update parameters of the model or of the criterion, and the schedulers these optimizers."""
-    for scheduler in schedulers:  # a wrapper of an optimizer shares its groups
-        if not any(scheduler.optimizer.param_groups is optimizer.param_groups for optimizer in update.optimizers):
-            raise ValueError(
-                f"{type(scheduler).__name__} was made for another {type(scheduler.optimizer).__name__}, expected the optimizer "
-                "of this step: its learning rate would never change"
-            )
-    trained = {id(tensor) for tensor in update.trained.values()}
-    for number, optimizer in enumerate(update.optimizers):
-        refuse_closures(type(optimizer), "TrainStep")
-        if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
-            continue
-        parameters = list(_parameters_of(optimizer))
-        if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):
-            raise TypeError(
-                "Muon over shards of strategy='fsdp' differs by percents, because it multiplies pieces in bfloat16, expected "
-                "BalancedOptimizer(model, torch.optim.Muon, matrices, lr=...), which updates whole matrices"
-            )
-        if parameters and not any(id(parameter) in trained for parameter in parameters):
-            name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
-            raise ValueError(
-                f"{name} has {len(parameters)} parameter(s), and none is a parameter of the model or the criterion: nothing "
-                "would be trained. Make the optimizer of model.parameters(), after the model was wrapped, moved or sharded"
-            )

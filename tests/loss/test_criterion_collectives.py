@@ -140,7 +140,7 @@ def check_local(rank, first_cut):
     model, criterion = parallelize(nn.Linear(4, 3).double(), DataParallelCriterion(Local(), weight=WAYS["weight"]["weight"]))
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
     for cut in (first_cut, 2, 4, 2):
-        asked.append(step._copies.collectives.asks)
+        asked.append(step._forwards.copies.collectives.asks)
         step(*my_rows(make_batch(4), rank, cut))
     return asked, criterion.module.calls
 

@@ -215,7 +215,7 @@ def test_copy_of_a_step_does_not_share_the_accumulation(double):
     copied = copy.deepcopy(step)
     inputs, targets = torch.randn(7, 4), class_targets(7)
     torch.testing.assert_close(copied(inputs, targets), F.cross_entropy(net(inputs), targets).detach())
-    assert step._sums is not None
+    assert step._update is not None
 
 
 class Fails(nn.Module):

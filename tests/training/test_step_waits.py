@@ -107,7 +107,7 @@ def test_float16_waits_once_for_the_scaler(place, name, balanced):
             before = len(cluster.waits)
             step(inputs, targets)
             found = [(wait.kind, wait.file.rsplit("/", 1)[-1]) for wait in cluster.waits[before:]]
-            assert found == [("item", "update.py")] * (3 if balanced else 1)  # for each device that has gradients
+            assert found == [("item", "optimizers.py")] * (3 if balanced else 1)  # for each device that has gradients
 
 
 @pytest.mark.parametrize("place", ["host", "device"])

@@ -1,24 +1,17 @@
-"""The gradients of an update: their sum over the micro-batches of a process, and the protocol that synchronises them.
+"""The protocol by which a strategy brings the gradients of an update together. ::
 
-Gradients are those of a sum of losses. They are divided by a prediction of the total weight, the divisor, as they are made. It
-is chosen once, before the first backward of an update, and is the same on all ranks. The rest is one factor before the update.
-With float16 the divisor is a power of two, so that a division rounds nothing, and gradients are near their final size.
-
-A weight on a device starts its way to the host before the backward of its micro-batch, and is read after the last one. So the
-host waits for no backward. ::
-
-    sync = gradient_sync(model, criterion).open()     # one for each update
-    with sync.accumulating():
-        sync.backward(losses, divisor, None)          # micro-batches before the last
-    sync.backward(losses, divisor, loss_sum)          # gradients are reduced while it runs
-    loss_sum = sync.finish(loss_sum, settings)        # everything is summed
+sync = gradient_sync(model, criterion).open()     # one for each update
+with sync.accumulating():
+    sync.backward(losses, divisor, None)          # micro-batches before the last
+sync.backward(losses, divisor, loss_sum)          # gradients are reduced while it runs
+loss_sum = sync.finish(loss_sum, settings)        # everything is summed
 """
 
 import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,11 +19,9 @@ import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import Kind
-from ..loss.sums import LossSum, Weight, add_up
-from ..runtime.devices import move, start_copy
+from ..loss.sums import LossSum, Weight
+from ..runtime.devices import move
 from ..runtime.torch_private import foreach_multiply_, without_compilation
-from ..runtime.values import Precision, scaled
 from .settings import Settings
 
 
@@ -136,91 +127,6 @@ def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
         for loss in roots
     ]
     torch.autograd.backward(roots, gradients)
-
-
-class Accumulation:
-    """Micro-batches that are not applied yet, on one rank. ``weight_before`` is that of the last update, over everything."""
-
-    def __init__(
-        self,
-        sync: UpdateSync,
-        trained: Mapping[str, Tensor],
-        device: torch.device,
-        precision: Precision,
-        weight_before: float,
-        *,
-        is_mean: bool,
-    ) -> None:
-        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.total = torch.zeros((), dtype=dtype, device=device)
-        self.weight: Weight = 0.0
-        self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
-        self.gradients: list[tuple[str, Tensor, int]] = []  # behind the last add(), with names and version counters
-        self.is_reduced = False  # over replicas and ranks: nothing can be added
-        self.sync = sync
-        self._is_mean = is_mean
-        self._scaler = precision.scaler_on(device)
-        autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
-        self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts
-        self._weight_before = weight_before
-        self._divisor: Weight | None = None  # of all gradients of this update
-
-    def begin_batch(self, kind: Kind) -> None:
-        """Counts the weight that the targets of a batch tell. ``kind`` is that of its losses."""
-        self._add_weight(kind.weight)
-        self._is_mean = self._is_mean and kind.is_mean
-
-    def backward(self, losses: Sequence[LossSum], followers: int, *, last: bool) -> None:
-        """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last one reduces all gradients.
-
-        ``followers`` is the number of micro-batches of the same batch that follow, and probably weigh as much.
-        """
-        weights, roots = [], []
-        for term in losses:
-            weights.append(1.0 if term.weight is None else term.weight)  # a sum counts, but is not divided
-            roots.append(term.total if self._scaler is None else scaled(term.total, self._scaler))
-            self.total = self.total + move(term.total.detach(), self.total.device)
-        weight = _sum(weights, self.total.device)
-        self._add_weight(weight)
-        if self._divisor is None:
-            expected = _sum([self.weight, weight * followers], self.total.device)
-            self._divisor = self.sync.divisor(expected, self._weight_before, self._in_float16) if self._is_mean else 1.0
-        self.sync.backward(roots, self._divisor, LossSum(self.total, self.weight) if last else None)
-        self.is_reduced = last
-
-    def finish(self, minimum: float, settings: Callable[[], Settings]) -> tuple[Tensor, float, Weight]:
-        """Reduces what is not reduced yet. Returns the loss over everything, its weight, and the factor for the gradients.
-
-        ``minimum`` is that of the divisor; ``settings`` returns those of this rank, which the ranks compare.
-        """
-        for zeros in self.sync.forwards_without_rows(is_reduced=self.is_reduced):
-            self.backward([LossSum(zero, 0.0) for zero in zeros], 0, last=True)
-        whole = self.sync.finish(LossSum(self.total, self.weight), settings)
-        counted = self._weight_on_host if whole.weight is self.weight else whole.weight
-        weight = max(float(counted() if callable(counted) else counted or 0.0), minimum)
-        true_divisor = weight if self._is_mean and weight else 1.0
-        loss = whole.total / true_divisor if weight else torch.full_like(whole.total, torch.nan)
-        return loss.to(self.total.dtype), weight, (1.0 if self._divisor is None else self._divisor) / true_divisor
-
-    def _add_weight(self, weight: Weight) -> None:
-        """Adds a weight. A sum on a device starts its way to the host."""
-        if isinstance(weight, Tensor) or weight:
-            self.weight = _sum([self.weight, weight], self.total.device)
-            self._weight_on_host = start_copy(self.weight) if isinstance(self.weight, Tensor) else self.weight
-
-
-def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
-    """Returns the sum of weights. It is a number if all are on the host, and no device is read."""
-    on_host, on_devices = 0.0, []
-    for weight in weights:
-        if isinstance(weight, Tensor) and not weight.is_cpu:
-            on_devices.append(weight)
-        else:
-            on_host += float(weight)
-    if not on_devices:
-        return on_host
-    return add_up([*on_devices, on_host] if on_host else on_devices, device)
 
 
 def power_of_two(number: Weight) -> Weight:

@@ -1,0 +1,244 @@
+"""The optimizers of a step: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
+
+import contextlib
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..batch.containers import describe
+from ..loss.sums import Weight
+from ..optim.balanced import BalancedOptimizer, refuse_closures
+from ..runtime.torch_private import (
+    count_graph_nodes,
+    foreach_multiply_,
+    hooks_of,
+    is_sharded,
+    versions,
+)
+from .sync import UpdateSync
+
+Optimizers = Optimizer | Sequence[Optimizer]
+Schedulers = LRScheduler | Sequence[LRScheduler]
+
+
+class ParameterUpdate:
+    """One step of several optimizers, together or not at all, over the parameters that their groups have now.
+
+    ``trained`` are the parameters of model and criterion by name, each once.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
+        self.optimizers, self.trained = optimizers, trained
+        self.has_stepped = False
+        self.grad_norm: Tensor | None = None
+        # The gradients after the last add(), with names and version counters.
+        self._noted: list[tuple[str, Tensor, int]] = []
+        for optimizer in optimizers:
+            if optimizer not in _claims:
+                _claims[optimizer] = -1
+                with contextlib.suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
+                    optimizer.register_step_pre_hook(_drop_claimed)
+        owner: dict[int, int] = {}
+        for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+            for parameter in _parameters_of(optimizer):
+                first = owner.setdefault(id(parameter), number)
+                if first != number:
+                    names = [name for name, tensor in trained.items() if tensor is parameter]
+                    raise ValueError(
+                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
+                        f"and {number}, expected in one of them: both would update it"
+                    )
+
+    @functools.cached_property
+    def parameters(self) -> list[Tensor]:
+        """Parameters of the optimizers, each once."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+
+    @functools.cached_property
+    def outside(self) -> list[Tensor]:
+        """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
+        inside = set(map(id, self.parameters))
+        return [parameter for parameter in self.trained.values() if id(parameter) not in inside]
+
+    def forget_gradients(self) -> None:
+        """Drops the gradients of all parameters, in the optimizers and outside."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for parameter in self.trained.values():
+            parameter.grad = None
+        self._noted = []
+
+    def note_gradients(self) -> None:
+        """Notes the gradients of a window that goes on."""
+        _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
+        gradients = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
+        self._noted = list(zip(gradients, gradients.values(), versions([*gradients.values()]), strict=True))
+
+    def check_gradients(self) -> None:
+        """Raises ``RuntimeError`` if noted gradients were cleared or changed, but for those that owners have taken."""
+        owners = [optimizer for optimizer in self.optimizers if isinstance(optimizer, BalancedOptimizer)]
+        for name, gradient, version in self._noted:
+            parameter = self.trained[name]
+            is_same = parameter.grad is gradient and versions([gradient]) == [version]
+            if not is_same and all(owner.gradient(parameter) is None for owner in owners):
+                raise RuntimeError(
+                    f"the gradient of {name} was cleared or changed before apply(), expected that of the rows that were added: "
+                    "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
+                )
+
+    def run(self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
+        """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and steps the optimizers.
+
+        Hooks of parameters are called before the clipping, once, with the gradient of the whole batch.
+        Scaled gradients are one optimizer's to the scaler, which would otherwise skip each optimizer on its own.
+        """
+        whole = cast(Optimizer, self)
+        try:
+            if scaler is not None:
+                scaler.unscale_(whole)
+                gradients = [parameter.grad for parameter in self.outside if parameter.grad is not None]
+                if gradients:  # get_scale() would wait for the device
+                    foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
+            sync.multiply([*self.parameters, *self.outside], factor)
+            hooked = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
+            if hooked:
+                self._call_hooks(hooked)
+            if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
+                norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
+                self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+            if scaler is None:
+                self.step()
+            else:
+                scaler.step(whole)  # unless it found an overflow
+                scaler.update()
+            _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
+        except BaseException:
+            if scaler is not None:
+                scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
+            raise
+
+    def _call_hooks(self, parameters: Sequence[Tensor]) -> None:
+        if any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
+            raise TypeError("a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected no hook")
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                parameter.backward(gradient)  # autograd calls the hooks, and sets the gradient that they return
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """All parameters, for a scaler."""
+        return [{"params": self.parameters}]
+
+    def step(self) -> None:
+        """Steps every optimizer."""
+        for optimizer in self.optimizers:
+            _claims[optimizer] = -1  # the hook lets this step pass
+            try:
+                optimizer.step()
+            except (AssertionError, TypeError) as error:  # SAM has a default for the closure that it needs
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
+                    "optimizer.step(closure) in a loop of your own"
+                ) from error
+        self.has_stepped = True
+
+
+# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others.
+_claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # after the last step, of any TrainStep
+
+
+def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
+    """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of an old loop."""
+    claim = _claims.get(optimizer, -1)  # a wrapper of an optimizer is another object
+    if claim == count_graph_nodes():
+        optimizer.zero_grad()
+        warnings.warn(
+            "optimizer.step() was called, but TrainStep steps the optimizer itself: these gradients are dropped, and nothing is "
+            "updated. Leave optimizer.step() out, or run a backward of your own before it",
+            stacklevel=3,
+        )
+    elif claim != -1:  # an update by hand, which steps its schedulers by hand as well
+        for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
+            del _epochs[scheduler]
+
+
+def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
+    """Steps every scheduler after an update. Raises ``RuntimeError`` if one was stepped by hand since the update before."""
+    for scheduler in schedulers:
+        epoch = getattr(scheduler, "last_epoch", 0)
+        if epoch == _epochs.get(scheduler, math.nan) + 1:  # a state that was loaded is hardly the next one
+            raise RuntimeError(
+                f"{type(scheduler).__name__} was stepped by hand, but TrainStep steps it after each update, expected one of "
+                "both: leave scheduler.step() out, or scheduler= here"
+            )
+        scheduler.step()
+        _epochs[scheduler] = epoch + 1
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
+    """Returns a list of one or several optimizers."""
+    each = _listed(optimizers, Optimizer, "optimizer")
+    if not each:
+        raise ValueError("no optimizer was given, expected one or more")
+    return each
+
+
+def each_scheduler(schedulers: Schedulers | None) -> list[LRScheduler]:
+    """Returns a list of one, several or no schedulers."""
+    each = [] if schedulers is None else _listed(schedulers, LRScheduler, "scheduler")
+    for scheduler in each:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric: call its step(metric) after validation, and leave it out of scheduler= here"
+            )
+    return each
+
+
+def _listed(value: Any, kind: type, name: str) -> list[Any]:
+    listed = list(value) if isinstance(value, (list, tuple)) else [value]
+    for entry in listed:
+        if not isinstance(entry, kind):
+            raise TypeError(f"the {name} is {describe(entry)}, expected an instance of {kind.__name__}, or a list of them")
+    return listed
+
+
+def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler]) -> None:
+    """Checks that the optimizers update parameters of the model or of the criterion, and the schedulers these optimizers."""
+    for scheduler in schedulers:  # a wrapper of an optimizer shares its groups
+        if not any(scheduler.optimizer.param_groups is optimizer.param_groups for optimizer in update.optimizers):
+            raise ValueError(
+                f"{type(scheduler).__name__} was made for another {type(scheduler.optimizer).__name__}, expected the optimizer "
+                "of this step: its learning rate would never change"
+            )
+    trained = {id(tensor) for tensor in update.trained.values()}
+    for number, optimizer in enumerate(update.optimizers):
+        refuse_closures(type(optimizer), "TrainStep")
+        if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
+            continue
+        parameters = list(_parameters_of(optimizer))
+        if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):
+            raise TypeError(
+                "Muon over shards of strategy='fsdp' differs by percents, because it multiplies pieces in bfloat16, expected "
+                "BalancedOptimizer(model, torch.optim.Muon, matrices, lr=...), which updates whole matrices"
+            )
+        if parameters and not any(id(parameter) in trained for parameter in parameters):
+            name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
+            raise ValueError(
+                f"{name} has {len(parameters)} parameter(s), and none is a parameter of the model or the criterion: nothing "
+                "would be trained. Make the optimizer of model.parameters(), after the model was wrapped, moved or sharded"
+            )

@@ -1,0 +1,127 @@
+"""An update of a loss whose rows depend on each other, in two passes over its micro-batches (GradCache, arXiv:2101.06983)::
+
+    forward 0 | forward 1 | loss of all | forward 0 | backward 0 | forward 1 | backward 1 | update
+     without a graph                      same random numbers and buffers
+
+Batches are kept until the update. An update of one micro-batch takes one pass.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ..batch.outputs import PerReplica
+from ..batch.rows import Shard
+from ..loss.coupled import CoupledLoss
+from ..loss.sums import LossSum
+from .recovery import ElsewhereOutOfMemory, retrying_allocations
+from .settings import Settings
+from .snapshot import Snapshot, explain_writes, record_versions
+from .update import Accumulation, BatchRun, Reduced
+
+
+class TwoPasses:
+    """Keeps the batches of an update, and runs them in two passes.
+
+    Args:
+        accumulation: runs the second pass.
+        before: for the state that the first pass changes.
+        is_auto: an out of memory runs all batches again.
+        may_split: several devices, ranks or micro-batches may have the rows of a batch.
+    """
+
+    def __init__(self, accumulation: Accumulation, before: Snapshot, *, is_auto: bool, may_split: bool) -> None:
+        self.sync, self._accumulation, self._forwards = accumulation.sync, accumulation, accumulation.forwards
+        self._before, self._is_auto, self._may_split = before, is_auto, may_split
+        self._runs: list[BatchRun] = []
+        self._loss: CoupledLoss | None = None
+        self._is_single = False  # there is one pass
+        self._has_agreed = False  # with the other ranks, on going on
+
+    def add(self, run: BatchRun) -> None:
+        """Keeps a batch."""
+        self._runs.append(run)
+
+    def run_kept(self) -> None:
+        """Runs all batches, in one pass if every rank has a single micro-batch. All ranks call this."""
+        is_single = len(self._runs) == 1 and self._runs[0].is_whole and len(self._accumulation.plan(self._runs[0])) == 1
+        kind, home = self._accumulation.kind, self._forwards.model.devices[0]
+        self._loss = loss = kind.open(self._forwards.copies, home, is_split=self._may_split or not is_single)
+        with self._telling_ranks():
+            self._is_single = bool(self.sync.smallest(is_single))
+            if self._is_single:
+                self._accumulation.run(self._runs[0], self._losses_at_once)
+                return
+            with self._undone():
+                for run in self._runs:
+                    for shards in self._accumulation.plan(run):
+                        self._forwards.run(shards, self._collect)
+            self._differentiate(loss)
+        for run in self._runs:
+            self._accumulation.run(run, loss.hand_back)
+
+    def finish(self, settings: Callable[[], Settings]) -> Reduced:
+        """Reduces all gradients."""
+        reduced = self._accumulation.finish(settings)
+        return reduced._replace(kind=self._accumulation.kind.learned(self._forwards.copies, self._loss))
+
+    def discard(self, error: BaseException) -> None:
+        """Drops all gradients."""
+        self._accumulation.discard(error)
+
+    def _collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        assert self._loss is not None
+        self._loss.collect(outputs, shards)
+        return []
+
+    def _losses_at_once(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the losses of the only micro-batch of the update."""
+        assert self._loss is not None
+        parts = self._loss.collect(outputs, shards)
+        self._differentiate(self._loss)
+        return self._loss.hand_back_parts(parts)
+
+    @contextlib.contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back."""
+        self._before.take()
+        python, recorded = random.getstate(), [entry for run in self._runs for entry in record_versions(run.batch)]
+        with torch.no_grad():
+            yield
+            for _ in self.sync.forwards_without_rows(is_reduced=False):
+                pass
+        self._before.restore()
+        if writes := explain_writes(recorded):
+            raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
+        random.setstate(python)
+        self.sync.forget_forwards()
+
+    def _differentiate(self, loss: CoupledLoss) -> None:
+        """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
+        self._agree("")
+        devices, precision = self._forwards.model.devices, self._forwards.precision
+        # what follows the agreement of the ranks must not fail on one of them
+        with retrying_allocations(devices if self._is_auto else ()), precision.autocast(devices):
+            loss.differentiate(precision.scaler_on(devices[0]))
+
+    @contextlib.contextmanager
+    def _telling_ranks(self) -> Iterator[None]:
+        """Tells the other ranks if this one runs out of memory in the block, before they differentiate."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._is_auto and not self._has_agreed:
+                self.sync.abandon()  # raises if the other ranks cannot be told
+                with torch.set_grad_enabled(self._is_single):  # others may wait for this rank in their first forward
+                    for _ in self.sync.forwards_without_rows(is_reduced=False):
+                        pass
+                self._agree(str(error))
+            raise
+
+    def _agree(self, failure: str) -> None:
+        """Raises ``torch.OutOfMemoryError`` on all ranks if one has run out of memory, and would run its batches again."""
+        self._has_agreed = True
+        if self._is_auto and not self.sync.smallest(0 if failure else 1):
+            raise torch.OutOfMemoryError(failure) if failure else ElsewhereOutOfMemory("another rank ran out of memory")
