@@ -14,7 +14,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from . import torch_private
 from .devices import is_accelerator
 
 Number = TypeVar("Number", int, float)
+Numbers = TypeVar("Numbers", bound=NamedTuple)  # each field is a number
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 _batch_group: Group = None  # None: all ranks
@@ -103,18 +104,17 @@ def start_sum(tensor: torch.Tensor, group: Group = None) -> Callable[[], torch.T
     return wait
 
 
-def sum_numbers(numbers: Sequence[float], group: Group = None) -> list[float]:
-    """Returns the sums over all ranks of some numbers of the hosts.
+def sum_numbers(numbers: Numbers, group: Group = None) -> Numbers:
+    """Returns the sums over all ranks of some numbers of the hosts, field by field of a named tuple.
 
     The numbers are gathered: in a ring of ranks this takes half as many turns as an all-reduce.
     """
     if (ranks := world_size(group)) == 1:
-        return list(numbers)
+        return numbers
     sent = _to_backend_device(torch.tensor(numbers, dtype=torch.float64), group)
     gathered = sent.new_empty(ranks, len(numbers))
     dist.all_gather([*gathered], sent, group=group or _batch_group)
-    sums: list[float] = gathered.sum(0).tolist()
-    return sums
+    return numbers._make(gathered.sum(0).tolist())
 
 
 def max_over_ranks(number: Number, group: Group = None) -> Number:

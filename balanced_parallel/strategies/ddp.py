@@ -38,7 +38,7 @@ once and removed, made all later backwards of a small model 4 % slower. Only spa
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Unpack
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,20 @@ from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import check_type
-from ..training.accumulation import GradientSync, gradient_sync, run_backward
+from ..training.accumulation import GradientSync, UpdateSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import RankModel, RankSync, RowSettings, connect, first_row, forget_unused, shared_gradients, undone, watch_output
+from .ranks import (
+    RankModel,
+    RankSync,
+    RankUpdate,
+    RowSettings,
+    connect,
+    first_row,
+    forget_unused,
+    shared_gradients,
+    undone,
+    watch_output,
+)
 
 
 class DistributedModel(RankModel, DistributedDataParallel):
@@ -85,7 +96,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self.record = GradientRecord(self._wrapped[0])
         self._set_rows(device, **rows)
 
-    def begin_update(self) -> None:
+    def share_buffers(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
         self.require_forward_param_sync = True  # torch has unset it if the last forward had no graph
 
@@ -108,6 +119,11 @@ class DistributedModel(RankModel, DistributedDataParallel):
         node: torch_private.Node = zero.grad_fn
         node.register_prehook(lambda gradients: self._begin_backward(derivatives, reduces=reduces))
         return zero
+
+    def backward_of_step(self, losses: Sequence[Tensor], divisor: Weight) -> None:
+        """Runs the last backward of an update, which reduces all gradients. Without losses it gives no parameter a gradient."""
+        torch_private.prepare_reduction(self)
+        self.record.run_step(functools.partial(run_backward, losses or [self.zero()], divisor))
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
@@ -251,6 +267,14 @@ class GradientRecord:
                 node: torch_private.Node = get_gradient_edge(parameter).node
                 node.register_prehook(functools.partial(self._note_use, number))
 
+    def run_step(self, backward: Callable[[], None]) -> None:
+        """Runs the backward of a step. The ranks do not agree on unused parameters at its end."""
+        self.agrees = False
+        try:
+            backward()
+        finally:
+            self.agrees = True
+
     def used(self) -> set[int]:
         """Returns the numbers of the parameters that have got a gradient."""
         now = torch_private.versions([*self._places_of_update.values()])
@@ -367,26 +391,38 @@ class RequestedGradients:
             hook.remove()
 
 
-class _DDPSync(RankSync):
-    """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets."""
+class DDPReport(NamedTuple):
+    """Numbers that the ranks sum at the end of an update."""
 
-    def __init__(self, model: DistributedModel) -> None:
-        super().__init__(model, model.process_group)
-        self._model = model
-        self._parameters = model.reduced_parameters
-        self._reduced = set(map(id, self._parameters))
-        self._has_begun = False  # an accumulation
-        self._is_reducing = False  # other ranks wait for this one
-        self._has_unused = False  # a rank, in the agreement of this update
-        self._failures = 0, 0  # numbers of ranks: out of memory, for another reason
-        self._is_agreed = self._is_abandoned = False
+    total: float = 0.0  # of the losses
+    weight: float = 0.0
+    digest: float = 0.0  # of the settings
+    square: float = 0.0  # of the digest
+    out_of_memory: float = 0.0  # numbers of ranks: out of memory, failed for another reason, with unused parameters
+    failed: float = 0.0
+    has_unused: float = 0.0
 
-    def __reduce__(self) -> Any:  # a copy has no gradients
-        return _DDPSync, (self._model,)
 
-    def begin(self) -> None:
-        self._is_agreed = self._is_abandoned = False
-        self._model.begin_update()
+class DDPSync(RankSync):
+    """Opens updates of a :class:`DistributedModel`."""
+
+    _model: DistributedModel
+
+    def open(self) -> UpdateSync:
+        return DDPUpdate(self._model)
+
+
+class DDPUpdate(RankUpdate):
+    """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets.
+
+    ``is_abandoned`` is True if this rank was out of memory before, and has to tell the others.
+    """
+
+    def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
+        super().__init__(model.process_group, model.devices[0])
+        self._model, self._is_abandoned = model, is_abandoned
+        self._has_begun = False  # to note which parameters get a gradient
+        self._sums: DDPReport | None = None  # of all ranks
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
@@ -399,6 +435,9 @@ class _DDPSync(RankSync):
             self._model.record.begin()
         no_sync: contextlib.AbstractContextManager[None] = self._model.no_sync()
         return no_sync
+
+    def forget_forwards(self) -> None:
+        self._model.share_buffers()
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in the last forward of the ranks that have rows: buffers are broadcast."""
@@ -413,79 +452,70 @@ class _DDPSync(RankSync):
         self.start(local)
         if not self._has_begun:
             self._model.record.begin()
-        self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
-        torch_private.prepare_reduction(self._model)
-        self._model.record.agrees = False
-        try:
-            run_backward(roots or [self._model.zero()], divisor)
-        finally:
-            self._model.record.agrees = True
+        self._model.backward_of_step(roots, divisor)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         assert self._local is not None
         present = settings()
-        total, weight, *digests = self._agree(self._local().tolist(), present.digest(), out_of_memory=self._is_abandoned)
-        self._refuse_failures()
-        present.check(*digests)
+        (total, weight), (digest, square) = self._local().tolist(), present.digest()
+        sums = self._agree(DDPReport(total, weight, digest, square, out_of_memory=self._is_abandoned))
+        self._refuse_failures(sums)
+        present.check(sums.digest, sums.square)
         if not self._model.record.buckets:
             self._model.rebuild_buckets()
             self._model.record.take_places()
-        if self._has_unused:
+        if sums.has_unused:
             self._model.forget_unused()
-        return LossSum(torch.full_like(local.total, total), weight)
+        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        gradients = shared_gradients(tensors, self._reduced, "the module or of the criterion")
+        gradients = shared_gradients(tensors, self._model.reduced_parameters, "the module or of the criterion")
         factor = factor * self._ranks  # the reducer averages
         if isinstance(factor, Tensor) or factor != 1:
             sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
             torch_private.foreach_multiply_([*self._model.record.buckets, *sparse], factor)
 
-    def abandon(self) -> bool:
-        """Makes :meth:`finish` tell the other ranks that this one is out of memory, unless they know."""
-        if self._is_agreed:
-            self._refuse_failures(but_memory=True)
-        self._is_abandoned = not self._is_agreed
-        return self._is_abandoned
+    def abandon(self) -> UpdateSync | None:
+        """Returns an update that tells the other ranks that this one is out of memory, unless they know."""
+        if self._sums is None:
+            return DDPUpdate(self._model, is_abandoned=True)
+        self._refuse_failures(self._sums, but_memory=True)
+        return None
 
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the backward of a layer."""
-        if self._is_reducing and not self._model.meets_ranks:
+        is_awaited = self._local is not None and self._sums is None
+        if is_awaited and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
-            for parameter in self._parameters:  # a failed backward has not run the hooks that other ranks wait for
+            for parameter in self._model.reduced_parameters:  # a failed backward has not run hooks that other ranks wait for
                 with contextlib.suppress(RuntimeError):  # it has been reached
                     _zero_of([parameter], [None]).backward()
-            self._agree([0.0, 0.0], [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
-        self._local, self._has_begun, self._is_reducing = None, False, False
-        for parameter in self._parameters:
+            self._agree(DDPReport(out_of_memory=out_of_memory, failed=not out_of_memory))
+        for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _agree(
-        self, local: list[float], digest: list[float], *, out_of_memory: bool = False, others: bool = False
-    ) -> tuple[float, float, float, float]:
-        """Returns the sums of loss, weight and digests over all ranks, and counts failures and ranks with unused parameters."""
-        self._is_reducing, self._is_agreed = False, True
-        self._model.begin_update()
-        has_unused = len(self._model.record.used()) < len(self._parameters)
-        numbers = [*local, *digest, out_of_memory, others, has_unused]
-        total, weight, digests, squares, *counts = collectives.sum_numbers(numbers, self._group)
-        self._failures, self._has_unused = (int(counts[0]), int(counts[1])), bool(counts[2])
-        if any(self._failures) and not self._model.record.buckets:  # on all ranks, or the next forward of some would wait
-            torch_private.forget_order(self._model)
-        return total, weight, digests, squares
+    def _agree(self, report: DDPReport) -> DDPReport:
+        """Returns the sums of the reports of all ranks, and notes whether this rank has unused parameters."""
+        self._sums = report  # if the exchange fails, nobody waits for another one
+        self._model.share_buffers()
+        has_unused = len(self._model.record.used()) < len(self._model.reduced_parameters)
+        self._sums = collectives.sum_numbers(report._replace(has_unused=has_unused), self._group)
+        if (self._sums.out_of_memory or self._sums.failed) and not self._model.record.buckets:
+            torch_private.forget_order(self._model)  # on all ranks, or the next forward of some would wait
+        return self._sums
 
-    def _refuse_failures(self, *, but_memory: bool = False) -> None:
-        (out_of_memory, others), last = self._failures, "expected none: nothing was updated, and the step can be repeated"
-        if others:
-            raise RuntimeError(f"{others} of {self._ranks} ranks failed in the backward, {last}")
-        if out_of_memory and not but_memory:
-            raise torch.OutOfMemoryError(f"{out_of_memory} of {self._ranks} ranks ran out of memory, {last}")
+    def _refuse_failures(self, sums: DDPReport, *, but_memory: bool = False) -> None:
+        last = "expected none: nothing was updated, and the step can be repeated"
+        if sums.failed:
+            raise RuntimeError(f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}")
+        if sums.out_of_memory and not but_memory:
+            raise torch.OutOfMemoryError(f"{sums.out_of_memory:.0f} of {self._ranks} ranks ran out of memory, {last}")
 
 
 @gradient_sync.register
 def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
-    return _DDPSync(model)
+    return DDPSync(model)
 
 
 def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None]) -> Tensor:

@@ -28,7 +28,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,20 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
-from ..training.accumulation import GradientSync, gradient_sync, run_backward
+from ..training.accumulation import GradientSync, UpdateSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from .ranks import RankModel, RankSync, RowSettings, connect, first_row, forget_unused, shared_gradients, undone, watch_output
+from .ranks import (
+    RankModel,
+    RankSync,
+    RankUpdate,
+    RowSettings,
+    connect,
+    first_row,
+    forget_unused,
+    shared_gradients,
+    undone,
+    watch_output,
+)
 
 
 class ShardedModel(RankModel):
@@ -187,7 +198,56 @@ class ShardedModel(RankModel):
         self._examples[method] = row
 
 
-class _FSDPSync(RankSync):
+class FSDPReport(NamedTuple):
+    """Numbers that the ranks sum at the end of a round. Ranks that need another round say so, and leave the others at 0."""
+
+    needs_more: float = 0.0  # numbers of ranks: with more micro-batches, with rows in each, with unused parameters
+    is_full: float = 0.0
+    has_unused: float = 0.0
+    total: float = 0.0  # of the losses
+    weight: float = 0.0
+    digest: float = 0.0  # of the settings
+    square: float = 0.0  # of the digest
+    fits: float = 0.0  # number of ranks where whole gradients fit
+
+
+class FSDPSync(RankSync):
+    """Opens updates of a :class:`ShardedModel`, and keeps what they learn for those behind."""
+
+    _model: ShardedModel
+
+    def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
+        super().__init__(model)
+        self._always_asks = is_coupled or model.meets_ranks
+        self._round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
+        self._updates = 0  # complete ones
+        self._keeps_whole = False  # gradients until the end of a round
+
+    def open(self) -> UpdateSync:
+        collectives.begin_reduction()  # before the first forward, in which ranks wait for the shards of others
+        asks = self._always_asks or not self._round
+        return FSDPUpdate(self, self._model, self._round, asks=asks, keeps_whole=self._keeps_whole and not asks)
+
+    def fits(self) -> bool:
+        """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
+        if self._updates != 1 or not hasattr(self._model.units[-1], "reset_iter_state"):  # newer than torch 2.11
+            return False
+        needed = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters)
+        device = self._model.devices[0]
+        return not is_accelerator(device) or needed <= free_bytes(device) // 2
+
+    def learn(self, micro_batches: int, *, all_fit: bool) -> None:
+        """Counts a complete update, after which a round is of ``micro_batches``, 0 if no rank has needed so many."""
+        self._round = 0 if self._always_asks else micro_batches
+        self._updates += 1
+        self._keeps_whole = self._keeps_whole or all_fit
+
+    def ask(self) -> None:
+        """Lets the ranks ask in the next update, after a failure of all of them."""
+        self._round = 0
+
+
+class FSDPUpdate(RankUpdate):
     """Sums gradients over ranks. Every rank takes part in the forwards of all others.
 
     All ranks run as many micro-batches as in the update before (a round), some of them without rows, and then exchange loss,
@@ -196,58 +256,40 @@ class _FSDPSync(RankSync):
     Gradients stay whole until the end of a round, if they fit into half of the free memory of each rank.
     """
 
-    def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
-        super().__init__(model, model.group)
-        self._model = model
-        self._shards = set(map(id, model.gradients.parameters))
-        self._always_asks = is_coupled or model.meets_ranks
-        self._round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
-        self._updates = 0  # complete ones
-        self._keeps_whole = False  # gradients until the end of a round
-        self._divisor: Weight = 1.0  # of the last backward
-        self._begin_update()
-
-    def _begin_update(self) -> None:
+    def __init__(self, sync: FSDPSync, model: ShardedModel, round_end: int, *, asks: bool, keeps_whole: bool) -> None:
+        super().__init__(model.group, model.devices[0])
+        self._sync, self._model = sync, model
+        self._asks, self._keeps_whole = asks, keeps_whole
+        self._end = round_end  # of the present round, in micro-batches of the update
         self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
-        self._asks = self._always_asks or not self._round
-        self._is_counted = False
-        self._local = None
-
-    def _count_update(self) -> None:
-        """Counts the update before its first forward, in which ranks wait for the shards of others."""
-        if not self._is_counted:
-            self._is_counted = True
-            collectives.begin_reduction()
+        self._divisor: Weight = 1.0  # of the last backward
+        self._is_complete = False
 
     def count_micro_batches(self, count: int) -> int:
-        self._count_update()
         if self._asks:
             return collectives.max_over_ranks(count, self._group)
         self._left = count
-        if count and self._ran == self._round:
+        if count and self._ran == self._end:
             self._begin_round(count)
         return count
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        self._count_update()
-        count = collectives.max_over_ranks(0, self._group) if self._asks else max(0, self._round - self._ran)
+        count = collectives.max_over_ranks(0, self._group) if self._asks else max(0, self._end - self._ran)
         while count:
             for _ in range(count):
-                self._without_rows += 1
-                yield [self._model.forward_without_rows()]
+                yield [self._forward_without_rows()]
             count = collectives.max_over_ranks(0, self._group) if self._asks else 0
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         if self._ran == 0:
             self._model.gradients.begin_update()
         self._ran, self._left = self._ran + 1, self._left - 1
-        keeps_whole = self._keeps_whole and not self._asks and self._ran < self._round
         self._divisor = divisor
         if local is not None:
             self.start(local)
-        with self._model.backward_of_step(keeps_whole=keeps_whole):
+        with self._model.backward_of_step(keeps_whole=self._keeps_whole and self._ran < self._end):
             run_backward(losses, divisor)
-        if self._left > 0 and self._ran == self._round and not self._asks:
+        if self._left > 0 and self._ran == self._end and not self._asks:
             self._begin_round(self._left)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
@@ -255,61 +297,56 @@ class _FSDPSync(RankSync):
             self.start(local)
         assert self._local is not None
         present = settings()
-        numbers = [*self._local().tolist(), *present.digest(), float(self._fits())]
-        while True:
-            gradients = self._model.gradients
-            has_rows, has_unused = self._without_rows == 0, len(gradients.used) < len(gradients.parameters)
-            more, full, unused, total, whole, *digests, fits = self._exchange(0, [has_rows, has_unused, *numbers])
-            if not more:
-                break
-            self._begin_round(0, local)
-        present.check(*digests)
-        if unused:
-            gradients.forget_unused()
-        self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many
-        self._updates += 1
-        self._keeps_whole = self._keeps_whole or fits == self._ranks
-        self._begin_update()
-        return LossSum(torch.full_like(local.total, total), whole)
+        (total, weight), (digest, square) = self._local().tolist(), present.digest()
+        report = FSDPReport(total=total, weight=weight, digest=digest, square=square, fits=self._sync.fits())
+        while (sums := self._sum(report)).needs_more:
+            for _ in range(self._extend(0)):
+                self.backward([self._forward_without_rows()], self._divisor, None)
+        present.check(sums.digest, sums.square)
+        if sums.has_unused:
+            self._model.gradients.forget_unused()
+        self._is_complete = True
+        self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
+        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        gradients = shared_gradients(tensors, self._shards, "the module")
+        gradients = shared_gradients(tensors, self._model.gradients.parameters, "the module")
         factor = factor * self._ranks  # FSDP2 averages
         if isinstance(factor, Tensor) or factor != 1:
             torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
 
-    def abandon(self) -> bool:
+    def abandon(self) -> UpdateSync | None:
         raise RuntimeError(
             "this rank ran out of memory where other ranks wait for its shards, so the batch cannot run again in smaller pieces: "
             "give micro_batch_size a smaller number, as memory.fit finds it"
         )
 
     def discard(self, *, out_of_memory: bool = False) -> None:
-        if self._ran:  # the failure is of all ranks, since the others would wait
-            self._round = 0
-        self._begin_update()
+        if self._ran and not self._is_complete:  # the failure is of all ranks, since the others would wait
+            self._sync.ask()
         self._model.forget_gradients()
 
-    def _begin_round(self, count: int, local: LossSum | None = None) -> None:
-        """Begins another round, of the largest ``count`` of any rank. With ``local``, a rank without rows runs it here."""
-        if local is None:
-            self._exchange(1, [0.0] * 7)
-        self._round = self._ran + collectives.max_over_ranks(count, self._group)
-        while local is not None and self._ran < self._round:
-            self._without_rows += 1
-            zero = self._model.forward_without_rows()
-            self.backward([zero], self._divisor, None)
+    def _forward_without_rows(self) -> Tensor:
+        self._without_rows += 1
+        return self._model.forward_without_rows()
 
-    def _exchange(self, more: int, numbers: Sequence[float]) -> Any:
-        """Returns sums over all ranks: of ``more``, and of the numbers of ranks that have no more micro-batches."""
-        return collectives.sum_numbers([more, *numbers], self._group)
+    def _begin_round(self, count: int) -> None:
+        """Begins another round of ``count`` micro-batches or more. Ranks that are at the end of theirs learn of it."""
+        collectives.sum_numbers(FSDPReport(needs_more=1), self._group)
+        self._extend(count)
 
-    def _fits(self) -> bool:
-        """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
-        if self._updates != 1 or not hasattr(self._model.units[-1], "reset_iter_state"):  # newer than torch 2.11
-            return False
-        needed = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters)
-        return not is_accelerator(self._device) or needed <= free_bytes(self._device) // 2
+    def _extend(self, count: int) -> int:
+        """Makes the round longer by the largest ``count`` of any rank. Returns that."""
+        largest = collectives.max_over_ranks(count, self._group)
+        self._end = self._ran + largest
+        return largest
+
+    def _sum(self, report: FSDPReport) -> FSDPReport:
+        """Returns the sums over all ranks, with the rows and the parameters that this rank has used so far."""
+        gradients = self._model.gradients
+        has_unused = len(gradients.used) < len(gradients.parameters)
+        report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused)
+        return collectives.sum_numbers(report, self._group)
 
 
 @gradient_sync.register
@@ -320,7 +357,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
             "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
-    return _FSDPSync(model, is_coupled=criterion.is_coupled)
+    return FSDPSync(model, is_coupled=criterion.is_coupled)
 
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -6,7 +6,7 @@ nothing of it is left but the structure of the output.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -25,7 +25,7 @@ from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import is_compiled, is_differentiable
 from ..runtime.values import Precision
-from ..training.accumulation import GradientSync, power_of_two
+from ..training.accumulation import GradientSync, UpdateSync, power_of_two
 
 
 class RowSettings(TypedDict, total=False):
@@ -127,17 +127,24 @@ class RankModel(nn.Module):
 
 
 class RankSync(GradientSync):
-    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
+    """Synchronises the gradients of the model of a rank. Subclasses open the updates of their strategy."""
 
-    def __init__(self, model: RankModel, group: collectives.Group) -> None:
-        self._group, self._ranks, self._device = group, collectives.world_size(group), model.devices[0]
-        self._rank_numbers = model.rank_numbers
-        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+    def __init__(self, model: RankModel) -> None:
+        self._model = model
 
     def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Draws the numbers of this rank. On an accelerator, the generator has a seed of its own."""
-        on_cpu = not is_accelerator(self._device)
-        return self._rank_numbers.drawing(collectives.rank(), is_last=is_last) if on_cpu else contextlib.nullcontext()
+        if is_accelerator(self._model.devices[0]):
+            return contextlib.nullcontext()
+        return self._model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
+
+
+class RankUpdate(UpdateSync):
+    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
+
+    def __init__(self, group: collectives.Group, device: torch.device) -> None:
+        self._group, self._ranks, self._device = group, collectives.world_size(group), device
+        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
@@ -218,12 +225,12 @@ def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: co
                 parameter.grad = None
 
 
-def shared_gradients(tensors: Iterable[Tensor], shared: Container[int], place: str) -> list[Tensor]:
-    """Returns the gradients of parameters of the optimizers. ``shared`` are the ids of those that are reduced, in ``place``."""
-    gradients = []
+def shared_gradients(tensors: Iterable[Tensor], shared: Iterable[Tensor], place: str) -> list[Tensor]:
+    """Returns the gradients of parameters of the optimizers. ``shared`` are those that are reduced, in ``place``."""
+    gradients, reduced = [], set(map(id, shared))
     for parameter in tensors:
         if parameter.grad is not None:
-            if id(parameter) not in shared:
+            if id(parameter) not in reduced:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not "
                     f"share: make it part of {place} that parallelize is given"

@@ -11,14 +11,20 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
-from ..training.accumulation import GradientSync, gradient_sync, power_of_two, run_backward
+from ..training.accumulation import GradientSync, UpdateSync, gradient_sync, power_of_two, run_backward
 
 
-class _ReplicaSync(GradientSync):
-    """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch."""
+class ReplicaSync(GradientSync, UpdateSync):
+    """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch.
+
+    No update has a state of its own here. Gradients that are not reduced yet are in the buckets of the replicas.
+    """
 
     def __init__(self, model: DataParallelModel, criterion: DataParallelCriterion) -> None:
         self._model, self._criterion = model, criterion
+
+    def open(self) -> UpdateSync:
+        return self
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
@@ -54,4 +60,4 @@ def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSyn
         raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
     if world_size() > 1:
         raise TypeError(f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)")
-    return _ReplicaSync(model, criterion)
+    return ReplicaSync(model, criterion)

@@ -7,6 +7,7 @@ With float16 the divisor is a power of two, so that a division rounds nothing, a
 A weight on a device starts its way to the host before the backward of its micro-batch, and is read after the last one. So the
 host waits for no backward. ::
 
+    sync = gradient_sync(model, criterion).open()     # one for each update
     with sync.accumulating():
         sync.backward(losses, divisor, None)          # micro-batches before the last
     sync.backward(losses, divisor, loss_sum)          # gradients are reduced while it runs
@@ -33,22 +34,27 @@ from .settings import Settings
 
 
 class GradientSync(abc.ABC):
-    """Synchronises the gradients of one update, of a model and its criterion. Defaults are those of one process."""
+    """Synchronises the gradients of a model and its criterion. It has no state of an update."""
 
-    def begin(self) -> None:  # noqa: B027 - nothing to do in one process
-        """Begins an update that may be abandoned."""
-
-    def count_micro_batches(self, count: int) -> int:
-        """Returns how many micro-batches to run, if this process needs ``count``."""
-        return count
+    @abc.abstractmethod
+    def open(self) -> "UpdateSync":
+        """Returns the synchronisation of one update. An update that runs again opens another one."""
 
     def random_numbers(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Surrounds all work on rows of one update, whose random numbers are those of this process. ``is_last`` ends it."""
         return contextlib.nullcontext()
 
+
+class UpdateSync(abc.ABC):
+    """Synchronises the gradients of one update. Defaults are those of one process."""
+
+    def count_micro_batches(self, count: int) -> int:
+        """Returns how many micro-batches to run, if this process needs ``count``."""
+        return count
+
     @abc.abstractmethod
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns the divisor of all gradients of an update, without waiting for a device. It is the same in all processes.
+        """Returns the divisor of all gradients of the update, without waiting for a device. It is the same in all processes.
 
         ``expected`` is the weight of this process's rows, as far as they are known; ``before``, that of the update before, over
         everything, or 0. In float16, gradients need a divisor near the final one, and a power of two.
@@ -57,6 +63,9 @@ class GradientSync(abc.ABC):
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
         return contextlib.nullcontext()
+
+    def forget_forwards(self) -> None:  # noqa: B027 - nothing to do in one process
+        """Tells that all forwards of the update were undone, and run again."""
 
     @abc.abstractmethod
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
@@ -86,12 +95,12 @@ class GradientSync(abc.ABC):
         """Returns the smallest ``number`` of all processes."""
         return number
 
-    def abandon(self) -> bool:
-        """Gives the update up, after this process ran out of memory.
+    def abandon(self) -> "UpdateSync | None":
+        """Gives the update up, after this process ran out of memory and :meth:`discard` was called.
 
-        Returns True if other processes wait in their reduction. :meth:`finish` then takes part, tells them, and raises.
+        If other processes wait in their reduction, the result takes part in it, tells them, and raises in :meth:`finish`.
         """
-        return False
+        return None
 
     @abc.abstractmethod
     def discard(self, *, out_of_memory: bool = False) -> None:
@@ -133,7 +142,7 @@ class Accumulation:
 
     def __init__(
         self,
-        sync: GradientSync,
+        sync: UpdateSync,
         trained: Mapping[str, Tensor],
         device: torch.device,
         precision: Precision,
@@ -148,7 +157,7 @@ class Accumulation:
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self.gradients: list[tuple[str, Tensor, int]] = []  # behind the last add(), with names and version counters
         self.is_reduced = False  # over replicas and ranks: nothing can be added
-        self._sync = sync
+        self.sync = sync
         self._is_mean = is_mean
         self._scaler = precision.scaler_on(device)
         autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
@@ -175,8 +184,8 @@ class Accumulation:
         self._add_weight(weight)
         if self._divisor is None:
             expected = _sum([self.weight, weight * followers], self.total.device)
-            self._divisor = self._sync.divisor(expected, self._weight_before, self._in_float16) if self._is_mean else 1.0
-        self._sync.backward(roots, self._divisor, LossSum(self.total, self.weight) if last else None)
+            self._divisor = self.sync.divisor(expected, self._weight_before, self._in_float16) if self._is_mean else 1.0
+        self.sync.backward(roots, self._divisor, LossSum(self.total, self.weight) if last else None)
         self.is_reduced = last
 
     def finish(self, minimum: float, settings: Callable[[], Settings]) -> tuple[Tensor, float, Weight]:
@@ -184,9 +193,9 @@ class Accumulation:
 
         ``minimum`` is that of the divisor; ``settings`` returns those of this rank, which the ranks compare.
         """
-        for zeros in self._sync.forwards_without_rows(is_reduced=self.is_reduced):
+        for zeros in self.sync.forwards_without_rows(is_reduced=self.is_reduced):
             self.backward([LossSum(zero, 0.0) for zero in zeros], 0, last=True)
-        whole = self._sync.finish(LossSum(self.total, self.weight), settings)
+        whole = self.sync.finish(LossSum(self.total, self.weight), settings)
         counted = self._weight_on_host if whole.weight is self.weight else whole.weight
         weight = max(float(counted() if callable(counted) else counted or 0.0), minimum)
         true_divisor = weight if self._is_mean and weight else 1.0

@@ -42,7 +42,7 @@ from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import TorchDispatchMode, buffers_of, parameters_of, versions
 from ..runtime.values import Precision
 from ..savings.saving import advice
-from .accumulation import GradientSync
+from .accumulation import UpdateSync
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
@@ -58,13 +58,12 @@ class Recovery:
     ``has_failed`` tells that memory was too small since the last :meth:`restart`.
     """
 
-    def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync) -> None:
+    def __init__(self, model: Any, criterion: DataParallelCriterion) -> None:
         if world_size() > 1 and meets_other_ranks(model.modules()):
             raise ValueError(
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
                 "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
-        self._sync = sync
         self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
         self.forget()
 
@@ -76,7 +75,6 @@ class Recovery:
     def begin(self, batch: Batch | None = None) -> None:
         """Copies what an update changes, before its first forward, and records a batch of it."""
         if not self._has_begun:
-            self._sync.begin()
             with RetriedAllocations():
                 self._before.take()
             self._has_begun = True
@@ -90,16 +88,16 @@ class Recovery:
         self._is_local = not is_elsewhere if is_local else self._is_local
         self._reason = self._reason or str(error)
 
-    def restart(self, largest: Sequence[tuple[float, float]]) -> float:
+    def restart(self, largest: Sequence[tuple[float, float]], sync: UpdateSync) -> float:
         """Puts everything back. Returns a smaller limit, the same on all ranks.
 
         ``largest`` are the largest micro-batch of each batch per device, and the limit that halves it, 0 if nothing does.
         """
         size, half = max(largest, default=(0, 0))
         writes = explain_writes([*self._recorded, *self._before.uncopied])
-        smaller = self._sync.smallest(0 if writes else half if self._is_local else _NO_LIMIT)
+        smaller = sync.smallest(0 if writes else half if self._is_local else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
-            smaller = -self._sync.smallest(-half)  # of the largest, since others may have no rows
+            smaller = -sync.smallest(-half)  # of the largest, since others may have no rows
         self._before.restore()
         release_memory()
         if not smaller:
@@ -111,7 +109,6 @@ class Recovery:
             )
         self._tried.append(size)
         self.has_failed, self._is_local, self._reason = False, False, ""
-        self._sync.begin()
         return smaller
 
     def end(self, unit: str, limit: float | None) -> None:
@@ -254,7 +251,7 @@ class TwoPasses:
     """The first pass of one update, and the agreement of the ranks behind it. ``is_auto`` runs batches again."""
 
     def __init__(
-        self, loss: CoupledLoss, sync: GradientSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool
+        self, loss: CoupledLoss, sync: UpdateSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool
     ) -> None:
         self.loss, self._sync, self._precision, self._devices, self._is_auto = loss, sync, precision, devices, is_auto
         self._is_single = False  # there is one pass
@@ -278,7 +275,7 @@ class TwoPasses:
         if writes := explain_writes(recorded):
             raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
         random.setstate(python)
-        self._sync.begin()
+        self._sync.forget_forwards()
 
     def at_once(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns the losses of the only micro-batch of an update."""

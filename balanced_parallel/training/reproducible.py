@@ -19,26 +19,26 @@ from ..batch.rows import Batch, Shard
 from ..runtime.collectives import gather_objects, rank, world_size
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
-from .accumulation import GradientSync
+from .accumulation import UpdateSync
 from .recovery import Snapshot
 
 
 class RandomByRow:
     """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change."""
 
-    def __init__(self, model: Any, sync: GradientSync, before: Snapshot) -> None:
+    def __init__(self, model: Any, before: Snapshot) -> None:
         if draws_in_compiled_code(model):
             raise ValueError(
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
                 "torch._inductor.config.fallback_random = True before torch.compile"
             )
-        self._device, self._sync, self._before = model.devices[0], sync, before
+        self._device, self._before = model.devices[0], before
         self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
         self._draws: dict[Hashable, list[Draw]] = {}  # by the kind of a batch
         self._update: UpdateRandom | None = None
         self._state_before: Tensor | None = None  # of the CPU's generator, before the seed of an update was drawn
 
-    def begin(self, batch: Batch, run: Callable[[list[Shard]], Any]) -> Callable[[Shard], Shard]:
+    def begin(self, batch: Batch, run: Callable[[list[Shard]], Any], sync: UpdateSync) -> Callable[[Shard], Shard]:
         """Numbers the rows of a batch. Returns a function that gives its shards a context. ``run`` runs shards of one forward."""
         leaves = containers.leaves((batch.inputs, batch.targets))
         types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
@@ -63,6 +63,7 @@ class RandomByRow:
 
         if not is_known:
             self._run_two_and_three(batch, lambda shard: run([surround(shard, None)]))
+            sync.forget_forwards()
             if rows:
                 self._draws[kind] = find_draws(*update.forwards[-2:])
         return functools.partial(surround, draws=self._draws.get(kind, []))
@@ -83,7 +84,6 @@ class RandomByRow:
             raise
         finally:
             self._before.restore()
-        self._sync.begin()
 
     def end(self, *, has_failed: bool = False) -> None:
         """Ends the update. After one that has failed, the CPU's generator is where it was before, for a repetition."""

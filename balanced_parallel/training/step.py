@@ -10,6 +10,7 @@ Out of memory with ``"auto"`` puts everything back and goes through the same bat
 on each other goes through the plan twice.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.torch_private import hooks_of, is_compiled, versions, without_hooks
 from ..runtime.values import Precision, naming_arguments
-from .accumulation import Accumulation, gradient_sync
+from .accumulation import Accumulation, UpdateSync, gradient_sync
 from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
 from .reproducible import RandomByRow
 from .settings import Settings
@@ -113,7 +114,7 @@ class TrainStep:
         cut: Cut | None = None,
         reproducible: bool = False,
     ) -> None:
-        self._sync = gradient_sync(model, criterion)
+        self._strategy = gradient_sync(model, criterion)
         check_arguments(criterion, micro_batch_size, max_grad_norm, cut)
         self.model = cast(Any, model)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
@@ -124,9 +125,10 @@ class TrainStep:
         self._is_auto = micro_batch_size == "auto"
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
         self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
-        self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
+        self._recovery = Recovery(model, criterion) if self._is_auto else None
         self._is_compiled = any(map(is_compiled, model.modules()))
-        self._by_row = RandomByRow(model, self._sync, self._before) if reproducible else None
+        self._by_row = RandomByRow(model, self._before) if reproducible else None
+        self._opened: UpdateSync | None = None  # by the strategy, for the update in progress
         self._sums: Accumulation | None = None  # of the micro-batches since the last update
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
         self._weight_before = 0.0  # of the last update, over everything
@@ -200,7 +202,8 @@ class TrainStep:
             communication.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit, int)]))
         if self._by_row is not None:
             compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
-            run = run._replace(surround=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
+            forward = functools.partial(self._forward, compute=compute, collected=None)
+            run = run._replace(surround=self._by_row.begin(run.batch, forward, self._sync))
         if self._recovery is not None:
             self._recovery.begin(run.batch)
         if self._recovery is not None or self.criterion.is_coupled:
@@ -232,7 +235,7 @@ class TrainStep:
             run.batch.check_weight(self.criterion.weigh_targets)
         sums.begin_batch(losses)
         before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
-        with self._sync.accumulating():
+        with sums.sync.accumulating():
             for number, shards in enumerate(before, start=1):
                 sums.backward(self._forward(shards, losses.compute, run.outputs), len(plan) - number, last=False)
         for shards in last:
@@ -253,6 +256,13 @@ class TrainStep:
         except (TypeError, AttributeError, RuntimeError) as error:
             _explain(error, shards[0])
             raise
+
+    @property
+    def _sync(self) -> UpdateSync:
+        """The synchronisation of the update in progress, which begins here."""
+        if self._opened is None:
+            self._opened = self._strategy.open()
+        return self._opened
 
     def _begin(self) -> Accumulation:
         """Returns the sums since the last update. The first call after an update clears all gradients."""
@@ -275,14 +285,15 @@ class TrainStep:
         hooks.close()
         if self._by_row is not None:
             self._by_row.end()
-        update, self._sums, self._runs, self._weight_before = self._update, None, [], weight
+        update, sync = self._update, self._begin().sync
+        self._opened, self._sums, self._runs, self._weight_before = None, None, [], weight
         if weight == 0:
             update.forget_gradients()
             warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
         try:
             with retrying_allocations(self.model.devices if self._is_auto else ()):
-                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
+                update.run(sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
             error.add_note(
@@ -311,14 +322,18 @@ class TrainStep:
                 self._try(self._run_coupled)
             if recovery is None:
                 return self._finish()
-            if not recovery.has_failed or self._sync.abandon():
+            if recovery.has_failed:
+                self._opened = self._sync.abandon()
+            if not recovery.has_failed or self._opened is not None:
                 with retrying_allocations(self.model.devices):  # after the agreement of the ranks, none of them must fail
                     result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
             if not recovery.has_failed:
                 recovery.end(self._unit, self._limit)
                 return result
             shares = self.model.split or len(self.model.devices)
-            self._limit = recovery.restart([run.batch.largest(shares, self._limit) for run in self._runs])
+            self._opened = self._strategy.open()
+            largest = [run.batch.largest(shares, self._limit) for run in self._runs]
+            self._limit = recovery.restart(largest, self._opened)
             for run in self._runs:
                 if run.outputs is not None:
                     run.outputs.clear()
@@ -355,7 +370,7 @@ class TrainStep:
         if not self._has_compared:
             self._check_first(is_whole=is_last)
         had_rows = self._sums is not None or bool(self._runs)
-        numbers = self._sync.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
+        numbers = self._strategy.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
         with hooks, window(self.model, self.criterion), collectives.naming_ranks(), numbers:
@@ -367,6 +382,7 @@ class TrainStep:
                 if had_rows and (self._sums is not None or self._runs):
                     error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
                 self._drop(error)
+                self._opened = None
                 self._update.forget_gradients()  # nobody takes them for those of another loss
                 self._runs = []
                 if self._by_row is not None:
@@ -385,7 +401,8 @@ class TrainStep:
 
     def _drop(self, error: BaseException) -> None:
         self._sums = None
-        self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+        if self._opened is not None:
+            self._opened.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
     @property
     def _may_split(self) -> bool:
@@ -475,7 +492,7 @@ class TrainStep:
         return TrainedState(self.model, self.criterion, optimizers, schedulers, self.precision, self._trained)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sums": None, "_runs": []}  # a copy has no gradients
+        return {**self.__dict__, "_opened": None, "_sums": None, "_runs": []}  # a copy has no gradients
 
 
 def _explain(error: Exception, shard: Shard) -> None:

@@ -27,7 +27,7 @@ from ..runtime.torch_private import (
     versions,
 )
 from ..runtime.values import check_type
-from .accumulation import GradientSync
+from .accumulation import UpdateSync
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Schedulers = LRScheduler | Sequence[LRScheduler]
@@ -96,7 +96,7 @@ class Update:
                     "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
                 )
 
-    def run(self, sync: GradientSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
+    def run(self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
         """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and steps the optimizers.
 
         Hooks of parameters are called before the clipping, once, with the gradient of the whole batch.
