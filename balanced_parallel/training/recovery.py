@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Batch, Shard, move_leaves
+from ..batch.rows import Batch, ParallelModel, Shard, move_leaves
 from ..loss.coupled import CoupledLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum
@@ -58,7 +58,7 @@ class Recovery:
     ``has_failed`` tells that memory was too small since the last :meth:`restart`.
     """
 
-    def __init__(self, model: Any, criterion: DataParallelCriterion) -> None:
+    def __init__(self, model: ParallelModel, criterion: DataParallelCriterion) -> None:
         if world_size() > 1 and meets_other_ranks(model.modules()):
             raise ValueError(
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "

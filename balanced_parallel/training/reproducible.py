@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import containers
-from ..batch.rows import Batch, Shard
+from ..batch.rows import Batch, ParallelModel, Shard
 from ..runtime.collectives import gather_objects, rank, world_size
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
@@ -26,8 +26,8 @@ from .recovery import Snapshot
 class RandomByRow:
     """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change."""
 
-    def __init__(self, model: Any, before: Snapshot) -> None:
-        if draws_in_compiled_code(model):
+    def __init__(self, model: ParallelModel, before: Snapshot) -> None:
+        if draws_in_compiled_code(model.module):
             raise ValueError(
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
                 "torch._inductor.config.fallback_random = True before torch.compile"

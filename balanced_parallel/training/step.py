@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..batch.by_cost import check_limit
 from ..batch.containers import describe, spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments, copy_views
+from ..batch.rows import Arguments, Batch, Cut, MicroBatch, ParallelModel, Shard, as_arguments, copy_views
 from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
@@ -116,7 +116,7 @@ class TrainStep:
     ) -> None:
         self._strategy = gradient_sync(model, criterion)
         check_arguments(criterion, micro_batch_size, max_grad_norm, cut)
-        self.model = cast(Any, model)
+        self.model = cast(ParallelModel, model)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.max_grad_norm, self.precision, self.cut = max_grad_norm, Precision(precision), cut
         self.grad_norm: Tensor | None = None
@@ -125,9 +125,9 @@ class TrainStep:
         self._is_auto = micro_batch_size == "auto"
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
         self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
-        self._recovery = Recovery(model, criterion) if self._is_auto else None
+        self._recovery = Recovery(self.model, criterion) if self._is_auto else None
         self._is_compiled = any(map(is_compiled, model.modules()))
-        self._by_row = RandomByRow(model, self._before) if reproducible else None
+        self._by_row = RandomByRow(self.model, self._before) if reproducible else None
         self._opened: UpdateSync | None = None  # by the strategy, for the update in progress
         self._sums: Accumulation | None = None  # of the micro-batches since the last update
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
@@ -373,7 +373,8 @@ class TrainStep:
         numbers = self._strategy.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
-        with hooks, window(self.model, self.criterion), collectives.naming_ranks(), numbers:
+        names = collectives.naming_ranks() if self._has_ranks else nullcontext()
+        with hooks, window(self.model, self.criterion, in_step=True), names, numbers:
             try:
                 if self._sums is not None:
                     self._update.check_gradients(self._sums.gradients)

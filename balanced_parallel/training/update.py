@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batch.containers import describe
-from ..batch.rows import Cut
+from ..batch.rows import Cut, ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import SEVERAL, Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
@@ -218,14 +218,14 @@ def _listed(value: Any, kind: type, name: str) -> list[Any]:
     return listed
 
 
-def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
+def trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
     both = nn.ModuleDict({"model": model, "criterion": criterion})
     learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
     return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
-def warn_of_hooks(model: nn.Module) -> None:
+def warn_of_hooks(model: ParallelModel) -> None:
     """Warns of hooks of modules' backwards, which get a part of the batch."""
     names = [name for name, module in model.named_modules() if any(backward_hooks_of(module))]
     if names:
