@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
@@ -14,7 +15,7 @@ from ..runtime.collectives import world_size
 from ..training.accumulation import GradientSync, UpdateSync, gradient_sync, power_of_two, run_backward
 
 
-class ReplicaSync(GradientSync, UpdateSync):
+class _ReplicaSync(GradientSync, UpdateSync):
     """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch.
 
     No update has a state of its own here. Gradients that are not reduced yet are in the buckets of the replicas.
@@ -40,10 +41,14 @@ class ReplicaSync(GradientSync, UpdateSync):
             yield []  # for a backward that only sums the gradients of the replicas
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
+        both = self._criterion.replicas, self._model.replicas
         if losses:
-            run_backward(losses, divisor)
+            compiled = [replicas for replicas in both if replicas.tree is not None and replicas.tree.is_compiled]
+            # Compiled backwards fail in the threads of the engine, one for each device (pytorch#185372).
+            with torch.autograd.set_multithreading_enabled(torch.autograd.is_multithreading_enabled() and not compiled):
+                run_backward(losses, divisor)
         # The model comes last: a BalancedOptimizer takes the gradients of parameters that both share from there.
-        for replicas in (self._criterion.replicas, self._model.replicas) if local is not None else ():
+        for replicas in both if local is not None else ():
             if replicas.gradients.buckets:  # only with several devices
                 replicas.gradients.reduce()
 
@@ -60,4 +65,4 @@ def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSyn
         raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
     if world_size() > 1:
         raise TypeError(f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)")
-    return ReplicaSync(model, criterion)
+    return _ReplicaSync(model, criterion)
