@@ -337,6 +337,7 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "strategies.launch": "the environment of torchrun",
     "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
+    "training.passes": "one surrounding of an update",
     "training.reproducible": "a public argument",
     "training.settings": "the settings of ranks",
 }

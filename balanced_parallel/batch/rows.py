@@ -17,13 +17,15 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, move, resolve_devices
-from ..runtime.torch_private import base_of
+from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, spread
 from .outputs import PerReplica
@@ -387,6 +389,86 @@ class MicroBatch(NamedTuple):
     """The shards of one forward. A model takes it in place of arguments, so that its hooks run as in any forward."""
 
     shards: Sequence[Shard]
+
+
+class ParallelModel(Protocol):
+    """The model of a :class:`TrainStep`: over the devices of a process, or over ranks."""
+
+    module: nn.Module
+    devices: list[torch.device]  # of this process
+    split: Sequence[float] | None  # the weight of each device; None for equal parts
+    dim: int
+    out_dims: Dims
+    runs: Mapping[tuple[str | None, bool], bool]
+
+    def __call__(self, shards: MicroBatch, /) -> PerReplica:
+        """Runs the module on the shards of a micro-batch."""
+
+    def mark(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments marked with the dimensions of their rows."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Returns all modules, as of an ``nn.Module``."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Returns all modules with their names."""
+
+
+class ModelOfRows(nn.Module):
+    """A wrapper that runs its module on rows. Subclasses run it on the devices of a process, or on that of a rank."""
+
+    module: nn.Module
+    in_dims: Dims
+    # Methods that have run over ranks, and the mode of the module, with True for those that communicate with other ranks.
+    runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module on the rows of the arguments, and returns a :class:`PerReplica` of its outputs."""
+        if inputs and type(inputs[0]) is MicroBatch:
+            return self._run_shards(inputs[0].shards)
+        return self._run_by_hand(None, Arguments(inputs, kwargs))
+
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls a method of the module other than ``forward``, with arguments split and outputs returned as in a forward.
+
+        Entries of ``in_dims`` by name apply to its arguments too. Positions in ``in_dims`` are those of ``forward``.
+
+        Example:
+            >>> features = model.call("encode_image", images)  # doctest: +SKIP
+        """
+        return self._run_by_hand(method, Arguments(inputs, kwargs))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of ``torch.compile``.
+
+        In one process, compiled replicas run one after the other in the calling thread. On several devices they are trained by
+        :class:`TrainStep`, whose backwards run in the calling thread, too.
+        """
+        self.module.compile(*args, **kwargs)
+
+    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
+        """Returns the arguments marked with the dimensions of ``in_dims``."""
+        return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
+
+    def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
+        """Runs the module on the shards of a micro-batch of :class:`TrainStep`."""
+        raise NotImplementedError
+
+    def _run_by_hand(self, method: str | None, arguments: Arguments) -> Any:
+        """Runs a method of the module on arguments, None for its ``forward``."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute. The error for one that only the module has says how to reach it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if hasattr(vars(self).get(CHILDREN, {}).get("module"), name):
+                raise AttributeError(
+                    f"{error}, which its module has: write model.call({name!r}, ...) for a method that takes rows, and "
+                    f"model.module.{name} for anything else"
+                ) from None
+            raise
 
 
 NOTHING = Arguments((), {})

@@ -209,13 +209,12 @@ class CriterionCopies:
         with self.precision.autocast(devices), self.on(devices) as criteria:
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
             work = [functools.partial(self._run, function, *replica) for replica in replicas]
-            return self.replicas.workers(work, devices, together=False)
+            return self.replicas.run(work, devices, together=False)
 
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""
         with self.precision.autocast([device]), self.on([device]) as (criterion,):
-            results: list[T] = self.replicas.workers([functools.partial(function, criterion)], [device], together=False)
-        return results[0]
+            return self.replicas.run([functools.partial(function, criterion)], [device], together=False)[0]
 
     def _run(
         self,

@@ -33,7 +33,7 @@ from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entr
 from .copies import Criterion, CriterionCopies, ShardLoss, call_spread, devices_of
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .means import LossOfMeans, single_mean
-from .rules import add_loss, counter_of_targets, find_torch_loss, has_sum, is_known, loss_weight, reduction_in, reduction_of
+from .rules import add_loss, counts_classes, find_torch_loss, has_sum, is_known, loss_weight, reduction_in, reduction_of, unwrap
 from .sums import (
     MINIMUM,
     Bound,
@@ -181,23 +181,27 @@ class _Mean(_OfOnePass):
 class KnownMean(_Mean):
     """A mean that torch computes. Its sum and its weight are known, and the weight often before the sum."""
 
-    _is_counted = False  # the weight of a batch, from its targets
-
     def __init__(self, settings: "LossSettings", reduction: str) -> None:
         super().__init__(settings, reduction)
-        self._count = counter_of_targets(settings.criterion) if reduction == "mean" else None
+        self._is_counted = False  # the weight of a batch, before its losses
+        self._counts_classes = reduction == "mean" and counts_classes(settings.criterion)
+        self._function, _, self._keywords = unwrap(settings.criterion)
 
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
         """Returns the number of targets that count, or None."""
-        return None if self._count is None else self._count(targets)
+        target = targets[0] if len(targets) == 1 else None
+        if not self._counts_classes or not isinstance(target, Tensor) or target.is_floating_point():
+            return None
+        if self._keywords.get("weight", getattr(self._function, "weight", None)) is not None:
+            return None
+        ignored = self._keywords.get("ignore_index", getattr(self._function, "ignore_index", -100))
+        count: Tensor = (target != ignored).sum()
+        return count
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
         """Returns the kind of one batch."""
-        if self._count is None or not targets:
-            return self
-        weights = [self._count(part) for part in targets]
-        counts = [weight for weight in weights if weight is not None]
-        if len(counts) < len(weights):
+        counts = [weight for weight in map(self.weight_of, targets) if weight is not None]
+        if not targets or len(counts) < len(targets):
             return self
         counted = copy.copy(self)
         counted._is_counted, counted.weight = True, sum(counts, 0.0)
@@ -208,8 +212,17 @@ class KnownMean(_Mean):
         return copies.run(self._part, outputs, shards)
 
     def _part(self, shard: ShardLoss) -> LossSum:
+        """Returns the sum of the terms. There is no division, so no nan without counted targets."""
         weight = 0.0 if self._is_counted else weigh_by_rule(shard)
-        return LossSum(sum_of_terms(shard), weight)
+        if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
+            return LossSum(widen(shard.nothing()), weight)
+        if "reduction" in shard.kwargs:  # it would override the sum
+            others = {name: value for name, value in shard.kwargs.items() if name != "reduction"}
+            shard = shard._replace(kwargs=others)
+        outputs = containers.spread(shard.output)
+        if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float16 for leaf in outputs):  # whose sum overflows
+            return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
+        return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
 
 
 class WeighedMean(_Mean):
@@ -424,18 +437,6 @@ def call_weight(weight: Any, shard: ShardLoss) -> Any:
 def _one(*arguments: object, **kwargs: object) -> float:
     """Weighs each rank alike."""
     return 1.0
-
-
-def sum_of_terms(shard: ShardLoss) -> Tensor:
-    """Returns the sum of the terms of a loss of torch. There is no division, so no nan without counted targets."""
-    if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
-        return widen(shard.nothing())
-    if "reduction" in shard.kwargs:  # it would override the sum
-        shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
-    for leaf in containers.spread(shard.output):
-        if isinstance(leaf, Tensor) and leaf.dtype == torch.float16:  # whose sum overflows
-            return widen(shard.call(_reducing(shard.criterion, "none"))).sum()
-    return check_loss(shard.call(_reducing(shard.criterion, "sum")))
 
 
 def _reducing(criterion: Criterion, reduction: str) -> Criterion:

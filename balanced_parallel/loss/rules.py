@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -296,16 +296,7 @@ def reduction_in(settings: dict[str, Any]) -> str:
     return "sum" if settings.get("size_average") is False else "mean"
 
 
-def counter_of_targets(criterion: Any) -> Callable[[tuple[Any, ...]], Tensor | None] | None:
-    """Returns a function of targets that computes :func:`loss_weight`, or None if that depends on the output too."""
-    unwrapped, arguments, settings = unwrap(criterion)
-    is_of_classes = find_torch_loss(criterion) in (F.cross_entropy, F.nll_loss)
-    return functools.partial(_count_classes, unwrapped, settings) if is_of_classes and not arguments else None
-
-
-def _count_classes(criterion: object, settings: Mapping[str, Any], targets: tuple[Any, ...]) -> Tensor | None:
-    """Returns the number of class indices that are not ignored; None with class weights, or for class probabilities."""
-    class_weights = settings.get("weight", getattr(criterion, "weight", None))
-    if class_weights is not None or len(targets) != 1 or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():
-        return None
-    return _classes(target=targets[0], ignore_index=settings.get("ignore_index", getattr(criterion, "ignore_index", -100)))
+def counts_classes(criterion: Any) -> bool:
+    """Returns True if the divisor is the number of class indices that are not ignored: targets alone tell it."""
+    loss = find_torch_loss(criterion)
+    return loss in (F.cross_entropy, F.nll_loss) and not unwrap(criterion)[1]

@@ -261,3 +261,19 @@ def add_means(part: Any) -> LossSum:
             "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
         )
     return LossSum(functools.reduce(torch.add, [mean.total for mean in sums]), sums[0].weight)
+
+
+def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
+    """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
+    roots = [loss for loss in losses if loss.requires_grad]
+    if not roots:
+        raise RuntimeError(
+            "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside of "
+            "torch.no_grad() and inference_mode(), a model that is not frozen, and a criterion that does not detach its result"
+        )
+    factor = 1 / divisor
+    gradients = [
+        move(factor, loss.device).to(loss.dtype) if isinstance(factor, Tensor) else torch.full_like(loss, factor)
+        for loss in roots
+    ]
+    torch.autograd.backward(roots, gradients)

@@ -270,7 +270,7 @@ class Option:
         """Returns the bytes to and from the busiest device per update, and those of whole gradients.
 
         Gradients of sharded parameters stay whole until the last micro-batch if they fit into half of what is free: the rule of
-        ``FSDPUpdate``. They are reduced once then. Otherwise each micro-batch reduces them.
+        ``strategies/fsdp.py``. They are reduced once then. Otherwise each micro-batch reduces them.
         """
         parameters: int = sum(parameter.nbytes for parameter in self.request.module.parameters())
         devices = len(self.capacity)

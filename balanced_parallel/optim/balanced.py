@@ -286,7 +286,7 @@ class _ReplicaShards:
         self._prepare()
         self.collect()
         with self._model.replicas.in_turn():
-            for owners in () if self._model.replicas.copies.are_fresh else self._owners:
+            for owners in () if self._model.replicas.are_fresh else self._owners:
                 owners.fetch()
             if self._optimizers is None:
                 getattr(self.inner, method)()

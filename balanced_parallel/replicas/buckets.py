@@ -323,7 +323,6 @@ class GradientBuckets:
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
-        self.deferring = 0  # blocks that defer the reduction of the forwards that run now
         self.is_sharded = False  # owners receive the gradients of at least one bucket
         self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
 
@@ -347,17 +346,21 @@ class GradientBuckets:
         learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
         self.buckets = [*sharded, *(bucket for group in learning for bucket in make_buckets(group))]
 
+    def shard(self) -> None:
+        """Notes that buckets get owners, so that they stay as they are."""
+        self.is_sharded = True
+
     def unshard(self, buckets: Iterable[Bucket]) -> None:
         """Takes the owners away. Gradients go to the parameters again."""
         for bucket in buckets:
             bucket.owners = None
         self.is_sharded = any(bucket.owners is not None for bucket in self.buckets)
 
-    def schedule(self, bucket: Bucket, streams: Streams) -> Schedule:
+    def schedule(self, bucket: Bucket, streams: Streams, *, deferred: bool) -> Schedule:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
         if self.side is None and any(streams.values()):
             self.side = SideStreams()
-        return Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferring > 0)
+        return Schedule(streams, self.side, bucket is not self.buckets[-1], deferred)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:

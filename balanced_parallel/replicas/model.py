@@ -12,17 +12,17 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, MicroBatch, Shard, mark_inputs, move_arguments
+from ..batch.rows import Arguments, Batch, ModelOfRows, Shard, move_arguments
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of
 from ..runtime.values import Precision, check_type, naming_arguments
 from .batchnorm import AllRowsBatchNorm
-from .module_tree import attribute_of_wrapper, check_module
+from .module_tree import check_module
 from .replicas import Replicas, window
 
 
-class DataParallelModel(nn.DataParallel[nn.Module]):
+class DataParallelModel(ModelOfRows, nn.DataParallel[nn.Module]):
     """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.
 
     Replaces ``torch.nn.DataParallel``. It is a subclass, with the same ``.module`` and ``state_dict()``, but outputs are not
@@ -106,20 +106,10 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.device_ids = [0 if device.index is None else device.index for device in devices]
         self.src_device_obj = devices[0]
 
-    __getattr__ = attribute_of_wrapper
-
     def extra_repr(self) -> str:
         """Returns the devices and their shares, for ``repr(model)``."""
         shares = ", ".join(f"{weight / sum(self.split):.1%}" for weight in self.split) if self.split else "equal"
         return f"devices={[str(device) for device in self.devices]}, shares: {shares}"
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of ``torch.compile``.
-
-        Compiled replicas run one after the other in the calling thread, and from the first forward on several devices on, the
-        backwards of this thread run in one thread (``torch.autograd.set_multithreading_enabled(False)``).
-        """
-        self.module.compile(*args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Defers the reduction of gradients, so that those of several micro-batches are reduced once.
@@ -149,53 +139,34 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         In a block of :meth:`no_sync` or ``savings.inference``, only the first forward does so. This is needed there after a write
         that torch's version counters do not record, such as ``parameter.data.clamp_(...)``.
         """
-        self.replicas.copies.forget_values()
+        self.replicas.forget_values()
 
     def reduce_gradients(self) -> None:
         """Sums the gradients that have accumulated on the replicas under :meth:`no_sync`, if no backward has done so."""
         self.replicas.gradients.reduce()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs every replica on its rows of the arguments, and returns a :class:`PerReplica` of their outputs."""
-        if inputs and type(inputs[0]) is MicroBatch:
-            return self._run_shards(inputs[0].shards, None)
-        return self._run(None, Arguments(inputs, kwargs))
-
-    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module other than ``forward``, with arguments split and outputs returned as in a forward.
-
-        Entries of ``in_dims`` by name apply to its arguments too. Positions in ``in_dims`` are those of ``forward``.
-
-        Example:
-            >>> features = model.call("encode_image", images)  # doctest: +SKIP
-        """
-        return self._run(method, Arguments(inputs, kwargs))
-
-    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """Returns the arguments marked with the dimensions of ``in_dims``."""
-        return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
-
-    def _run(self, method: str | None, arguments: Arguments) -> Any:
+    def _run_by_hand(self, method: str | None, arguments: Arguments) -> Any:
         batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
         with torch.enable_grad():  # the forward may ask for gradients of its inputs under no_grad too
             shards = batch.split(self.devices, self.split)
         outputs = self._run_shards(shards, method)
         return self._gather(outputs) if self.gather_outputs else outputs
 
-    def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
+    def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
         """Runs a replica on each shard of one forward, which are in the order of the ``devices``. Returns their outputs."""
         devices = [shard.device for shard in shards]
         sizes = [None if shard.rows is None else len(shard.rows) for shard in shards]
         if len(devices) > 1:
             if torch.compiler.is_compiling():
                 torch.compiler.disable(_refuse_compilation)()  # the compiler does not trace it, so its error is raised
-            offset_seeds(self.devices)
+            if {device.type for device in devices} != {"cpu"}:
+                offset_seeds(self.devices)
         module: Any = children_of(self)["module"]  # self.module would call __getattr__
         with self.precision.autocast(devices), self.replicas.of(module, devices, self.devices[0]) as modules:
             work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
             tree = self.replicas.tree  # always there if several replicas run
-            together = tree is not None and any(isinstance(part, AllRowsBatchNorm) for part in tree.modules)
-            outputs = self.replicas.workers(work, devices, together=together)
+            norms = [] if tree is None else [part for part in tree.modules if isinstance(part, AllRowsBatchNorm)]
+            outputs = self.replicas.run(work, devices, together=bool(norms))
         return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:

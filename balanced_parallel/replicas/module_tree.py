@@ -74,9 +74,9 @@ class ModuleTree:
                 return False
         return True
 
-    def note_kinds(self) -> None:
-        """Notes shapes and dtypes of the parameters."""
-        self.kinds = [(parameter.shape, parameter.dtype) for parameter in self.parameters]
+    def note_kinds(self, kinds: list[tuple[torch.Size, torch.dtype]] | None = None) -> None:
+        """Notes shapes and dtypes of the parameters: the present ones, or ``kinds``."""
+        self.kinds = kinds or [(parameter.shape, parameter.dtype) for parameter in self.parameters]
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
@@ -99,7 +99,7 @@ class ModuleTree:
         by_id = {id(each): each for each in cached if type(each) is Tensor and each.is_leaf and each.device == home}
         for module in self.modules:
             if buffers := module.__dict__[BUFFERS]:
-                by_id.update((id(buffer), buffer) for buffer in buffers.values() if buffer is not None)
+                by_id.update({id(buffer): buffer for buffer in buffers.values() if buffer is not None})
         return list(by_id.values())
 
     def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
@@ -212,19 +212,6 @@ def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Seque
             # the method reads sizes and ``_flat_weights`` of its object, and nothing else
             weights = {"_flat_weights": [tensors[at] for at in places]}
             nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), **weights}))  # type: ignore[arg-type]
-
-
-def attribute_of_wrapper(wrapper: nn.Module, name: str) -> Any:
-    """Returns an attribute of a wrapper, as its ``__getattr__``. An error for one that its module has says how to reach it."""
-    try:
-        return nn.Module.__getattr__(wrapper, name)
-    except AttributeError as error:
-        if hasattr(vars(wrapper).get(CHILDREN, {}).get("module"), name):
-            raise AttributeError(
-                f"{error}, which its module has: write model.call({name!r}, ...) for a method that takes rows, and "
-                f"model.module.{name} for anything else"
-            ) from None
-        raise
 
 
 def check_module(module: Any) -> None:

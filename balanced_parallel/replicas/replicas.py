@@ -19,17 +19,19 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime import transport
+from ..runtime.devices import on_device
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states, versions
 from .buckets import Bucket, GradientBuckets
 from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, refuse_rescaled
-from .workers import Workers, run_in_turn, run_replicas, shared_pool
+from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
 _running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("running", default=())
@@ -54,10 +56,23 @@ class Replicas:
         self._skeletons: list[Skeletons] = []
         self._turns: list[Skeletons | None] = []  # the state of each compiled replica in this forward; None is the module's own
         self._lock = threading.Lock()
-        self._windows = 0  # that are open
+        self.windows: list[Window] = []  # that are open, the first one first
+        self._fresh_in: Window | None = None  # has copied all values
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
         return Replicas, ()
+
+    def run(self, work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool) -> list[T]:
+        """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One replica runs in this thread."""
+        is_compiled = self.tree is not None and self.tree.is_compiled
+        if len(work) > 1 or is_compiled:
+            return self.workers(work, devices, together=together)
+        try:
+            with on_device(devices[0], None):  # on the thread's own stream
+                return [work[0]()]
+        except BaseException as error:
+            error.add_note(f"in replica 0 on device {devices[0]}")
+            raise
 
     @contextmanager
     def of(self, module: nn.Module, devices: Sequence[torch.device], home: torch.device) -> Iterator[list[nn.Module]]:
@@ -78,9 +93,17 @@ class Replicas:
                 if tree.is_compiled:
                     self._turns = [*[None] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
                     modules[:] = [tree.modules[0]] * len(modules)
-                replaced = tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext()
-                with replaced, self._unwritten(tree, devices) if len({*devices}) < len(devices) else nullcontext():
+                shared = [
+                    self.copies.by_device.get(device, tree.parameters) for device in {*devices} if devices.count(device) > 1
+                ]
+                before = [*map(versions, shared)]
+                with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                     yield modules
+                if before != [*map(versions, shared)] and not tree.rescaled:  # rows that are rescaled twice stay the same
+                    raise RuntimeError(
+                        "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to "
+                        "it: expected one replica per device, or a write outside of forward, after the update"
+                    )
             except RuntimeError:
                 check_device(module, home)  # raises an error that names the cause
                 raise
@@ -89,17 +112,15 @@ class Replicas:
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
 
-    @contextmanager
-    def _unwritten(self, tree: ModuleTree, devices: Sequence[torch.device]) -> Iterator[None]:
-        """Raises ``RuntimeError`` if the block writes to parameters that several replicas share: each of them would."""
-        shared = [self.copies.by_device.get(device, tree.parameters) for device in {*devices} if devices.count(device) > 1]
-        before = [*map(versions, shared)]
-        yield
-        if before != [*map(versions, shared)] and not tree.rescaled:  # rows that are rescaled twice stay the same
-            raise RuntimeError(
-                "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to it: "
-                "expected one replica per device, or a write outside of forward, after the update"
-            )
+    @property
+    def are_fresh(self) -> bool:
+        """True if the copies have all values of the parameters, in the window that is open."""
+        return self._fresh_in is not None and self._fresh_in in self.windows
+
+    def forget_values(self) -> None:
+        """Marks every copy as outdated."""
+        self._fresh_in = None
+        self.copies.forget_values()
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
         """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
@@ -114,7 +135,7 @@ class Replicas:
         chosen = set(map(id, parameters))
         others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
         self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
-        self.gradients.is_sharded = True
+        self.gradients.shard()
         return [
             (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
             for bucket in self.gradients.buckets
@@ -142,7 +163,7 @@ class Replicas:
             if before is None or before.kinds != tree.kinds or [*map(id, before.parameters)] != [*map(id, tree.parameters)]:
                 self._refuse_sharded()
                 self.gradients.rebuild()
-                self.copies = ParameterCopies()
+                self.copies, self._fresh_in = ParameterCopies(), None
             self.tree, self._skeletons = tree, []
             self.workers = self._run_in_turn if tree.is_compiled else self._threads
         if tree.parameters and len(set(devices)) > 1:
@@ -157,9 +178,9 @@ class Replicas:
         if moved or frozen:
             check_device(tree.modules[0], devices[0])
             self._follow_buckets(tree, is_frozen=bool(frozen))
-        is_renewed = copies.refresh(tree.parameters, written, all_values=all_values and not copies.are_fresh)
+        is_renewed = copies.refresh(tree.parameters, written, all_values=all_values and not self.are_fresh)
         renewed = [*copies.by_device] if is_renewed else []
-        copies.are_fresh = self._windows > 0 and (all_values or copies.are_fresh)
+        self._fresh_in = self.windows[0] if self.windows and (all_values or self.are_fresh) else None
         if not copies.by_device.keys() >= {*devices[1:]} - {devices[0]}:
             renewed += copies.extend_to(devices[1:], tree.parameters)
         for device in renewed:
@@ -180,8 +201,8 @@ class Replicas:
         if self.gradients.is_sharded:
             bucketed = {id(parameter) for bucket in self.gradients.buckets for parameter in bucket.parameters}
             if kinds != tree.kinds or any(p.requires_grad and id(p) not in bucketed for p in tree.parameters):
-                tree.kinds = kinds
-                self.copies.forget_values()  # the next forward is refused too
+                tree.note_kinds(kinds)
+                self.forget_values()  # the next forward is refused too
                 self._refuse_sharded()
         elif kinds != tree.kinds or is_frozen or not self.gradients.buckets:
             self.gradients.rebuild(tree.parameters)
@@ -197,8 +218,12 @@ class Replicas:
                 "the module is compiled, and its batch norm over all rows needs all replicas at the same time, expected one of "
                 "the two: pass the module without torch.compile, or without convert_sync_batchnorm"
             )
-        if len(set(devices)) > 1:  # compiled backwards fail in the threads of the engine, one for each device (pytorch#185372)
-            torch.autograd.set_multithreading_enabled(False)
+        if len(set(devices)) > 1 and torch.is_grad_enabled() and True not in [entry.in_step for entry in self.windows]:
+            raise RuntimeError(
+                f"the module is compiled, and was called by hand on {len(set(devices))} devices, where compiled backwards fail "
+                "in autograd's threads, expected TrainStep(model, criterion, optimizer), which runs them in one thread, or "
+                "a process for each device: start torchrun. Under torch.no_grad() a call by hand is right"
+            )
 
         def call(run: Callable[[], Any], skeletons: Skeletons | None) -> Any:
             with nullcontext() if tree is None or skeletons is None else tree.state_of(skeletons):
@@ -227,35 +252,42 @@ class Replicas:
             return tensors
         if tree.rescaled:
             refuse_rescaled(tree.rescaled)
-        streams = current_streams(places)
+        streams, deferred = current_streams(places), True in [entry.deferred for entry in self.windows]
         for bucket in self.gradients.buckets:
             at = [tree.place[id(parameter)] for parameter in bucket.parameters]
             replicas = [[tensors[place][i] for i in at] for place in places]
-            for place, aliases in zip(places, bucket.broadcast(replicas, self.gradients.schedule(bucket, streams)), strict=True):
+            schedule = self.gradients.schedule(bucket, streams, deferred=deferred)
+            for place, aliases in zip(places, bucket.broadcast(replicas, schedule), strict=True):
                 mark_as_parameters(aliases)
                 for i, alias in zip(at, aliases, strict=True):
                     tensors[place][i] = alias
         return tensors
 
 
+@dataclass(eq=False)
+class Window:
+    """A block in which replicas stay as they are. ``deferred`` keeps gradients there; ``in_step``, a step runs all backwards."""
+
+    deferred: bool
+    in_step: bool
+
+
 @contextmanager
-def window(*modules: Any, deferred: bool = False) -> Iterator[None]:
+def window(*modules: object, deferred: bool = False, in_step: bool = False) -> Iterator[None]:
     """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
 
     In this block replicas of ``modules`` are refreshed by the first forward, and after writes that the counters record. With
-    ``deferred``, gradients stay with the replicas.
+    ``deferred``, gradients stay with the replicas. ``in_step`` promises that backwards of compiled replicas run in this thread.
     """
     replicas = [each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)]
+    entry = Window(deferred, in_step)
     for each in replicas:
-        each._windows += 1
-        each.gradients.deferring += deferred
+        each.windows.append(entry)
     try:
         yield
     finally:
         for each in replicas:
-            each._windows -= 1
-            each.gradients.deferring -= deferred
-            each.copies.are_fresh = each.copies.are_fresh and each._windows > 0
+            each.windows.remove(entry)
 
 
 @contextmanager
@@ -301,7 +333,6 @@ class ParameterCopies:
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
         self._states: list[ParameterState] = []
-        self.are_fresh = False  # in the window that is open
 
     def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int], list[int]]:
         """Returns the places of the parameters that torch saw written or moved, moved or resized, and frozen or unfrozen."""

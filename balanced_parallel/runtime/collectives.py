@@ -23,7 +23,7 @@ from . import torch_private
 from .devices import is_accelerator
 
 Number = TypeVar("Number", int, float)
-Numbers = TypeVar("Numbers", bound=NamedTuple)  # each field is a number
+Fields = TypeVar("Fields", bound=NamedTuple)  # each field is a number
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 _batch_group: Group = None  # None: all ranks
@@ -104,7 +104,7 @@ def start_sum(tensor: torch.Tensor, group: Group = None) -> Callable[[], torch.T
     return wait
 
 
-def sum_numbers(numbers: Numbers, group: Group = None) -> Numbers:
+def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
     """Returns the sums over all ranks of some numbers of the hosts, field by field of a named tuple.
 
     The numbers are gathered: in a ring of ranks this takes half as many turns as an all-reduce.

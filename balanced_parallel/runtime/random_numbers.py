@@ -38,12 +38,12 @@ class RankNumbers:
 
     def __init__(self) -> None:
         self._state: torch.Tensor | None = None  # of an update whose rows come in several blocks, between two of them
-        self._is_drawing = False
+        self.is_drawing = False  # an update, or a forward, whose numbers these are
 
     @contextlib.contextmanager
     def drawing(self, rank: int, *, is_last: bool = True) -> Iterator[None]:
         """Sets the generator to the numbers of this rank for the duration of the block. ``is_last`` ends the update."""
-        if self._is_drawing:
+        if self.is_drawing:
             yield
             return
         if self._state is None:
@@ -53,11 +53,11 @@ class RankNumbers:
         else:
             of_all_ranks = torch.get_rng_state()
             torch.set_rng_state(self._state)
-        self._is_drawing = True
+        self.is_drawing = True
         try:
             yield
         finally:
-            self._is_drawing, self._state = False, None if is_last else torch.get_rng_state()
+            self.is_drawing, self._state = False, None if is_last else torch.get_rng_state()
             torch.set_rng_state(of_all_ranks)
 
 

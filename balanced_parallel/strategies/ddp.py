@@ -51,13 +51,13 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight, hand_back
+from ..loss.sums import LossSum, Weight, hand_back, run_backward
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import check_type
 from ..training.settings import Settings
-from ..training.sync import GradientSync, UpdateSync, gradient_sync, run_backward
+from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     RankModel,
     RankSync,
@@ -392,7 +392,7 @@ class RequestedGradients:
             hook.remove()
 
 
-class DDPReport(NamedTuple):
+class _DDPReport(NamedTuple):
     """Numbers that the ranks sum at the end of an update."""
 
     total: float = 0.0  # of the losses
@@ -404,16 +404,16 @@ class DDPReport(NamedTuple):
     has_unused: float = 0.0
 
 
-class DDPSync(RankSync):
+class _DDPSync(RankSync):
     """Opens updates of a :class:`DistributedModel`."""
 
     _model: DistributedModel
 
     def open(self) -> UpdateSync:
-        return DDPUpdate(self._model)
+        return _DDPUpdate(self._model)
 
 
-class DDPUpdate(RankUpdate):
+class _DDPUpdate(RankUpdate):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets.
 
     ``is_abandoned`` is True if this rank was out of memory before, and has to tell the others.
@@ -423,7 +423,7 @@ class DDPUpdate(RankUpdate):
         super().__init__(model.process_group, model.devices[0])
         self._model, self._is_abandoned = model, is_abandoned
         self._has_begun = False  # to note which parameters get a gradient
-        self._sums: DDPReport | None = None  # of all ranks
+        self._sums: _DDPReport | None = None  # of all ranks
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
@@ -460,7 +460,7 @@ class DDPUpdate(RankUpdate):
         assert self._local is not None
         present = settings()
         (total, weight), (digest, square) = self._local().tolist(), present.digest()
-        sums = self._agree(DDPReport(total, weight, digest, square, out_of_memory=self._is_abandoned))
+        sums = self._agree(_DDPReport(total, weight, digest, square, out_of_memory=self._is_abandoned))
         self._refuse_failures(sums)
         present.check(sums.digest, sums.square)
         if not self._model.record.buckets:
@@ -480,11 +480,11 @@ class DDPUpdate(RankUpdate):
     def abandon(self) -> UpdateSync | None:
         """Returns an update that tells the other ranks that this one is out of memory, unless they know."""
         if self._sums is None:
-            return DDPUpdate(self._model, is_abandoned=True)
+            return _DDPUpdate(self._model, is_abandoned=True)
         self._refuse_failures(self._sums, but_memory=True)
         return None
 
-    def discard(self, *, out_of_memory: bool = False) -> None:
+    def discard(self, error: BaseException) -> None:
         """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the backward of a layer."""
         is_awaited = self._local is not None and self._sums is None
         if is_awaited and not self._model.meets_ranks:
@@ -492,11 +492,12 @@ class DDPUpdate(RankUpdate):
             for parameter in self._model.reduced_parameters:  # a failed backward has not run hooks that other ranks wait for
                 with contextlib.suppress(RuntimeError):  # it has been reached
                     _zero_of([parameter], [None]).backward()
-            self._agree(DDPReport(out_of_memory=out_of_memory, failed=not out_of_memory))
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            self._agree(_DDPReport(out_of_memory=is_memory, failed=not is_memory))
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _agree(self, report: DDPReport) -> DDPReport:
+    def _agree(self, report: _DDPReport) -> _DDPReport:
         """Returns the sums of the reports of all ranks, and notes whether this rank has unused parameters."""
         self._sums = report  # if the exchange fails, nobody waits for another one
         self._model.share_buffers()
@@ -506,7 +507,7 @@ class DDPUpdate(RankUpdate):
             torch_private.forget_order(self._model)  # on all ranks, or the next forward of some would wait
         return self._sums
 
-    def _refuse_failures(self, sums: DDPReport, *, but_memory: bool = False) -> None:
+    def _refuse_failures(self, sums: _DDPReport, *, but_memory: bool = False) -> None:
         last = "expected none: nothing was updated, and the step can be repeated"
         if sums.failed:
             raise RuntimeError(f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}")
@@ -516,7 +517,7 @@ class DDPUpdate(RankUpdate):
 
 @gradient_sync.register
 def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
-    return DDPSync(model)
+    return _DDPSync(model)
 
 
 def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None]) -> Tensor:

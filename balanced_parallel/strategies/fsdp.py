@@ -39,7 +39,7 @@ from ..batch.containers import leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight, zero_of
+from ..loss.sums import LossSum, Weight, run_backward, zero_of
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
@@ -54,7 +54,7 @@ from ..runtime.torch_private import (
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.settings import Settings
-from ..training.sync import GradientSync, UpdateSync, gradient_sync, run_backward
+from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     RankModel,
     RankSync,
@@ -198,7 +198,7 @@ class ShardedModel(RankModel):
         self._examples[method] = row
 
 
-class FSDPReport(NamedTuple):
+class _FSDPReport(NamedTuple):
     """Numbers that the ranks sum at the end of a round. Ranks that need another round say so, and leave the others at 0."""
 
     needs_more: float = 0.0  # numbers of ranks: with more micro-batches, with rows in each, with unused parameters
@@ -211,7 +211,7 @@ class FSDPReport(NamedTuple):
     fits: float = 0.0  # number of ranks where whole gradients fit
 
 
-class FSDPSync(RankSync):
+class _FSDPSync(RankSync):
     """Opens updates of a :class:`ShardedModel`, and keeps what they learn for those behind."""
 
     _model: ShardedModel
@@ -226,7 +226,7 @@ class FSDPSync(RankSync):
     def open(self) -> UpdateSync:
         collectives.begin_reduction()  # before the first forward, in which ranks wait for the shards of others
         asks = self._always_asks or not self._round
-        return FSDPUpdate(self, self._model, self._round, asks=asks, keeps_whole=self._keeps_whole and not asks)
+        return _FSDPUpdate(self, self._model, self._round, asks=asks, keeps_whole=self._keeps_whole and not asks)
 
     def fits(self) -> bool:
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
@@ -247,7 +247,7 @@ class FSDPSync(RankSync):
         self._round = 0
 
 
-class FSDPUpdate(RankUpdate):
+class _FSDPUpdate(RankUpdate):
     """Sums gradients over ranks. Every rank takes part in the forwards of all others.
 
     All ranks run as many micro-batches as in the update before (a round), some of them without rows, and then exchange loss,
@@ -256,7 +256,7 @@ class FSDPUpdate(RankUpdate):
     Gradients stay whole until the end of a round, if they fit into half of the free memory of each rank.
     """
 
-    def __init__(self, sync: FSDPSync, model: ShardedModel, round_end: int, *, asks: bool, keeps_whole: bool) -> None:
+    def __init__(self, sync: _FSDPSync, model: ShardedModel, round_end: int, *, asks: bool, keeps_whole: bool) -> None:
         super().__init__(model.group, model.devices[0])
         self._sync, self._model = sync, model
         self._asks, self._keeps_whole = asks, keeps_whole
@@ -298,7 +298,7 @@ class FSDPUpdate(RankUpdate):
         assert self._local is not None
         present = settings()
         (total, weight), (digest, square) = self._local().tolist(), present.digest()
-        report = FSDPReport(total=total, weight=weight, digest=digest, square=square, fits=self._sync.fits())
+        report = _FSDPReport(total=total, weight=weight, digest=digest, square=square, fits=self._sync.fits())
         while (sums := self._sum(report)).needs_more:
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
@@ -321,7 +321,7 @@ class FSDPUpdate(RankUpdate):
             "give micro_batch_size a smaller number, as memory.fit finds it"
         )
 
-    def discard(self, *, out_of_memory: bool = False) -> None:
+    def discard(self, error: BaseException) -> None:
         if self._ran and not self._is_complete:  # the failure is of all ranks, since the others would wait
             self._sync.ask()
         self._model.forget_gradients()
@@ -332,7 +332,7 @@ class FSDPUpdate(RankUpdate):
 
     def _begin_round(self, count: int) -> None:
         """Begins another round of ``count`` micro-batches or more. Ranks that are at the end of theirs learn of it."""
-        collectives.sum_numbers(FSDPReport(needs_more=1), self._group)
+        collectives.sum_numbers(_FSDPReport(needs_more=1), self._group)
         self._extend(count)
 
     def _extend(self, count: int) -> int:
@@ -341,7 +341,7 @@ class FSDPUpdate(RankUpdate):
         self._end = self._ran + largest
         return largest
 
-    def _sum(self, report: FSDPReport) -> FSDPReport:
+    def _sum(self, report: _FSDPReport) -> _FSDPReport:
         """Returns the sums over all ranks, with the rows and the parameters that this rank has used so far."""
         gradients = self._model.gradients
         has_unused = len(gradients.used) < len(gradients.parameters)
@@ -357,7 +357,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
             "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
-    return FSDPSync(model, is_coupled=criterion.kind.passes > 1)
+    return _FSDPSync(model, is_coupled=criterion.kind.passes > 1)
 
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:

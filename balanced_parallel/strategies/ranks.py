@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, MicroBatch, count_rows, mark_inputs, take
+from ..batch.rows import Arguments, ModelOfRows, Shard, count_rows, take
 from ..loss.sums import LossSum, Weight, add_up, hand_back
 from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.module_tree import attribute_of_wrapper
 from ..runtime import collectives, devices, row_random, torch_private
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import is_accelerator
@@ -37,11 +36,8 @@ class RowSettings(TypedDict, total=False):
     out_dims: Dims
 
 
-class RankModel(nn.Module):
+class RankModel(ModelOfRows):
     """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
-
-    module: nn.Module
-    __getattr__ = attribute_of_wrapper
 
     def _set_rows(
         self,
@@ -56,36 +52,23 @@ class RankModel(nn.Module):
         self.precision = Precision("fp32" if precision is None else precision)
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self.rank_numbers = RankNumbers()
-        self.runs: dict[Any, bool] = {}  # methods that have run, and whether they communicate
+        self.runs: dict[tuple[str | None, bool], bool] = {}
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of ``torch.compile``."""
-        self.module.compile(*args, **kwargs)
+    def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
+        (shard,) = shards
+        if shard.is_joined and not shard.rows and self.meets_ranks:
+            raise RuntimeError(
+                "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
+                "others wait for its batch norm, and joined samples of another batch would count"
+            )
+        run = self._watched_run if self.runs.get((None, self.module.training), True) else self._run
+        with shard.context():
+            return run(None, shard.inputs, None if shard.rows is None else len(shard.rows), in_step=True)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Runs the module on this rank's rows. Returns a list with its output."""
-        if inputs and type(inputs[0]) is MicroBatch:
-            (shard,) = inputs[0].shards
-            if shard.is_joined and not shard.rows and self.meets_ranks:
-                raise RuntimeError(
-                    "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
-                    "others wait for its batch norm, and joined samples of another batch would count"
-                )
-            run = self._watched_run if self.runs.get((None, self.module.training), True) else self._run
-            with shard.context():
-                return run(None, shard.inputs, None if shard.rows is None else len(shard.rows), in_step=True)
-        arguments = self.mark(Arguments(inputs, kwargs))
-        return self._watched_run(None, arguments, count_rows(arguments, self.dim))
-
-    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
-        arguments = self.mark(Arguments(inputs, kwargs), method)
-        return self._watched_run(method, arguments, count_rows(arguments, self.dim))
-
-    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
-        return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
+    def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
+        marked = self.mark(arguments, method)
+        return self._watched_run(method, marked, count_rows(marked, self.dim))
 
     def _watched_run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
         """Runs the module. The first run of a method shows whether it communicates with other ranks itself."""
@@ -121,7 +104,7 @@ class RankModel(nn.Module):
         """Returns a context in which random numbers are those of this rank."""
         if is_accelerator(self.devices[0]):
             offset_seeds(self.devices, collectives.rank())
-        elif self.training and row_random.running.get() is None:
+        elif self.training and not self.rank_numbers.is_drawing and row_random.running.get() is None:
             return self.rank_numbers.drawing(collectives.rank())
         return contextlib.nullcontext()
 

@@ -2,19 +2,22 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight
+from ..loss.sums import LossSum, Weight, run_backward
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
-from ..training.sync import GradientSync, UpdateSync, gradient_sync, power_of_two, run_backward
+from ..runtime.torch_private import foreach_multiply_
+from ..training.settings import Settings
+from ..training.sync import GradientSync, UpdateSync, gradient_sync, power_of_two
 
 
-class ReplicaSync(GradientSync, UpdateSync):
+class _ReplicaSync(GradientSync, UpdateSync):
     """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch.
 
     No update has a state of its own here. Gradients that are not reduced yet are in the buckets of the replicas.
@@ -40,14 +43,37 @@ class ReplicaSync(GradientSync, UpdateSync):
             yield []  # for a backward that only sums the gradients of the replicas
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
+        both = self._criterion.replicas, self._model.replicas
         if losses:
-            run_backward(losses, divisor)
+            compiled = [replicas for replicas in both if replicas.tree is not None and replicas.tree.is_compiled]
+            # Compiled backwards fail in the threads of the engine, one for each device (pytorch#185372).
+            with torch.autograd.set_multithreading_enabled(torch.autograd.is_multithreading_enabled() and not compiled):
+                run_backward(losses, divisor)
         # The model comes last: a BalancedOptimizer takes the gradients of parameters that both share from there.
-        for replicas in (self._criterion.replicas, self._model.replicas) if local is not None else ():
+        for replicas in both if local is not None else ():
             if replicas.gradients.buckets:  # only with several devices
                 replicas.gradients.reduce()
 
-    def discard(self, *, out_of_memory: bool = False) -> None:
+    def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def count_micro_batches(self, count: int) -> int:
+        return count
+
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        return local
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        if isinstance(factor, Tensor) or factor != 1:
+            foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
+
+    def smallest(self, number: float) -> float:
+        return number
+
+    def abandon(self) -> None:
+        """Returns None: nobody waits."""
+
+    def discard(self, error: BaseException) -> None:
         for replicas in (self._criterion.replicas, self._model.replicas):
             replicas.gradients.drop()
 
@@ -60,4 +86,4 @@ def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSyn
         raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
     if world_size() > 1:
         raise TypeError(f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)")
-    return ReplicaSync(model, criterion)
+    return _ReplicaSync(model, criterion)

@@ -63,12 +63,6 @@ class ParameterUpdate:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
-    @functools.cached_property
-    def outside(self) -> list[Tensor]:
-        """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        inside = set(map(id, self.parameters))
-        return [parameter for parameter in self.trained.values() if id(parameter) not in inside]
-
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
@@ -101,20 +95,22 @@ class ParameterUpdate:
         Hooks of parameters are called before the clipping, once, with the gradient of the whole batch.
         Scaled gradients are one optimizer's to the scaler, which would otherwise skip each optimizer on its own.
         """
-        whole = cast(Optimizer, self)
+        whole, inside = cast(Optimizer, self), set(map(id, self.parameters))
+        # Trained parameters of no optimizer here. Another optimizer may use them, so their gradients are scaled as well.
+        outside = [parameter for parameter in self.trained.values() if id(parameter) not in inside]
         try:
             if scaler is not None:
                 scaler.unscale_(whole)
-                gradients = [parameter.grad for parameter in self.outside if parameter.grad is not None]
+                gradients = [parameter.grad for parameter in outside if parameter.grad is not None]
                 if gradients:  # get_scale() would wait for the device
                     foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
-            sync.multiply([*self.parameters, *self.outside], factor)
+            sync.multiply([*self.parameters, *outside], factor)
             hooked = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
             if hooked:
                 self._call_hooks(hooked)
             if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
-                self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+                self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
             if scaler is None:
                 self.step()
             else:
@@ -192,6 +188,8 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
     """Returns a list of one or several optimizers."""
+    if isinstance(optimizers, Optimizer):
+        return [optimizers]
     each = _listed(optimizers, Optimizer, "optimizer")
     if not each:
         raise ValueError("no optimizer was given, expected one or more")

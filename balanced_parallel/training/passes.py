@@ -46,10 +46,10 @@ class TwoPasses:
 
     def run_kept(self) -> None:
         """Runs all batches, in one pass if every rank has a single micro-batch. All ranks call this."""
-        is_single = len(self._runs) == 1 and self._runs[0].is_whole and len(self._accumulation.plan(self._runs[0])) == 1
         kind, home = self._accumulation.kind, self._forwards.model.devices[0]
-        self._loss = loss = kind.open(self._forwards.copies, home, is_split=self._may_split or not is_single)
         with self._telling_ranks():
+            is_single = len(self._runs) == 1 and self._runs[0].is_whole and len(self._accumulation.plan(self._runs[0])) == 1
+            self._loss = loss = kind.open(self._forwards.copies, home, is_split=self._may_split or not is_single)
             self._is_single = bool(self.sync.smallest(is_single))
             if self._is_single:
                 self._accumulation.run(self._runs[0], self._losses_at_once)
@@ -63,6 +63,11 @@ class TwoPasses:
             self._accumulation.run(run, loss.hand_back)
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
+        """Runs what was kept, and reduces all gradients."""
+        self.run_kept()
+        return self.reduce(settings)
+
+    def reduce(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
         reduced = self._accumulation.finish(settings)
         return reduced._replace(kind=self._accumulation.kind.learned(self._forwards.copies, self._loss))
@@ -104,7 +109,7 @@ class TwoPasses:
         devices, precision = self._forwards.model.devices, self._forwards.precision
         # what follows the agreement of the ranks must not fail on one of them
         with retrying_allocations(devices if self._is_auto else ()), precision.autocast(devices):
-            loss.differentiate(precision.scaler_on(devices[0]))
+            loss.differentiate(precision.scaler)
 
     @contextlib.contextmanager
     def _telling_ranks(self) -> Iterator[None]:

@@ -70,9 +70,6 @@ class Recovery:
         self._runs.append(run)
         self._try(lambda: self._work.add(run))
 
-    def run_kept(self) -> None:
-        """Does nothing: :meth:`finish` runs what was kept."""
-
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients. If memory was too small on any rank, all batches run again before."""
         while True:
@@ -108,7 +105,7 @@ class Recovery:
             work = self._work = self._attempt(sync)
         try:
             with retrying_allocations(self._devices):  # after the agreement of the ranks, none of them must fail
-                return work.finish(settings)
+                return work.reduce(settings)
         except torch.OutOfMemoryError as error:
             self._keep(error)
             return None

@@ -9,14 +9,13 @@ of each kind runs in two small forwards, of two and three rows: the dimension th
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch import containers
 from ..batch.outputs import PerReplica
-from ..batch.rows import Batch, Shard
+from ..batch.rows import Batch, ParallelModel, Shard
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum
 from ..runtime.collectives import gather_objects, rank, world_size
@@ -30,8 +29,8 @@ from .update import BatchRun, Forwards, Reduced, Work
 class RandomByRow:
     """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change."""
 
-    def __init__(self, model: Any, before: Snapshot) -> None:
-        if draws_in_compiled_code(model):
+    def __init__(self, model: ParallelModel, before: Snapshot) -> None:
+        if draws_in_compiled_code(model.module):
             raise ValueError(
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
                 "torch._inductor.config.fallback_random = True before torch.compile"
@@ -70,7 +69,7 @@ class RandomByRow:
             self._draws[kind] = find_draws(*update.forwards[-2:])
 
 
-class RowNumbers:
+class NumberedRows:
     """The rows of one update, which have numbers over all ranks and batches. ``open_work`` returns the work that runs them."""
 
     def __init__(self, random: RandomByRow, forwards: Forwards, kind: Kind, open_work: Callable[[], Work]) -> None:
@@ -104,10 +103,6 @@ class RowNumbers:
             self._random.find_draws(kind, batch, update, lambda shard: self._forwards.run([surround(shard, None)], self._losses))
         draws = self._random.draws_of(kind) or []
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
-
-    def run_kept(self) -> None:
-        """Runs the batches that were kept."""
-        self._opened().run_kept()
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""

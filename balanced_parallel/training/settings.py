@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..batch.rows import ParallelModel
 from ..batch.samplers import begun_batches
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
@@ -36,7 +37,7 @@ class LastUpdate(NamedTuple):
 class Settings:
     """The settings of an update. Another process may have others."""
 
-    model: Any
+    model: ParallelModel
     criterion: DataParallelCriterion
     trained: Mapping[str, Tensor]  # the parameters of both by name
     optimizers: Sequence[torch.optim.Optimizer]

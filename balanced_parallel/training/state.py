@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..batch.rows import ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..runtime import collectives
@@ -29,7 +30,7 @@ _ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random"
 class TrainedState(NamedTuple):
     """The objects of a training step that have state."""
 
-    model: Any
+    model: ParallelModel
     criterion: DataParallelCriterion
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]

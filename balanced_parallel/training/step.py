@@ -10,6 +10,7 @@ Out of memory with ``"auto"`` puts everything back and goes through the same bat
 on each other goes through the plan twice.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from ..batch.by_cost import check_limit
 from ..batch.containers import spread
 from ..batch.outputs import PerReplica, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, as_arguments
+from ..batch.rows import Arguments, Batch, Cut, ParallelModel, as_arguments
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import SEVERAL
 from ..replicas.batchnorm import meets_other_ranks
@@ -40,7 +41,7 @@ from .optimizers import (
 )
 from .passes import TwoPasses
 from .recovery import Recovery, retrying_allocations
-from .reproducible import RandomByRow, RowNumbers
+from .reproducible import NumberedRows, RandomByRow
 from .settings import LastUpdate, Settings
 from .snapshot import Snapshot
 from .state import TrainedState
@@ -104,9 +105,10 @@ class TrainStep:
     ) -> None:
         _check_arguments(criterion, micro_batch_size, max_grad_norm, cut)
         self._strategy = gradient_sync(model, criterion)
-        self.model = cast(Any, model)
+        self.model = cast(ParallelModel, model)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.max_grad_norm, self.precision, self.cut = max_grad_norm, Precision(precision), cut
+        self.precision.scaler_on(self.model.devices[0])  # makes the scaler of fp16
         self.grad_norm: Tensor | None = None
         self._trained = _trained_tensors(model, criterion)
         self._is_auto = micro_batch_size == "auto"
@@ -126,12 +128,12 @@ class TrainStep:
         devices = [*self.model.devices, *(criterion.devices or ())]
         self._before_update = Snapshot([model, criterion], devices)  # of an update that may run again
         self._before_pass = Snapshot([model, criterion], devices)  # of forwards without a graph
-        self._by_row = RandomByRow(model, self._before_pass) if reproducible else None
+        self._by_row = RandomByRow(self.model, self._before_pass) if reproducible else None
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # of the last update, over everything
         self._last = LastUpdate()
         self._update: Update | None = None  # in progress
-        check_optimizers(self._parameter_update(), each_scheduler(scheduler))
+        check_optimizers(ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler))
 
     @overload
     def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...
@@ -191,7 +193,8 @@ class TrainStep:
         numbers = self._strategy.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
-        with hooks, window(self.model, self.criterion), collectives.naming_ranks(), numbers:
+        names = collectives.naming_ranks() if self._has_ranks else nullcontext()
+        with hooks, window(self.model, self.criterion, in_step=True), names, numbers:
             update, self._update = self._update or self._begin(), None
             with update.dropped_by_errors():
                 yield update, hooks
@@ -200,23 +203,24 @@ class TrainStep:
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
-        optimizers = self._parameter_update()
+        optimizers = ParameterUpdate(each_optimizer(self.optimizer), self._trained)
+        if self._by_row is not None:
+            open_work = functools.partial(self._open_work, optimizers)
+            return Update(NumberedRows(self._by_row, self._forwards, self._kind, open_work), optimizers)
+        return Update(self._open_work(optimizers), optimizers)
 
-        def attempt(sync: UpdateSync) -> Attempt:
-            optimizers.forget_gradients()
-            accumulation = Accumulation(self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before)
-            if self._kind.passes == 1:
-                return accumulation
-            return TwoPasses(accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split)
-
-        def open_work() -> Work:
-            if not self._is_auto:
-                return attempt(self._strategy.open())
+    def _open_work(self, optimizers: ParameterUpdate) -> Work:
+        attempt = functools.partial(self._open_attempt, optimizers)
+        if self._is_auto:
             return Recovery(attempt, self._strategy, self._forwards, self._before_update, self._limit)
+        return attempt(self._strategy.open())
 
-        if self._by_row is None:
-            return Update(open_work(), optimizers)
-        return Update(RowNumbers(self._by_row, self._forwards, self._kind, open_work), optimizers)
+    def _open_attempt(self, optimizers: ParameterUpdate, sync: UpdateSync) -> Attempt:
+        optimizers.forget_gradients()
+        accumulation = Accumulation(self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before)
+        if self._kind.passes == 1:
+            return accumulation
+        return TwoPasses(accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split)
 
     def _add(self, update: Update, run: BatchRun) -> None:
         """Adds a batch. If the criterion communicates with other ranks, each of them has to call it once."""
@@ -224,7 +228,7 @@ class TrainStep:
         if calls.is_used and not run.is_whole:
             calls.refuse()
         if calls.asks and run.is_whole:
-            calls.agree(len(self._forwards.plan(run, self._limit.value, int)))
+            calls.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)]))
         update.add(run)
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
@@ -238,7 +242,7 @@ class TrainStep:
             warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
             return reduced.loss
         try:
-            with retrying_allocations(self.model.devices if self._is_auto else ()):
+            with retrying_allocations(self.model.devices) if self._is_auto else nullcontext():
                 optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             # The other ranks learn of it in the next reduction.
@@ -255,9 +259,6 @@ class TrainStep:
         if self.scheduler is not None and optimizers.has_stepped:
             step_schedulers(each_scheduler(self.scheduler))
         return reduced.loss
-
-    def _parameter_update(self) -> ParameterUpdate:
-        return ParameterUpdate(each_optimizer(self.optimizer), self._trained)
 
     def _check_first(self, *, is_whole: bool) -> None:
         """Compares the ranks, and warns of hooks, before the first update."""
@@ -351,14 +352,14 @@ class TrainStep:
         return {**self.__dict__, "_update": None}  # a copy has no gradients
 
 
-def _trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
+def _trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
     both = nn.ModuleDict({"model": model, "criterion": criterion})
     learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
     return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
-def _warn_of_hooks(model: nn.Module) -> None:
+def _warn_of_hooks(model: ParallelModel) -> None:
     """Warns of hooks of modules' backwards, which get a part of the batch."""
     names = [name for name, module in model.named_modules() if any(backward_hooks_of(module))]
     if names:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
-from ..runtime.devices import move
-from ..runtime.torch_private import foreach_multiply_, without_compilation
+from ..runtime.torch_private import without_compilation
 from .settings import Settings
 
 
@@ -32,17 +31,17 @@ class GradientSync(abc.ABC):
     def open(self) -> "UpdateSync":
         """Returns the synchronisation of one update. An update that runs again opens another one."""
 
+    @abc.abstractmethod
     def random_numbers(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Surrounds all work on rows of one update, whose random numbers are those of this process. ``is_last`` ends it."""
-        return contextlib.nullcontext()
 
 
 class UpdateSync(abc.ABC):
-    """Synchronises the gradients of one update. Defaults are those of one process."""
+    """Synchronises the gradients of one update."""
 
+    @abc.abstractmethod
     def count_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches to run, if this process needs ``count``."""
-        return count
 
     @abc.abstractmethod
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
@@ -56,7 +55,7 @@ class UpdateSync(abc.ABC):
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
         return contextlib.nullcontext()
 
-    def forget_forwards(self) -> None:  # noqa: B027 - nothing to do in one process
+    def forget_forwards(self) -> None:  # noqa: B027 - DistributedDataParallel alone has something to do
         """Tells that all forwards of the update were undone, and run again."""
 
     @abc.abstractmethod
@@ -74,28 +73,27 @@ class UpdateSync(abc.ABC):
         the host before it.
         """
 
+    @abc.abstractmethod
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
-        return local
 
+    @abc.abstractmethod
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``, those that exist."""
-        if isinstance(factor, Tensor) or factor != 1:
-            foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
 
+    @abc.abstractmethod
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
-        return number
 
+    @abc.abstractmethod
     def abandon(self) -> "UpdateSync | None":
         """Gives the update up, after this process ran out of memory and :meth:`discard` was called.
 
         If other processes wait in their reduction, the result takes part in it, tells them, and raises in :meth:`finish`.
         """
-        return None
 
     @abc.abstractmethod
-    def discard(self, *, out_of_memory: bool = False) -> None:
+    def discard(self, error: BaseException) -> None:
         """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
 
 
@@ -111,22 +109,6 @@ def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
     raise TypeError(
         f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns{advice}"
     )
-
-
-def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
-    """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
-    roots = [loss for loss in losses if loss.requires_grad]
-    if not roots:
-        raise RuntimeError(
-            "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside of "
-            "torch.no_grad() and inference_mode(), a model that is not frozen, and a criterion that does not detach its result"
-        )
-    factor = 1 / divisor
-    gradients = [
-        move(factor, loss.device).to(loss.dtype) if isinstance(factor, Tensor) else torch.full_like(loss, factor)
-        for loss in roots
-    ]
-    torch.autograd.backward(roots, gradients)
 
 
 def power_of_two(number: Weight) -> Weight:

@@ -19,14 +19,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..batch.containers import describe
 from ..batch.outputs import PerReplica, detach_outputs
-from ..batch.rows import Batch, MicroBatch, Shard, copy_views
+from ..batch.rows import Batch, MicroBatch, ParallelModel, Shard, copy_views
 from ..loss.copies import CriterionCopies
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
@@ -77,11 +77,11 @@ class Work(Protocol):
     def add(self, run: BatchRun) -> None:
         """Runs a batch, or keeps it."""
 
-    def run_kept(self) -> None:
-        """Runs the batches that were kept. All ranks call this."""
-
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
-        """Reduces all gradients. ``settings`` returns those of this rank, which the ranks compare. All ranks call this."""
+        """Runs what was kept, and reduces all gradients. All ranks call this.
+
+        ``settings`` returns those of this rank, which the ranks compare.
+        """
 
     def discard(self, error: BaseException) -> None:
         """Drops all gradients, after an error."""
@@ -92,21 +92,22 @@ class Attempt(Work, Protocol):
 
     sync: UpdateSync
 
+    def run_kept(self) -> None:
+        """Runs what was kept, the first part of :meth:`finish`. All ranks call this."""
+
+    def reduce(self, settings: Callable[[], Settings]) -> Reduced:
+        """Reduces all gradients, the second part of :meth:`finish`. All ranks call this."""
+
 
 @dataclass(frozen=True)
 class Forwards:
     """Runs the model and the criterion on the shards of a micro-batch."""
 
-    model: Any
+    model: ParallelModel
     copies: CriterionCopies
     precision: Precision
     keeps_order: bool  # notes the order of rows in the outputs
     is_compiled: bool
-
-    def plan(self, run: BatchRun, limit: float | None, agree: Callable[[int], int]) -> list[list[Shard]]:
-        """Returns the shards of each micro-batch."""
-        plan = list(run.batch.plan(self.model.devices, self.model.split, limit, agree))
-        return plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
 
     def run(self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None) -> list[LossSum]:
         """Runs one forward. Returns a loss for each shard. ``collected`` receives the outputs."""
@@ -150,7 +151,7 @@ class Accumulation:
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self._is_reduced = False  # over replicas and ranks: nothing can be added
         self._is_mean = kind.is_mean
-        self._scaler = forwards.precision.scaler_on(device)
+        self._scaler = forwards.precision.scaler
         autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
         self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts
         self._weight_before = weight_before
@@ -183,7 +184,9 @@ class Accumulation:
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch. Ranks may have to agree on their number."""
-        return self.forwards.plan(run, self._limit.value, self.sync.count_micro_batches)
+        model = self.forwards.model
+        plan = list(run.batch.plan(model.devices, model.split, self._limit.value, self.sync.count_micro_batches))
+        return plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
 
     def run_kept(self) -> None:
         """Does nothing: all batches have run."""
@@ -201,9 +204,11 @@ class Accumulation:
         factor = (1.0 if self._divisor is None else self._divisor) / true_divisor
         return Reduced(loss.to(self._dtype), weight, factor, self.sync, kind)
 
+    reduce = finish  # nothing was kept
+
     def discard(self, error: BaseException) -> None:
         """Drops the gradients of this rank. Ranks that wait for them are told."""
-        self.sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+        self.sync.discard(error)
 
     def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
         """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last one reduces all gradients.
@@ -236,19 +241,20 @@ class Update:
     def __init__(self, work: Work, optimizers: ParameterUpdate) -> None:
         self.optimizers = optimizers
         self.has_rows = False  # batches were added
-        self._work = work
-        self._is_finished = False
+        self._work: Work | None = work  # None after it has finished: optimizers may need its memory
+        self._discard = work.discard
 
     def add(self, run: BatchRun) -> None:
         """Adds a batch."""
+        assert self._work is not None
         self._work.add(run)
         self.has_rows = True
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
-        """Runs what was kept, and reduces all gradients. All ranks call this."""
-        self._work.run_kept()
+        """Reduces all gradients. All ranks call this."""
+        assert self._work is not None
         reduced = self._work.finish(settings)
-        self._is_finished = True
+        self._work, self._discard = None, reduced.sync.discard
         return reduced
 
     @contextlib.contextmanager
@@ -256,12 +262,13 @@ class Update:
         """Surrounds a part of the update. An error in it drops all gradients, so that nobody takes them for another loss's."""
         had_rows = self.has_rows
         try:
-            self.optimizers.check_gradients()
+            if had_rows:
+                self.optimizers.check_gradients()
             yield
         except BaseException as error:
-            if had_rows and not self._is_finished:
+            if had_rows and self._work is not None:
                 error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
-            self._work.discard(error)
+            self._discard(error)
             self.optimizers.forget_gradients()
             raise
 

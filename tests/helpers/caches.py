@@ -1,5 +1,7 @@
 """Modules that keep tensors in plain attributes, and their outputs and gradients as replicas, compared with the plain program."""
 
+import contextlib
+
 import torch
 from helpers.problems import assert_same_gradients, gradients
 from torch import nn
@@ -53,7 +55,7 @@ KINDS = [Rotary, Pairs, Learned]
 ROWS = [(7, 7, 7), (1, 7), (2, 7), (7, 1, 7)]
 
 
-def check_caches(kind, rows, prepare=lambda net: None):
+def check_caches(kind, rows, prepare=lambda net: None, surround=lambda model: contextlib.nullcontext()):
     """Compares forwards of ``rows``, two of each length, on three simulated devices."""
     batches = [torch.randn(size, 3 + number, 4) for number, size in enumerate(rows) for _ in range(2)]
     torch.manual_seed(1)
@@ -67,10 +69,11 @@ def check_caches(kind, rows, prepare=lambda net: None):
             net.scale = net.scale.detach().to("sim:0").requires_grad_()
         prepare(net)
         model = DataParallelModel(net)
-        outputs = [gather(model(x)) for x in batches]
-        for output, wanted in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(output.cpu(), wanted, rtol=1e-10, atol=1e-10)
-        sum(output.square().sum() for output in outputs).backward()
+        with surround(model):
+            outputs = [gather(model(x)) for x in batches]
+            for output, wanted in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(output.cpu(), wanted, rtol=1e-10, atol=1e-10)
+            sum(output.square().sum() for output in outputs).backward()
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], gradients(plain))
         if kind is Learned:
             torch.testing.assert_close(net.scale.grad.cpu(), plain.scale.grad, rtol=1e-10, atol=1e-10)

@@ -1,5 +1,6 @@
 """Compiled modules as replicas: the results of the plain program, a bounded number of graphs, and what is refused."""
 
+import contextlib
 import functools
 import os
 import warnings
@@ -25,6 +26,8 @@ from balanced_parallel import (
     convert_sync_batchnorm,
     simulate,
 )
+from balanced_parallel.replicas.replicas import window
+from balanced_parallel.savings import inference
 
 CPUS = ["cpu"] * 3
 pytestmark = [
@@ -37,7 +40,7 @@ pytestmark = [
 @pytest.fixture
 def fresh_compiler():
     torch._dynamo.reset()
-    with torch.autograd.set_multithreading_enabled(True), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
     torch._dynamo.reset()
 
@@ -94,23 +97,56 @@ def test_without_dynamic_shapes_there_is_one_graph_more():
 
 
 @pytest.mark.parametrize("way", ["module.compile()", slow("torch.compile(module)")])
-def test_loops_by_hand_on_several_devices(way):
+def test_steps_on_several_devices(way):
     """Compiled backwards on several devices failed: "cannot enter context: ... is already entered" (pytorch#185372)."""
     graphs = Graphs()
     backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graphs(graph, inputs)))
     with simulate(3) as cluster:
         net = build()
         model = wrap(net, cluster.devices, way, backend=backend, dynamic=True)
-        criterion, optimizer, losses = DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1), []
-        for inputs, targets in batches():
-            optimizer.zero_grad()
-            loss = criterion(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        assert_same_run(losses, net)
+        assert_same_run(train(model, net), net)
+        assert torch.autograd.is_multithreading_enabled()
     # two of each direction for each device, and one for a batch of one row, whose parameters the first device does not share
     assert graphs.count <= 2 * (2 * 3 + 1)
+
+
+def test_threads_of_autograd_are_on_after_a_backward_that_fails():
+    with simulate(2) as cluster:
+        net = build()
+        model = wrap(net, cluster.devices, "module.compile()", backend="aot_eager", dynamic=True)
+        inputs = torch.ones(4, 13, requires_grad=True)
+        inputs.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train_once(model, net, inputs)
+        assert torch.autograd.is_multithreading_enabled()
+
+
+def train_once(model, net, inputs):
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1))
+    return step(inputs, torch.zeros(len(inputs), dtype=torch.long))
+
+
+@pytest.mark.parametrize("way", ["module.compile()", "torch.compile(module)"])
+def test_forwards_by_hand_on_several_devices_are_refused(way):
+    with simulate(2) as cluster:
+        net = build()
+        model = wrap(net, cluster.devices, way, backend="eager", dynamic=True)
+        with pytest.raises(RuntimeError, match=r"compiled, .* by hand on 2 devices, .* expected TrainStep\(.*: start torchrun"):
+            model(torch.ones(4, 13))
+        assert torch.autograd.is_multithreading_enabled()
+
+
+def test_evaluations_by_hand_on_several_devices():
+    with simulate(2) as cluster:
+        net = build()
+        model = wrap(net, cluster.devices, "module.compile()", backend="eager", dynamic=True)
+        inputs = torch.randn(5, 13)
+        with torch.no_grad():
+            outputs = model(inputs).gather("cpu")
+            expected = net.last(torch.tanh(net.first(inputs.to(cluster.devices[0])))).cpu()
+        torch.testing.assert_close(outputs, expected)
+        with inference(model):
+            torch.testing.assert_close(model(inputs).gather("cpu"), expected)
 
 
 def test_devices_have_a_limit_of_graphs_each():
@@ -135,10 +171,16 @@ def test_buffers_and_attributes_are_those_of_the_first_replica():
     assert results[0] == results[1]
 
 
+@contextlib.contextmanager
+def as_in_a_step(model):
+    with window(model, in_step=True), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 @pytest.mark.parametrize("kind", caches.KINDS)
 @pytest.mark.parametrize("rows", caches.ROWS)
 def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
-    caches.check_caches(kind, rows, lambda net: net.compile(backend="eager"))
+    caches.check_caches(kind, rows, lambda net: net.compile(backend="eager"), as_in_a_step)
 
 
 def test_a_failing_forward_leaves_the_module_as_it_was():
@@ -153,7 +195,7 @@ def test_a_failing_forward_leaves_the_module_as_it_was():
         model = wrap(net, cluster.devices, "module.compile()", backend="eager")
         before = {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
         with pytest.raises(Exception, match="two rows"):
-            model(torch.zeros(5, 13))
+            train_once(model, net, torch.zeros(5, 13))
         assert before == {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
 
 

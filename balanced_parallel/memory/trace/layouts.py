@@ -466,7 +466,7 @@ class DDP(SingleDevice):
     """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``: that with the most state, if it is spread.
 
     The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and the hook of the reducer copies
-    it into the bucket. With accumulation, micro-batches add to the bucket itself, so gradients exist once (``DDPUpdate``).
+    it into the bucket. With accumulation, micro-batches add to the bucket itself, so they exist once (``strategies/ddp.py``).
     """
 
     name = "ddp"
@@ -545,7 +545,7 @@ class FSDP(SingleDevice):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Leaves gradients whole in the block if the request says so, as ``FSDPUpdate`` does where they fit."""
+        """Leaves gradients whole in the block if the request says so, as ``strategies/fsdp.py`` does where they fit."""
         for unit in self._units:
             unit.set_requires_gradient_sync(not self.request.whole_gradients, recurse=False)
         yield
