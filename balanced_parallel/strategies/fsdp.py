@@ -102,19 +102,16 @@ class ShardedModel(RankModel):
             return torch.zeros(())
         return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
 
-    @contextlib.contextmanager
-    def backward_of_step(self, *, keeps_whole: bool) -> Iterator[None]:
-        """Leaves gradients whole in the block, or reduces them. The ranks do not agree on unused parameters at its end."""
+    def backward_of_step(self, losses: Sequence[Tensor], divisor: Weight, *, keeps_whole: bool) -> None:
+        """Runs a backward of an update. It leaves gradients whole, or reduces them."""
         units = self.units if keeps_whole else []
-        self.gradients.agrees, self.gradients.keeps_whole = False, keeps_whole
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
         try:
-            yield
+            self.gradients.run_step(functools.partial(run_backward, losses, divisor), keeps_whole=keeps_whole)
         finally:
             for unit in units:
                 unit.set_requires_gradient_sync(True, recurse=False)
-            self.gradients.agrees, self.gradients.keeps_whole = True, False
 
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
@@ -130,13 +127,9 @@ class ShardedModel(RankModel):
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
-            self.gradients.is_dummy = True
-            try:
-                with self._random_numbers(), undone(self.module, self.devices):
-                    row = connect(first_row(example, self.dim), arguments)
-                    outputs = PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
-            finally:
-                self.gradients.is_dummy = False
+            with self.gradients.of_dummy(), self._random_numbers(), undone(self.module, self.devices):
+                row = connect(first_row(example, self.dim), arguments)
+                outputs = PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
             return PerReplica(outputs, outputs.sizes, self.out_dims)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
@@ -287,8 +280,7 @@ class _FSDPUpdate(RankUpdate):
         self._divisor = divisor
         if local is not None:
             self.start(local)
-        with self._model.backward_of_step(keeps_whole=self._keeps_whole and self._ran < self._end):
-            run_backward(losses, divisor)
+        self._model.backward_of_step(losses, divisor, keeps_whole=self._keeps_whole and self._ran < self._end)
         if self._left > 0 and self._ran == self._end and not self._asks:
             self._begin_round(self._left)
 
@@ -362,8 +354,8 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
-    has_views = any(isinstance(leaf, Tensor) and base_of(leaf) is not leaf for _, leaf in leaves(output))
-    return watch_output(output) if has_views else output
+    views = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and base_of(leaf) is not leaf]
+    return watch_output(output) if views else output
 
 
 def _requires_grad(value: Any) -> bool:
@@ -394,6 +386,23 @@ class ShardedGradients:
         self.used: set[int] = set()
         # whole gradients and their versions, after the backward before: FSDP2 replaces those in half precision
         self._whole_gradients: dict[int, tuple[TensorWeakRef, int]] = {}
+
+    def run_step(self, backward: Callable[[], None], *, keeps_whole: bool) -> None:
+        """Runs a backward of a step. The ranks do not agree on unused parameters at its end."""
+        self.agrees, self.keeps_whole = False, keeps_whole
+        try:
+            backward()
+        finally:
+            self.agrees, self.keeps_whole = True, False
+
+    @contextlib.contextmanager
+    def of_dummy(self) -> Iterator[None]:
+        """Surrounds a forward that has no rows of this rank."""
+        self.is_dummy = True
+        try:
+            yield
+        finally:
+            self.is_dummy = False
 
     def add(self, unit: nn.Module, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""

@@ -448,14 +448,14 @@ class ReplicaLayout(SingleDevice):
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Refreshes the copies of the parameters once."""
-        return window(self.module, self.parallel_criterion)
+        return window(self.module, self.parallel_criterion, in_step=True)
 
 
 class DDP(SingleDevice):
     """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``: that with the most state, if it is spread.
 
     The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and the hook of the reducer copies
-    it into the bucket. With accumulation, micro-batches add to the bucket itself, as in ``strategies/ddp.py``: gradients exist once.
+    it into the bucket. With accumulation, micro-batches add to the bucket itself (``strategies/ddp.py``).
     """
 
     name = "ddp"
