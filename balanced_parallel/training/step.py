@@ -134,6 +134,7 @@ class TrainStep:
         self._weight_before = 0.0  # of the last update, over everything
         self._has_compared = False  # the settings of the ranks
         self._has_ranks = collectives.world_size() > 1
+        self._naming_ranks = collectives.naming_ranks if self._has_ranks else nullcontext
         self._states: list[Any] = []  # of the optimizers, and versions of the parameters, after the last update of the ranks
         self._versions: list[int] = []
         self._failure = ""  # of the last update of the optimizers, which the other ranks learn of
@@ -373,8 +374,7 @@ class TrainStep:
         numbers = self._strategy.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
-        names = collectives.naming_ranks() if self._has_ranks else nullcontext()
-        with hooks, window(self.model, self.criterion, in_step=True), names, numbers:
+        with hooks, window(self.model, self.criterion, in_step=True), self._naming_ranks(), numbers:
             try:
                 if self._sums is not None:
                     self._update.check_gradients(self._sums.gradients)
