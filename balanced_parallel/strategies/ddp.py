@@ -201,7 +201,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         if is_by_hand:
             torch_private.prepare_reduction(self)
             run_after_backward(lambda: run_after_backward(self.forget_unused))  # behind the reducer's
-        self.begin_sparse_gradients()
+        if self._wrapped[0].sparse:
+            self.begin_sparse_gradients()
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None. All ranks call this."""
@@ -414,7 +415,8 @@ class _DDPUpdate(RankUpdate):
     """
 
     def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
-        super().__init__(model.process_group, model.devices[0])
+        self._group, self._device = model.process_group, model.devices[0]
+        self._ranks = collectives.world_size(self._group)
         self._model, self._is_abandoned = model, is_abandoned
         self._has_begun = False  # to note which parameters get a gradient
         self._sums: _DDPReport | None = None  # of all ranks

@@ -127,9 +127,10 @@ class RankSync(GradientSync):
 class RankUpdate(UpdateSync):
     """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
 
-    def __init__(self, group: collectives.Group, device: torch.device) -> None:
-        self._group, self._ranks, self._device = group, collectives.world_size(group), device
-        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+    _group: collectives.Group
+    _ranks: int
+    _device: torch.device
+    _local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
