@@ -442,7 +442,8 @@ class ModelOfRows(nn.Module):
         """Compiles the module, as ``model.module.compile(...)``. Arguments are those of ``torch.compile``.
 
         In one process, compiled replicas run one after the other in the calling thread. On several devices they are trained by
-        :class:`TrainStep`, whose backwards run in the calling thread, too.
+        :class:`TrainStep`, whose backwards run in that thread, too. There, a forward by hand raises ``RuntimeError``, unless
+        gradients are off.
         """
         self.module.compile(*args, **kwargs)
 

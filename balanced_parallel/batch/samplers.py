@@ -14,6 +14,7 @@ from ..runtime import collectives
 from ..runtime.values import check_number, check_type, naming_arguments
 from .plan import Combine, consecutive, cut_by_cost, sorted_rows, split_sizes
 
+# The process has one, since a step is given batches and not the sampler that made them. The ranks of a step compare it.
 _begun = "no RankBatchSampler"
 
 

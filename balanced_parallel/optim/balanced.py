@@ -233,6 +233,7 @@ def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -
         )
 
 
+# The shards of all optimizers of the process. Two models may share a parameter, and no two optimizers may update it.
 _all_shards: weakref.WeakSet["_ReplicaShards"] = weakref.WeakSet()
 
 
@@ -357,7 +358,8 @@ class _ReplicaShards:
         sharded = [parameter for bucket, _ in buckets for parameter in bucket.parameters]
         whole = assign_owners(sharded, len(set(model.devices))) if shard == "parameters" else None
         for bucket, copies in buckets:
-            bucket.owners = owners = BucketOwners(bucket.parameters, copies, whole)
+            owners = BucketOwners(bucket.parameters, copies, whole)
+            bucket.own(owners)
             self._owners.append(owners)
             for piece in owners.pieces:
                 self._pieces.setdefault(piece.parameter, []).append(piece)

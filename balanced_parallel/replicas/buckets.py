@@ -131,7 +131,8 @@ class Schedule(NamedTuple):
     deferred: bool  # gradients stay with the replicas
 
 
-_buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()  # of all modules
+# The buckets of all modules of the process. Two modules may share a parameter, and neither knows the other.
+_buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()
 
 
 class Bucket:
@@ -144,6 +145,10 @@ class Bucket:
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
         _buckets[id(self)] = self
+
+    def own(self, owners: "BucketOwners | None") -> None:
+        """Gives the gradients to ``owners``, or to the parameters again."""
+        self.owners = owners
 
     def broadcast(self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule) -> list[tuple[Tensor, ...]]:
         """Returns aliases of ``replicas[r][i]``, the values of parameter ``i`` for replica ``r``, connected to the parameters."""
@@ -353,7 +358,7 @@ class GradientBuckets:
     def unshard(self, buckets: Iterable[Bucket]) -> None:
         """Takes the owners away. Gradients go to the parameters again."""
         for bucket in buckets:
-            bucket.owners = None
+            bucket.own(None)
         self.is_sharded = any(bucket.owners is not None for bucket in self.buckets)
 
     def schedule(self, bucket: Bucket, streams: Streams, *, deferred: bool) -> Schedule:

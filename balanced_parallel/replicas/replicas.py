@@ -88,8 +88,7 @@ class Replicas:
                 tensors = self._connected_parameters(tree, list(dict.fromkeys(devices)))
                 # buffers every time: batch norm writes to its statistics without torch's version counter
                 buffers = copy_buffers(tree.buffers(home), others)
-                for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
-                    modules.append(tree.fill(skeletons, tensors.get(device), copied))
+                modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
                 if tree.is_compiled:
                     self._turns = [*[None] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
                     modules[:] = [tree.modules[0]] * len(modules)

@@ -58,6 +58,7 @@ def _serve(calls: "SimpleQueue[tuple[Call, Call] | None]") -> None:
         then()
 
 
+# All threads of the process, which end before the interpreter does.
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
@@ -91,6 +92,7 @@ class WorkerPool:
         self._idle.setdefault((device, number), []).append(worker)
 
 
+# One pool for the process: models that run one after the other use the same threads, in which cuDNN keeps its plans.
 _shared: "weakref.WeakValueDictionary[type, WorkerPool]" = weakref.WeakValueDictionary()
 
 
@@ -169,12 +171,12 @@ class Replica:
         return self.meeting(self.index, value)
 
 
-_thread = threading.local()
+_running: contextvars.ContextVar[Replica | None] = contextvars.ContextVar("replica", default=None)  # in this thread
 
 
 def current_replica() -> Replica | None:
     """Returns the replica that this thread runs, or None if it is the only one or none runs."""
-    return getattr(_thread, "replica", None)
+    return _running.get()
 
 
 INTERRUPTED_SECONDS = 5.0  # after Ctrl-C, for replicas that do not end
@@ -212,14 +214,13 @@ def run_replicas(
         try:
             if not meeting.begin(index) or failures:
                 return
-            _thread.replica = Replica(index, meeting.exchange)
+            _running.set(Replica(index, meeting.exchange))  # in a context of this call alone
             with on_streams(others), on_device(device, streams.get(device)), state.enter():
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit must reach the caller too
             error.add_note(f"in replica {index} on device {device}")
             failures.append(error)
         finally:
-            _thread.replica = None
             meeting.leave(index)  # after the failure was recorded, so replicas that wait for this one fail second
 
     calls = [functools.partial(contextvars.copy_context().run, call, index) for index in range(len(work))]
@@ -256,11 +257,11 @@ def _run_in_workers(calls: Sequence[Call], devices: Sequence[torch.device], meet
 
 def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange | None) -> list[T]:
     """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
-    before, results = getattr(_thread, "replica", None), []
+    token, results = _running.set(_running.get()), []
     try:
         for index, (call, device) in enumerate(zip(work, devices, strict=True)):
             if len(work) > 1:
-                _thread.replica = Replica(index, meeting)
+                _running.set(Replica(index, meeting))
             try:
                 with on_device(device, None):  # on the thread's own stream
                     results.append(call())
@@ -268,7 +269,7 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]
                 error.add_note(f"in replica {index} on device {device}")
                 raise
     finally:
-        _thread.replica = before
+        _running.reset(token)
     return results
 
 

@@ -25,7 +25,9 @@ from .devices import is_accelerator
 Number = TypeVar("Number", int, float)
 Fields = TypeVar("Fields", bound=NamedTuple)  # each field is a number
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
+# The groups that belong to a process group. torch has no place in a group for others, and all ranks make each of them once.
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+# The ranks that share a batch, as torch has one default group for the process: gather() and criteria are given no model.
 _batch_group: Group = None  # None: all ranks
 _has_batch_group = False
 
@@ -270,7 +272,8 @@ def explain_unwatched(tensors: Iterable[Any]) -> str | None:
 
 
 _KEY = "balanced_parallel/updates of rank {}"
-_updates = 0  # since the start of this process, the present one included
+# Updates since the start of this process, the present one included. The store, where ranks compare them, lives as long.
+_updates = 0
 
 
 def begin_reduction() -> None:

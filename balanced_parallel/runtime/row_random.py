@@ -182,6 +182,7 @@ def _difference(number: int, *draws: tuple[str, tuple[int, ...], int]) -> ValueE
 
 
 running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)  # in this thread
+# torch calls kernels of the process, with a tensor and a generator. The seed of the generator has a ticket, that finds a forward.
 _tickets = itertools.count((0xB1D << 28) + 1)  # 40 bits, so that nobody's seed is a ticket by chance
 _forwards: dict[int, Forward] = {}  # by ticket, of the updates that run: a backward may run parts of them again
 

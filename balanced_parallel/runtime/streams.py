@@ -55,6 +55,7 @@ def on_side_stream() -> bool:
     return _beside.get()
 
 
+# The side streams of all modules of the process. Two modules may share a parameter, whose sums wait for each other.
 _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueDictionary()
 
 

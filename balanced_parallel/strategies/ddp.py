@@ -118,13 +118,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         derivatives: list[Tensor | None] = [None] * (len(self.reduced_parameters) + 1)
         zero = _zero_of([*self.reduced_parameters, self._sentinel], derivatives)
         node: torch_private.Node = zero.grad_fn
-        node.register_prehook(lambda gradients: self._begin_backward(derivatives, reduces=reduces))
+        node.register_prehook(functools.partial(self._begin_backward, derivatives, reduces))
         return zero
-
-    def backward_of_step(self, losses: Sequence[Tensor], divisor: Weight) -> None:
-        """Runs the last backward of an update, which reduces all gradients. Without losses it gives no parameter a gradient."""
-        torch_private.prepare_reduction(self)
-        self.record.run_step(functools.partial(run_backward, losses or [self.zero()], divisor))
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
@@ -195,7 +190,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         finally:
             children["module"], self.require_backward_grad_sync = before, reduces
 
-    def _begin_backward(self, derivatives: list[Tensor | None], *, reduces: bool) -> None:
+    def _begin_backward(self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]) -> None:
         """Begins a backward that reaches all parameters, before it has reached any. ``derivatives`` are those of the zero."""
         is_by_hand = self.record.agrees
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
@@ -207,7 +202,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         if is_by_hand:
             torch_private.prepare_reduction(self)
             run_after_backward(lambda: run_after_backward(self.forget_unused))  # behind the reducer's
-        self.begin_sparse_gradients()
+        if self._wrapped[0].sparse:
+            self.begin_sparse_gradients()
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None. All ranks call this."""
@@ -420,7 +416,8 @@ class _DDPUpdate(RankUpdate):
     """
 
     def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
-        super().__init__(model.process_group, model.devices[0])
+        self._group, self._device = model.process_group, model.devices[0]
+        self._ranks = collectives.world_size(self._group)
         self._model, self._is_abandoned = model, is_abandoned
         self._has_begun = False  # to note which parameters get a gradient
         self._sums: _DDPReport | None = None  # of all ranks
@@ -454,14 +451,16 @@ class _DDPUpdate(RankUpdate):
         if not self._has_begun:
             self._model.record.begin()
         roots = [loss for loss in losses if loss.requires_grad]
-        self._model.backward_of_step(roots, divisor)
+        torch_private.prepare_reduction(self._model)
+        self._model.record.run_step(functools.partial(run_backward, roots or [self._model.zero()], divisor))
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         assert self._local is not None
         present = settings()
         (total, weight), (digest, square) = self._local().tolist(), present.digest()
         sums = self._agree(_DDPReport(total, weight, digest, square, out_of_memory=self._is_abandoned))
-        self._refuse_failures(sums)
+        if sums.failed or sums.out_of_memory:
+            self._refuse_failures(sums)
         present.check(sums.digest, sums.square)
         if not self._model.record.buckets:
             self._model.rebuild_buckets()

@@ -102,20 +102,6 @@ class ShardedModel(RankModel):
             return torch.zeros(())
         return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
 
-    @contextlib.contextmanager
-    def backward_of_step(self, *, keeps_whole: bool) -> Iterator[None]:
-        """Leaves gradients whole in the block, or reduces them. The ranks do not agree on unused parameters at its end."""
-        units = self.units if keeps_whole else []
-        self.gradients.agrees, self.gradients.keeps_whole = False, keeps_whole
-        for unit in units:
-            unit.set_requires_gradient_sync(False, recurse=False)
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.set_requires_gradient_sync(True, recurse=False)
-            self.gradients.agrees, self.gradients.keeps_whole = True, False
-
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
         for parameter in self.gradients.parameters:
@@ -130,13 +116,9 @@ class ShardedModel(RankModel):
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
-            self.gradients.is_dummy = True
-            try:
-                with self._random_numbers(), undone(self.module, self.devices):
-                    row = connect(first_row(example, self.dim), arguments)
-                    outputs = PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
-            finally:
-                self.gradients.is_dummy = False
+            with self.gradients.of_dummy(), self._random_numbers(), undone(self.module, self.devices):
+                row = connect(first_row(example, self.dim), arguments)
+                outputs = PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
             return PerReplica(outputs, outputs.sizes, self.out_dims)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
@@ -218,15 +200,14 @@ class _FSDPSync(RankSync):
 
     def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
         super().__init__(model)
+        self.round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
+        self.keeps_whole = False  # gradients until the end of a round
         self._always_asks = is_coupled or model.meets_ranks
-        self._round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
         self._updates = 0  # complete ones
-        self._keeps_whole = False  # gradients until the end of a round
 
     def open(self) -> UpdateSync:
         collectives.begin_reduction()  # before the first forward, in which ranks wait for the shards of others
-        asks = self._always_asks or not self._round
-        return _FSDPUpdate(self, self._model, self._round, asks=asks, keeps_whole=self._keeps_whole and not asks)
+        return _FSDPUpdate(self, self._model)
 
     def fits(self) -> bool:
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
@@ -238,13 +219,13 @@ class _FSDPSync(RankSync):
 
     def learn(self, micro_batches: int, *, all_fit: bool) -> None:
         """Counts a complete update, after which a round is of ``micro_batches``, 0 if no rank has needed so many."""
-        self._round = 0 if self._always_asks else micro_batches
+        self.round = 0 if self._always_asks else micro_batches
         self._updates += 1
-        self._keeps_whole = self._keeps_whole or all_fit
+        self.keeps_whole = self.keeps_whole or all_fit
 
     def ask(self) -> None:
         """Lets the ranks ask in the next update, after a failure of all of them."""
-        self._round = 0
+        self.round = 0
 
 
 class _FSDPUpdate(RankUpdate):
@@ -256,11 +237,12 @@ class _FSDPUpdate(RankUpdate):
     Gradients stay whole until the end of a round, if they fit into half of the free memory of each rank.
     """
 
-    def __init__(self, sync: _FSDPSync, model: ShardedModel, round_end: int, *, asks: bool, keeps_whole: bool) -> None:
-        super().__init__(model.group, model.devices[0])
+    def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
+        self._group, self._device = model.group, model.devices[0]
+        self._ranks = collectives.world_size(self._group)
         self._sync, self._model = sync, model
-        self._asks, self._keeps_whole = asks, keeps_whole
-        self._end = round_end  # of the present round, in micro-batches of the update
+        self._asks = not sync.round
+        self._end = sync.round  # of the present round, in micro-batches of the update
         self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
         self._divisor: Weight = 1.0  # of the last backward
         self._is_complete = False
@@ -287,9 +269,9 @@ class _FSDPUpdate(RankUpdate):
         self._divisor = divisor
         if local is not None:
             self.start(local)
-        with self._model.backward_of_step(keeps_whole=self._keeps_whole and self._ran < self._end):
-            run_backward(losses, divisor)
-        if self._left > 0 and self._ran == self._end and not self._asks:
+        keeps_whole = self._sync.keeps_whole and self._ran < self._end
+        self._model.gradients.run_step(functools.partial(run_backward, losses, divisor), keeps_whole=keeps_whole)
+        if self._left > 0 and self._ran == self._end:
             self._begin_round(self._left)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
@@ -299,12 +281,18 @@ class _FSDPUpdate(RankUpdate):
         present = settings()
         (total, weight), (digest, square) = self._local().tolist(), present.digest()
         report = _FSDPReport(total=total, weight=weight, digest=digest, square=square, fits=self._sync.fits())
-        while (sums := self._sum(report)).needs_more:
+        gradients = self._model.gradients
+        while True:
+            has_unused = len(gradients.used) < len(gradients.parameters)
+            report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused)
+            sums = collectives.sum_numbers(report, self._group)
+            if not sums.needs_more:
+                break
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
         present.check(sums.digest, sums.square)
         if sums.has_unused:
-            self._model.gradients.forget_unused()
+            gradients.forget_unused()
         self._is_complete = True
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
         return LossSum(torch.full_like(local.total, sums.total), sums.weight)
@@ -341,13 +329,6 @@ class _FSDPUpdate(RankUpdate):
         self._end = self._ran + largest
         return largest
 
-    def _sum(self, report: _FSDPReport) -> _FSDPReport:
-        """Returns the sums over all ranks, with the rows and the parameters that this rank has used so far."""
-        gradients = self._model.gradients
-        has_unused = len(gradients.used) < len(gradients.parameters)
-        report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused)
-        return collectives.sum_numbers(report, self._group)
-
 
 @gradient_sync.register
 def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
@@ -362,12 +343,8 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
-    has_views = any(isinstance(leaf, Tensor) and base_of(leaf) is not leaf for _, leaf in leaves(output))
-    return watch_output(output) if has_views else output
-
-
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    views = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and base_of(leaf) is not leaf]
+    return watch_output(output) if views else output
 
 
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
@@ -384,7 +361,8 @@ class ShardedGradients:
         self.keeps_whole = False  # the running backward: FSDP2 does not reduce its gradients
         self.parameters: list[nn.Parameter] = []  # the shards
         self._group = group
-        self._units: list[list[Slot]] = []
+        self._modules: list[Any] = []  # FSDPModules
+        self._units: list[list[Slot]] = []  # the parameters of each
         self._backward: int | None = None
         self._is_dummy = False  # of the running backward
         self.begin_update()
@@ -395,8 +373,31 @@ class ShardedGradients:
         # whole gradients and their versions, after the backward before: FSDP2 replaces those in half precision
         self._whole_gradients: dict[int, tuple[TensorWeakRef, int]] = {}
 
-    def add(self, unit: nn.Module, name: str) -> None:
+    def run_step(self, backward: Callable[[], None], *, keeps_whole: bool) -> None:
+        """Runs a backward of a step. It leaves gradients whole, or reduces them. The ranks do not agree on unused parameters."""
+        units = self._modules if keeps_whole else []
+        self.agrees, self.keeps_whole = False, keeps_whole
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+        try:
+            backward()
+        finally:
+            for unit in units:
+                unit.set_requires_gradient_sync(True, recurse=False)
+            self.agrees, self.keeps_whole = True, False
+
+    @contextlib.contextmanager
+    def of_dummy(self) -> Iterator[None]:
+        """Surrounds a forward that has no rows of this rank."""
+        self.is_dummy = True
+        try:
+            yield
+        finally:
+            self.is_dummy = False
+
+    def add(self, unit: Any, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
+        self._modules.append(unit)
         self.order.names.append(name)
         seen, slots = set(map(id, self.parameters)), []
         for part in unit.modules():
@@ -416,11 +417,13 @@ class ShardedGradients:
             if not torch.is_grad_enabled() or current_backward_id() is not None:
                 return  # FSDP2 does nothing where a checkpoint runs the unit again
             # All inputs with a gradient come from one node of FSDP2, whose backward reduces the gradients of the unit.
-            first, is_dummy = next(filter(_requires_grad, inputs), None), self.is_dummy
-            if first is None:
-                first = next(filter(_requires_grad, torch_private.leaves_of_tree((inputs, kwargs))), None)
-            if first is not None:
-                node: torch_private.Node = first.grad_fn
+            is_dummy = self.is_dummy
+            learned = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+            if not learned:
+                nested = torch_private.leaves_of_tree((inputs, kwargs))
+                learned = [value for value in nested if isinstance(value, Tensor) and value.requires_grad]
+            if learned:
+                node: torch_private.Node = learned[0].grad_fn
                 node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
 
         # behind the hook of FSDP2; torch.compile leaves both out

@@ -48,6 +48,7 @@ class RankModel(ModelOfRows):
         out_dims: Dims = None,
     ) -> None:
         self.devices, self.split = [device], None
+        self.draws_on_host = not is_accelerator(device)
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
         self.meets_ranks = meets_other_ranks(self.module.modules())
@@ -62,7 +63,8 @@ class RankModel(ModelOfRows):
                 "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                 "others wait for its batch norm, and joined samples of another batch would count"
             )
-        run = self._watched_run if self.runs.get((None, self.module.training), True) else self._run
+        module: Any = torch_private.children_of(self)["module"]  # self.module would call __getattr__
+        run = self._watched_run if self.runs.get((None, module.training), True) else self._run
         with shard.context():
             return run(None, shard.inputs, None if shard.rows is None else len(shard.rows), in_step=True)
 
@@ -102,7 +104,7 @@ class RankModel(ModelOfRows):
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which random numbers are those of this rank."""
-        if is_accelerator(self.devices[0]):
+        if not self.draws_on_host:
             offset_seeds(self.devices, collectives.rank())
         elif self.training and not self.rank_numbers.is_drawing and row_random.running.get() is None:
             return self.rank_numbers.drawing(collectives.rank())
@@ -117,7 +119,7 @@ class RankSync(GradientSync):
 
     def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Draws the numbers of this rank. On an accelerator, the generator has a seed of its own."""
-        if is_accelerator(self._model.devices[0]):
+        if not self._model.draws_on_host:
             return contextlib.nullcontext()
         return self._model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
 
@@ -125,9 +127,10 @@ class RankSync(GradientSync):
 class RankUpdate(UpdateSync):
     """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
 
-    def __init__(self, group: collectives.Group, device: torch.device) -> None:
-        self._group, self._ranks, self._device = group, collectives.world_size(group), device
-        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+    _group: collectives.Group
+    _ranks: int
+    _device: torch.device
+    _local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""

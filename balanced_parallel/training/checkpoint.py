@@ -46,7 +46,8 @@ from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
 
 MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".removed"
 _ONE_FOLDER = "one folder that all ranks see, on a disk that their hosts share"
-_unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
+# Saves of this process that nobody has waited for, and their folders. The end of the program reports them, when objects are gone.
+_unreported: dict[Future[Any], Path] = {}
 
 
 class Checkpoints:

@@ -149,7 +149,8 @@ class ParameterUpdate:
         self.has_stepped = True
 
 
-# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others.
+# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others. Several
+# steps, and loops by hand, may share optimizers and schedulers, so their states are of the process.
 _claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # after the last step, of any TrainStep
 

@@ -24,6 +24,7 @@ from balanced_parallel import (
     DataParallelModel,
     TrainStep,
     convert_sync_batchnorm,
+    memory,
     simulate,
 )
 from balanced_parallel.replicas.replicas import window
@@ -147,6 +148,14 @@ def test_evaluations_by_hand_on_several_devices():
         torch.testing.assert_close(outputs, expected)
         with inference(model):
             torch.testing.assert_close(model(inputs).gather("cpu"), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler imports it
+def test_estimates_of_several_devices():
+    net, batch = build().float(), (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long))
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
+    expected = memory.estimate(net, nn.CrossEntropyLoss(), *batch, **settings)
+    assert memory.estimate(torch.compile(net), nn.CrossEntropyLoss(), *batch, **settings).allocated == expected.allocated
 
 
 def test_devices_have_a_limit_of_graphs_each():

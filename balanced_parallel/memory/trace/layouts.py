@@ -459,7 +459,7 @@ class ReplicaLayout(SingleDevice):
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Refreshes the copies of the parameters once."""
-        return window(self.module, self.parallel_criterion)
+        return window(self.module, self.parallel_criterion, in_step=True)
 
 
 class DDP(SingleDevice):
