@@ -1,7 +1,8 @@
-"""The form of the package, measured: how much there is to read, and how hard it is. Lines are not counted: packing lowers them."""
+"""The form of the package: how much there is to read, and how hard it is. Lines are not counted, since packing lowers them."""
 
 import ast
 import io
+import itertools
 import re
 import tokenize
 from pathlib import Path
@@ -69,7 +70,7 @@ def measure_files(root):
         places = {field: [f"{name}:{entry}" for entry in getattr(form, field)] for field in ("branchy", "outside", "fragments")}
         forms.append(form._replace(**places))
     numbers = [sum(column) for column in zip(*(form[:5] for form in forms), strict=True)]
-    lists = [sum(column, []) for column in zip(*(form[5:] for form in forms), strict=True)]
+    lists = [list(itertools.chain.from_iterable(column)) for column in zip(*(form[5:] for form in forms), strict=True)]
     return Form(*numbers, *lists)
 
 
@@ -77,7 +78,8 @@ def docstring_lines(tree):
     """Returns the numbers of the lines of docstrings."""
     lines = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node) is not None:
+        can_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if can_have and ast.get_docstring(node) is not None:
             lines |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return lines
 
