@@ -37,6 +37,7 @@ from .rows import (
     map_marked,
     move_leaves,
     parameters_of,
+    spread,
     take,
     without_mark,
 )
@@ -173,7 +174,7 @@ class _Samples(CostBatch):
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
         chosen = [self._samples[row] for row in part] or self._example
         of_model, of_criterion = _inputs_and_targets(self._collate(chosen))
-        inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
+        inputs, targets, dims = self._mark(of_model, spread(of_criterion))
         rows, target_rows = count_rows(inputs, dims[0], len(chosen)), count_rows(targets, dims[1], len(chosen))
         is_joined = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
         if not is_joined and rows != len(chosen):
@@ -284,7 +285,7 @@ def _inputs_and_targets(collated: Any) -> tuple[Any, Any]:
         inputs, targets = _inputs_and_targets(collated.value)
         if isinstance(inputs, Mapping):
             return {name: Whole(value) for name, value in inputs.items()}, targets
-        return tuple(map(Whole, containers.spread(inputs))), targets
+        return tuple(map(Whole, spread(inputs))), targets
     if isinstance(collated, Mapping) and "labels" in collated:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:

@@ -70,11 +70,6 @@ def is_named_tuple(node: object) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(node, "_make")
 
 
-def spread(value: Any) -> tuple[Any, ...]:
-    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also for a named tuple."""
-    return value if isinstance(value, tuple) and not is_named_tuple(value) else (value,)
-
-
 def _with_items(node: Any, values: Sequence[Any]) -> Any:
     if not hasattr(node, "__setitem__"):
         return type(node)(dict(zip(node, values, strict=True)))

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..runtime.devices import DeviceLike, move, resolve_devices
 from ..runtime.torch_private import base_of
 from . import containers
-from .containers import Dims, check_dim, leaf_dims, spread
+from .containers import Dims, check_dim, leaf_dims
 from .outputs import PerReplica
 from .plan import Plan, RowNumbers, check_split, consecutive, equal_rows, scaled, split_sizes
 
@@ -525,3 +525,8 @@ def as_arguments(inputs: Any) -> Arguments:
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
     return Arguments(spread(inputs), {})
+
+
+def spread(value: Any) -> tuple[Any, ...]:
+    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also for a named tuple."""
+    return value if isinstance(value, tuple) and not containers.is_named_tuple(value) else (value,)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.containers import Dims, is_plain
 from ..batch.outputs import join
-from ..batch.rows import as_arguments, move_leaves
+from ..batch.rows import as_arguments, move_leaves, spread
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import Criterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
@@ -78,7 +78,7 @@ def find_reasons(
     reasons = [*_mixing_layers(module, devices, micro_batches), *_random_layers(module)]
     reasons += without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
     loss = list(state_of_criterion(criterion, plain.criterion, devices))
-    loss = loss or without_errors(loss_draws(criterion, plain.output, move_leaves(containers.spread(targets), device), limit))
+    loss = loss or without_errors(loss_draws(criterion, plain.output, move_leaves(spread(targets), device), limit))
     if not loss and (losses.finds_means or not losses.is_coupled):  # a coupled loss is computed from all rows, in one piece
         loss = without_errors(weight_in_parts(plain.output, losses, targets, model.out_dims))
         loss += without_errors(loss_in_parts(plain.output, losses, targets, model.out_dims))
@@ -167,7 +167,7 @@ def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) ->
     losses = []
     for seed in range(2):
         torch.manual_seed(seed)
-        losses.append(scalar_of(copy_of(criterion)(*containers.spread(output), *targets)))
+        losses.append(scalar_of(copy_of(criterion)(*spread(output), *targets)))
     if relative_error(losses[1], losses[0]) > limit:
         yield f"random numbers: the loss draws them, because the same output gives another loss: {_BY_ROW}, or without them"
 

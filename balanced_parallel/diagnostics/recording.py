@@ -14,7 +14,7 @@ from ..batch import containers
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive
-from ..batch.rows import as_arguments, cut, move_leaves
+from ..batch.rows import as_arguments, cut, move_leaves, spread
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
 from ..loss.sums import Criterion, ShardLoss, call_spread, call_weight, flat_weights, loss_of
@@ -75,7 +75,7 @@ class Program:
     def backward(self, targets: Any, device: torch.device) -> Tensor:
         """Computes the loss of the last output, and its gradients."""
         criterion = self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
-        loss = scalar_of(call_spread(criterion, self.output, move_leaves(containers.spread(targets), device), {}))
+        loss = scalar_of(call_spread(criterion, self.output, move_leaves(spread(targets), device), {}))
         loss.backward()
         return loss.detach()
 
@@ -190,7 +190,7 @@ def loss_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dim
     wrapped = copy_of(wrapped)
     if any(tensor.dtype in _HALF for tensor in (*wrapped.parameters(), *wrapped.buffers())):
         wrapped.float()
-    output, targets = containers.map_leaves(_in_float32, (output, containers.spread(targets)))
+    output, targets = containers.map_leaves(_in_float32, (output, spread(targets)))
     whole, *cuts = _cuts(output, dims)
     expected = scalar_of(wrapped.run(ShardLoss.call, *wrapped.cut(whole, targets, {}))[0])
     try:
@@ -216,14 +216,14 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
     whole, first, others = (
         sum(flat_weights(count))
         for parts in (all_rows, first_row)
-        for count in wrapped.run(weigh, *wrapped.cut(parts, containers.spread(targets), {}))
+        for count in wrapped.run(weigh, *wrapped.cut(parts, spread(targets), {}))
     )
     if abs(first + others - whole) > _ROUNDING * whole:
-        entries = len(containers.spread(output))
-        spread = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
+        entries = len(spread(output))
+        reason = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
         yield (
             f"weight= does not add up: it returned {whole:g} for {all_rows.sizes[0]} rows, {first:g} for the first of them and "
-            f"{others:g} for the others, expected the number of terms that the mean divides by{spread}"
+            f"{others:g} for the others, expected the number of terms that the mean divides by{reason}"
         )
 
 

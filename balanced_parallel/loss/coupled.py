@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica, gather, join, join_tensors, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark, mark_leaves, move_leaves, take, without_mark
+from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark, mark_leaves, move_leaves, spread, take, without_mark
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
@@ -307,7 +307,7 @@ class LossOfSums(CoupledLoss):
             return []
         if rows == 1:
             rows, output = 2, PerReplica([join([output[0], _smaller(output[0])], None, output.dim)], [2], output.dim)
-            _, dim = self.criterion.mark(*targets, output.dim, len(containers.spread(output[0])))
+            _, dim = self.criterion.mark(*targets, output.dim, len(spread(output[0])))
             targets = _with_smaller(take(targets, [*range(shard.target_rows)] * 2, dim), shard.target_rows, dim)
         pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
         halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
@@ -445,7 +445,7 @@ class WholeLoss(CoupledLoss):
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
         parts = []
         for output, shard in zip(outputs, shards, strict=True):
-            marked = containers.spread(mark_leaves(output, outputs.dim, "the output"))
+            marked = spread(mark_leaves(output, outputs.dim, "the output"))
             targets, kwargs = mark(shard.targets, self.dim, self.criterion.module)
             parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)

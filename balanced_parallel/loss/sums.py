@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.containers import Leaf
 from ..batch.outputs import PerReplica
-from ..batch.rows import move_leaves, parameters_of
+from ..batch.rows import move_leaves, parameters_of, spread
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, explain_unwatched, gather_objects, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, widest_float
@@ -302,7 +302,7 @@ class ShardLoss(NamedTuple):
 
     def weigh(self) -> Tensor:
         """Returns the divisor of the criterion's mean, as :func:`loss_weight` computes it."""
-        return loss_weight(self.criterion, *containers.spread(self.output), *self.targets, **self.kwargs)
+        return loss_weight(self.criterion, *spread(self.output), *self.targets, **self.kwargs)
 
     def nothing(self) -> Tensor:
         """Returns a zero that is connected to the output and to the criterion's parameters."""
@@ -313,7 +313,7 @@ class ShardLoss(NamedTuple):
 
 def call_spread(function: Callable[..., Any], output: Any, targets: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function of output and targets. The entries of a tuple fill its leading arguments, which an error tells."""
-    leading = containers.spread(output)
+    leading = spread(output)
     try:
         return function(*leading, *targets, **kwargs)
     except TypeError as error:
@@ -445,7 +445,7 @@ def sum_of_terms(shard: ShardLoss) -> Tensor:
         return widen(shard.nothing())
     if "reduction" in shard.kwargs:  # it would override the sum
         shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
-    for leaf in containers.spread(shard.output):
+    for leaf in spread(shard.output):
         if isinstance(leaf, Tensor) and leaf.dtype == torch.float16:  # whose sum overflows
             return widen(shard.call(_reducing(shard.criterion, "none"))).sum()
     return check_loss(shard.call(_reducing(shard.criterion, "sum")))

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.by_cost import check_limit
-from ..batch.containers import describe, spread
+from ..batch.containers import describe
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments, copy_views
+from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments, copy_views, spread
 from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
