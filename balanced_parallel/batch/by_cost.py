@@ -13,7 +13,7 @@ A batch is a list of samples, of which ``collate`` makes shards, or padded tenso
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -84,16 +84,15 @@ class ByCost(Cut):
             raise ValueError("collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches")
         check_limit("limit", limit)
         self.cost, self.collate, self.trim, self.combine, self.limit = cost, collate, trim, combine, limit
-        self.example: list[Any] = []  # the first sample of a batch, in place of no samples in a later one
 
     def open(
         self, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any], *, unit: str, is_strict: bool
     ) -> "CostBatch":
         """Takes a batch apart: padded tensors, or with ``collate`` a list of samples."""
-        is_list = self.collate is not None
-        batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, forward)
-        batch.unit, batch.is_strict = unit, is_strict
-        return batch
+        limit = LimitKind(unit, is_strict)
+        if self.collate is None:
+            return _Padded(self, limit, inputs, targets, mark, forward)
+        return _Samples(self, limit, inputs, targets, mark)
 
 
 def check_limit(name: str, cost: Any) -> None:
@@ -102,15 +101,29 @@ def check_limit(name: str, cost: Any) -> None:
         check_number(name, cost, "a positive number, the cost of a device in one forward", at_least=math.ulp(0.0))
 
 
+class LimitKind(NamedTuple):
+    """The meaning of a limit of a device in one forward."""
+
+    unit: str  # "rows" or "cost"
+    is_strict: bool  # A row over the limit is an error; otherwise it runs alone.
+
+
 class CostBatch(Batch):
     """A batch that is cut by cost."""
 
     pads = True
-    is_strict = True  # a row over the limit is an error; otherwise it runs alone
 
-    def __init__(self, cut: ByCost, inputs: Arguments, targets: Arguments, dims: tuple[int, int], costs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        cut: ByCost,
+        limit: LimitKind,
+        inputs: Arguments,
+        targets: Arguments,
+        dims: tuple[int, int],
+        costs: Sequence[float],
+    ) -> None:
         super().__init__(inputs, targets, dims)
-        self.costs, self._combine = costs, cut.combine
+        self.costs, self._limit, self._combine = costs, limit, cut.combine
 
     def plan(
         self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
@@ -142,11 +155,11 @@ class CostBatch(Batch):
     def _runs(self, devices: int, limit: float | None, agree: Callable[[int], int]) -> Plan:
         """Returns the rows of each shard of each micro-batch."""
         costs, most_rows, budget = self.costs, None, None
-        if self.unit == "rows" or limit is None or not costs:
-            most_rows = None if limit is None or self.unit == "cost" else int(limit)
+        if self._limit.unit == "rows" or limit is None or not costs:
+            most_rows = None if limit is None or self._limit.unit == "cost" else int(limit)
             needed = count_micro_batches(len(costs), most_rows, devices)
         else:
-            budget = limit if self.is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
+            budget = limit if self._limit.is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
             needed = -(-len(cut_to_budget(costs, budget, self._combine)) // devices)
         count = agree(needed)
         runs = cut_by_cost(costs, devices * count, self._combine, most_rows=most_rows, budget=budget, together=devices)
@@ -156,7 +169,7 @@ class CostBatch(Batch):
 class _Samples(CostBatch):
     """A list of samples. A shard is what ``collate`` makes of its samples."""
 
-    def __init__(self, cut: ByCost, samples: Any, targets: tuple[Any, ...], mark: Mark) -> None:
+    def __init__(self, cut: ByCost, limit: LimitKind, samples: Any, targets: tuple[Any, ...], mark: Mark) -> None:
         if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
             raise TypeError(
                 f"step was given {containers.describe(samples)}, expected a list of samples, of which collate= makes batches: "
@@ -164,11 +177,17 @@ class _Samples(CostBatch):
             )
         if targets not in ((), (None,)):
             raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
-        super().__init__(cut, Arguments((Rows(samples),), {}), NOTHING, (0, 0), [cut.cost(sample) for sample in samples])
-        cut.example = list(samples[:1]) or cut.example
+        costs = [cut.cost(sample) for sample in samples]
+        super().__init__(cut, limit, Arguments((Rows(samples),), {}), NOTHING, (0, 0), costs)
         self._collate: Any = cut.collate
-        self._mark, self._samples, self._example = mark, samples, cut.example
+        self._mark, self._samples, self._example = mark, samples, list(samples[:1])
         self.has_example = bool(self._example)
+
+    def take_example(self, earlier: Sequence[Any]) -> Sequence[Any]:
+        """Returns the first sample. A batch without samples takes the ``earlier`` one."""
+        self._example = self._example or [*earlier]
+        self.has_example = bool(self._example)
+        return self._example
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
@@ -195,11 +214,13 @@ class _Samples(CostBatch):
 class _Padded(CostBatch):
     """Padded tensors. A shard has some of their rows, cut to the longest of them."""
 
-    def __init__(self, cut: ByCost, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self, cut: ByCost, limit: LimitKind, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any]
+    ) -> None:
         costs = cut.cost(inputs)
         if not isinstance(costs, Iterable) or (isinstance(costs, Tensor) and costs.dim() == 0):
             raise TypeError(f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs")
-        super().__init__(cut, *mark(inputs, targets), costs.tolist() if isinstance(costs, Tensor) else list(costs))
+        super().__init__(cut, limit, *mark(inputs, targets), costs.tolist() if isinstance(costs, Tensor) else list(costs))
         if self.rows is None or any(isinstance(cost, (list, Tensor)) for cost in self.costs) or len(self.costs) != self.rows:
             count = self.rows or "no"
             raise ValueError(f"cost= returned {len(self.costs)} costs for {count} rows, expected one number for each row")

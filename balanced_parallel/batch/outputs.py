@@ -364,6 +364,10 @@ class _Header(containers.Leaf):
     def __repr__(self) -> str:
         return f"{self.kind} {self.layout}"
 
+    def widen(self, layout: tuple[int, ...]) -> None:
+        """Takes the layout to which the tensors of all ranks are padded."""
+        self.layout = layout
+
     def make_empty(self, device: torch.device) -> Any:
         """Returns a leaf of this layout without rows."""
         if not isinstance(self.kind, torch.dtype):
@@ -395,7 +399,7 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
         if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:
             longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
             for header in column:
-                header.layout = longest
+                header.widen(longest)
         if len({*map(str, column)}) > 1:
             layouts = by_value([*map(str, column)])
             raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")

@@ -398,9 +398,8 @@ class Batch:
     ``dims`` are the dimensions of the rows in unmarked inputs and in unmarked targets.
     """
 
-    unit = "rows"  # of a limit
-    pads = False  # each shard to a length of its own
-    has_example = True  # a shard without rows can be made
+    pads = False  # True if each shard is padded to a length of its own.
+    has_example = True  # A shard without rows can be made.
 
     def __init__(self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
         self.inputs, self.targets, self.dims = inputs, targets, dims
@@ -431,6 +430,10 @@ class Batch:
             return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
         sizes = split_sizes(self.rows, weights or len(devices))
         return next(self._shards([consecutive(sizes)], devices))
+
+    def take_example(self, earlier: Sequence[Any]) -> Sequence[Any]:
+        """Returns a sample, from which a later batch without samples makes a shard. ``earlier`` is that of an earlier batch."""
+        return earlier
 
     def check_weight(self, weigh: Callable[..., Any]) -> None:
         """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that the plan has cut."""

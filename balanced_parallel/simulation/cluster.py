@@ -106,11 +106,8 @@ class Cluster:
     @contextmanager
     def forbidding_waits(self) -> Iterator[None]:
         """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line and a way to avoid it."""
-        self._waits.forbidding_blocks += 1
-        try:
+        with self._waits.forbidding():
             yield
-        finally:
-            self._waits.forbidding_blocks -= 1
 
     @property
     def allocations(self) -> int:
@@ -441,19 +438,28 @@ class Waits:
         self.counts: Counter[tuple[torch.device, int]] = Counter()  # by device and step
         self._lock = threading.Lock()
         self._labels = labels  # which know the number of finished steps
-        self.forbidding_blocks = 0
+        self._forbidding_blocks = 0
         self.listener = LISTENER(self._note)
 
     def per_step(self, device: torch.device) -> list[int]:
         """Returns the number of waits for a device in each step."""
         return [self.counts[device, step] for step in range(1, self._labels.steps + 2)]
 
+    @contextmanager
+    def forbidding(self) -> Iterator[None]:
+        """Raises an error at each wait in this block."""
+        self._forbidding_blocks += 1
+        try:
+            yield
+        finally:
+            self._forbidding_blocks -= 1
+
     def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
         wait = Wait(torch.device("sim", device), kind.decode(), *_caller(inspect.currentframe()), self._labels.steps + 1)
         with self._lock:
             self.record.append(wait)
             self.counts[wait.device, wait.step] += 1
-        if self.forbidding_blocks:
+        if self._forbidding_blocks:
             message = (
                 f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {wait.advice}"
             )

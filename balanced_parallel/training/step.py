@@ -12,7 +12,7 @@ on each other goes through the plan twice.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, cast, overload
 
@@ -123,6 +123,7 @@ class TrainStep:
         self._unit = "rows" if cut is None or isinstance(micro_batch_size, int) else "cost"
         self._is_auto = micro_batch_size == "auto"
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
+        self._example: Sequence[Any] = ()  # The first sample of an earlier batch, for a rank that has none.
         self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
         self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
         self._is_compiled = any(map(is_compiled, model.modules()))
@@ -177,6 +178,7 @@ class TrainStep:
             return Batch(*self._mark(inputs, spread(targets)))
         forward, is_strict = self.model.module.forward, not self._is_auto
         batch = self.cut.open(inputs, spread(targets), self._mark, forward, unit=self._unit, is_strict=is_strict)
+        self._example = batch.take_example(self._example)
         if not batch.has_example and collectives.world_size() > 1 and meets_other_ranks(self.model.modules()):
             raise RuntimeError("this rank had no sample in its first batch, expected one: others wait for its batch norm")
         return batch
