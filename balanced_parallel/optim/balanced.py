@@ -151,24 +151,15 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the plain optimizer, with tensors on the CPU. Every rank must call this."""
-        for prepare in self._optimizer_state_dict_pre_hooks.values():  # torch has no public list of hooks, here and below
-            prepare(self)
-        state = self.shards.state_dict()
-        for change in self._optimizer_state_dict_post_hooks.values():
-            changed = change(self, state)
-            state = state if changed is None else changed
-        return state
+        return torch_private.save_with_hooks(self, self.shards.state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a plain optimizer over the same parameters."""
-        state_dict = dict(state_dict)
-        for change in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = change(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+        torch_private.load_with_hooks(self, dict(state_dict), self._load)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         self.shards.load_state_dict(state_dict)
         self.state = self.shards.inner.state
-        for finish in self._optimizer_load_state_dict_post_hooks.values():
-            finish(self)
 
 
 def is_elementwise(optimizer_class: type[Any]) -> bool:

@@ -275,6 +275,30 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return values, lambda others: tree_unflatten(others, structure)
 
 
+# Optimizers: torch has no public list of the hooks of their state.
+
+
+def save_with_hooks(optimizer: torch.optim.Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the state that ``save`` returns, between the hooks of ``optimizer.state_dict()``."""
+    for prepare in optimizer._optimizer_state_dict_pre_hooks.values():
+        prepare(optimizer)
+    state = save()
+    for change in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = change(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+def load_with_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """Calls ``load`` with a state, between the hooks of ``optimizer.load_state_dict(state)``."""
+    for change in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = change(optimizer, state)
+        state = state if changed is None else changed
+    load(state)
+    for finish in optimizer._optimizer_load_state_dict_post_hooks.values():
+        finish(optimizer)
+
+
 # Elementwise operations on lists of tensors, in one kernel for a list. torch 2.11 to 2.13 keep ``torch._foreach_*`` private;
 # pytorch#193607 adds ``torch.foreach``. Unlike them (pytorch#162911), these functions accept empty lists.
 
