@@ -42,6 +42,7 @@ from .rows import (
     without_mark,
 )
 
+Collate = Callable[[list[Any]], object]  # makes inputs and targets of samples
 Trim = int | Mapping[str, int]
 
 
@@ -71,7 +72,7 @@ class ByCost(Cut):
         self,
         cost: Callable[[Any], Any],
         *,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate | None = None,
         trim: Trim | None = None,
         combine: Combine | None = None,
         limit: float | None = None,
@@ -86,16 +87,23 @@ class ByCost(Cut):
         self.cost, self.collate, self.trim, self.combine, self.limit = cost, collate, trim, combine, limit
 
     def open(
-        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any], *, unit: str, is_strict: bool
+        self,
+        inputs: object,
+        targets: tuple[object, ...],
+        mark: Mark,
+        forward: Callable[..., object],
+        *,
+        unit: str,
+        is_strict: bool,
     ) -> "CostBatch":
         """Takes a batch apart: padded tensors, or with ``collate`` a list of samples."""
         limit = LimitKind(unit, is_strict)
         if self.collate is None:
             return _Padded(self, limit, inputs, targets, mark, forward)
-        return _Samples(self, limit, inputs, targets, mark)
+        return _Samples(self, self.collate, limit, inputs, targets, mark)
 
 
-def check_limit(name: str, cost: Any) -> None:
+def check_limit(name: str, cost: object) -> None:
     """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
     if cost is not None:  # ulp(0) is the smallest positive number
         check_number(name, cost, "a positive number, the cost of a device in one forward", at_least=math.ulp(0.0))
@@ -169,7 +177,9 @@ class CostBatch(Batch):
 class _Samples(CostBatch):
     """A list of samples. A shard is what ``collate`` makes of its samples."""
 
-    def __init__(self, cut: ByCost, limit: LimitKind, samples: Any, targets: tuple[Any, ...], mark: Mark) -> None:
+    def __init__(
+        self, cut: ByCost, collate: Collate, limit: LimitKind, samples: object, targets: tuple[object, ...], mark: Mark
+    ) -> None:
         if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
             raise TypeError(
                 f"step was given {containers.describe(samples)}, expected a list of samples, of which collate= makes batches: "
@@ -179,11 +189,10 @@ class _Samples(CostBatch):
             raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
         costs = [cut.cost(sample) for sample in samples]
         super().__init__(cut, limit, Arguments((Rows(samples),), {}), NOTHING, (0, 0), costs)
-        self._collate: Any = cut.collate
-        self._mark, self._samples, self._example = mark, samples, list(samples[:1])
+        self._collate, self._mark, self._samples, self._example = collate, mark, samples, list(samples[:1])
         self.has_example = bool(self._example)
 
-    def take_example(self, earlier: Sequence[Any]) -> Sequence[Any]:
+    def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
         """Returns the first sample. A batch without samples takes the ``earlier`` one."""
         self._example = self._example or [*earlier]
         self.has_example = bool(self._example)
@@ -215,7 +224,13 @@ class _Padded(CostBatch):
     """Padded tensors. A shard has some of their rows, cut to the longest of them."""
 
     def __init__(
-        self, cut: ByCost, limit: LimitKind, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any]
+        self,
+        cut: ByCost,
+        limit: LimitKind,
+        inputs: object,
+        targets: tuple[object, ...],
+        mark: Mark,
+        forward: Callable[..., object],
     ) -> None:
         costs = cut.cost(inputs)
         if not isinstance(costs, Iterable) or (isinstance(costs, Tensor) and costs.dim() == 0):
@@ -257,7 +272,7 @@ def _rows_of(inputs: Arguments, targets: Arguments, dims: tuple[int, int], part:
     return Shard(take(inputs, rows, dims[0]), take(targets, rows, dims[1]), rows, len(rows), device)
 
 
-def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
+def _shorten(leaf: Any, dim: int | None, length: int) -> object:
     """Returns the first ``length`` entries of a tensor along ``dim``."""
     if dim is None or type(leaf) is Along:
         return leaf if dim is None else Along(_shorten(leaf.leaf, dim, length), leaf.dim)
@@ -265,7 +280,7 @@ def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
 
 
 def _trims(
-    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., Any], costs: Sequence[float]
+    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., object], costs: Sequence[float]
 ) -> list[int | None]:
     """Returns the dimension to cut of each leaf of inputs and targets, or None."""
     names = [parameter.name for parameter in parameters_of(forward) or ()]
@@ -294,13 +309,13 @@ def _pinned(shard: Shard) -> Shard:
     if shard.device.type == "cpu":
         return shard
 
-    def pin_leaf(leaf: Any) -> Any:
+    def pin_leaf(leaf: object) -> object:
         return pin(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
     return shard._replace(inputs=map_marked(pin_leaf, shard.inputs), targets=map_marked(pin_leaf, shard.targets))
 
 
-def _inputs_and_targets(collated: Any) -> tuple[Any, Any]:
+def _inputs_and_targets(collated: object) -> tuple[object, object]:
     """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it marks the inputs."""
     if isinstance(collated, Whole):
         inputs, targets = _inputs_and_targets(collated.value)

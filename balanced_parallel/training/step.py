@@ -123,7 +123,7 @@ class TrainStep:
         self._unit = "rows" if cut is None or isinstance(micro_batch_size, int) else "cost"
         self._is_auto = micro_batch_size == "auto"
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
-        self._example: Sequence[Any] = ()  # The first sample of an earlier batch, for a rank that has none.
+        self._example: Sequence[object] = ()  # The first sample of an earlier batch, for a rank that has none.
         self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
         self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
         self._is_compiled = any(map(is_compiled, model.modules()))
