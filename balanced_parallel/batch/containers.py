@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.values import check_number
 
-Node = TypeVar("Node")  # a nested structure, or a leaf; a function that maps leaves returns the same structure
+Nested = TypeVar("Nested")  # a nested structure, or a leaf; a function that maps leaves returns the same structure
 
 
 class Leaf:
@@ -81,7 +81,7 @@ def _with_items(node: Any, values: Sequence[object]) -> object:
     return new
 
 
-def _with_fields(node: Node, names: Sequence[str], values: Sequence[object]) -> Node:
+def _with_fields(node: Nested, names: Sequence[str], values: Sequence[object]) -> Nested:
     new = copy.copy(node)  # dataclasses.replace would refuse init=False fields and run __post_init__ on pieces
     for name, value in zip(names, values, strict=True):
         object.__setattr__(new, name, value)
@@ -98,7 +98,7 @@ def leaves(node: object, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, place + key)
 
 
-def map_leaves(function: Callable[[Any], object], node: Node) -> Node:
+def map_leaves(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf."""
     mapped: object
     # Shortcuts for the most frequent leaf and the two most frequent containers come first.
@@ -112,7 +112,7 @@ def map_leaves(function: Callable[[Any], object], node: Node) -> Node:
         mapped = function(node)
     else:
         mapped = container.rebuild([map_leaves(function, child) for child in container.children])
-    return cast(Node, mapped)
+    return cast(Nested, mapped)
 
 
 _LISTS = (

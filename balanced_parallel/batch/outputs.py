@@ -15,7 +15,7 @@ from ..runtime.collectives import by_value, explain_unwatched, gather_objects, g
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
-from .containers import Dims, Node, check_dim, check_dims, dims_at, leaf_dims
+from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims
 from .plan import consecutive
 
 
@@ -189,7 +189,7 @@ def _refuse(operation: str, error: type[Exception]) -> NoReturn:
     )
 
 
-def _narrow(entry: Node, start: int, rows: int, dims: Dims, size: int) -> Node:
+def _narrow(entry: Nested, start: int, rows: int, dims: Dims, size: int) -> Nested:
     if rows == size:
         return entry
     if rows and (refusal := repeated_rows([entry], [size], dims)):
@@ -433,7 +433,7 @@ def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor
     return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
 
 
-def reorder(gathered: Node, order: Sequence[int], dims: Dims, replicas: int) -> Node:
+def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -> Nested:
     """Returns gathered outputs in the order of the batch. Values with one entry for each of the ``replicas`` stay."""
     positions = sorted(range(len(order)), key=order.__getitem__)
     dims_of_leaves = leaf_dims(gathered, dims, 0, "output")

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..runtime.devices import DeviceLike, move, resolve_devices
 from ..runtime.torch_private import base_of
 from . import containers
-from .containers import Dims, Node, check_dim, leaf_dims
+from .containers import Dims, Nested, check_dim, leaf_dims
 from .outputs import PerReplica
 from .plan import Plan, RowNumbers, check_split, consecutive, equal_rows, scaled, split_sizes
 
@@ -92,7 +92,7 @@ def without_mark(value: object) -> Any:
     return value.value if isinstance(value, Whole) else value
 
 
-def map_marked(function: Callable[[Any], object], node: Node) -> Node:
+def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of marks, which stay."""
 
     def apply(leaf: object) -> object:
@@ -180,7 +180,7 @@ def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter] | 
         return None
 
 
-def mark_leaves(value: Node, dims: Dims, place: str) -> Node | Whole:
+def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
     """Returns a value with its leaves marked, as :func:`mark` marks those of an argument. Marks that it has stay."""
     if isinstance(value, (*MARKS, PerReplica)):  # they carry their own dimensions
         return value
@@ -198,7 +198,7 @@ def mark_leaves(value: Node, dims: Dims, place: str) -> Node | Whole:
     return containers.map_leaves(mark_leaf, value)
 
 
-Holder = tuple[str, list[object]]  # a list around a leaf, with its key path
+ListAround = tuple[str, list[object]]  # a list around a leaf, with its key path
 
 
 def count_rows(node: object, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
@@ -235,7 +235,7 @@ def count_rows(node: object, dim: int = 0, expected: int | None = None, name: st
     return None if first is None else first[2]
 
 
-def _leaves(node: object, name: str, holder: Holder | None = None) -> Iterator[tuple[str, object, Holder | None]]:
+def _leaves(node: object, name: str, holder: ListAround | None = None) -> Iterator[tuple[str, object, ListAround | None]]:
     """Yields each leaf with its key path, and with the outermost list around it whose entries could be rows."""
     container = containers.open_container(node)
     if container is None:
@@ -301,16 +301,16 @@ def _holds_tensors(value: object, depth: int) -> bool:
     return any(_holds_tensors(child, depth - 1) for child in (value.values() if isinstance(value, Mapping) else value))
 
 
-def cut(node: Node, parts: Sequence[RowNumbers], dim: int = 0) -> list[Node]:
+def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]:
     """Returns the rows of each part of ``node``. See :func:`take`."""
     return [take(node, part, dim) for part in parts]
 
 
-def take(node: Node, part: RowNumbers, dim: int = 0) -> Node:
+def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
     """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay."""
     if isinstance(node, Arguments) and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
         tensor = node.inputs[0]  # shortcut for the most frequent arguments
-        return cast(Node, Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {}))
+        return cast(Nested, Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {}))
 
     def take_leaf(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):

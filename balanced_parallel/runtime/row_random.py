@@ -21,7 +21,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -109,6 +109,8 @@ class Forward:
     ``shapes`` are those of the first of several forwards, whose draws without rows have equal shapes.
     """
 
+    _state_before: Tensor  # The state of the generator before this forward, while it draws.
+
     def __init__(
         self, update: UpdateRandom, rows: Sequence[int], device: torch.device, expected: Sequence[Draw] | None, shapes: DrawShapes
     ) -> None:
@@ -117,7 +119,7 @@ class Forward:
         self.expected, self.ticket = expected, next(_tickets)
         self.drawn: list[tuple[str, tuple[int, ...]]] = []  # operator and shape
         self._seed, self._rows, self._shapes = update.seed, torch.tensor(rows, dtype=torch.int64, device=device), shapes
-        self._generator, self._state_before = generator, None
+        self._generator = generator
         update.forwards.append(self)
         _forwards[self.ticket] = self
 
@@ -186,7 +188,7 @@ _tickets = itertools.count((0xB1D << 28) + 1)  # 40 bits, so that nobody's seed 
 _forwards: dict[int, Forward] = {}  # by ticket, of the updates that run: a backward may run parts of them again
 
 
-def _generator(device: torch.device) -> Any:
+def _generator(device: torch.device) -> torch.Generator | None:
     """Returns the default generator of a device, or None where torch does not give it."""
     if device.type == "cpu":
         return torch.default_generator
@@ -212,7 +214,7 @@ def _uniform(seeds: Seeds, like: Tensor, dtype: torch.dtype | None = None, per_e
     return numbers.view(*like.shape, per_element) if per_element > 1 else numbers.view(like.shape)
 
 
-def _bernoulli_(seeds: Seeds, self: Tensor, p: Any = 0.5) -> Tensor:
+def _bernoulli_(seeds: Seeds, self: Tensor, p: float | Tensor = 0.5) -> Tensor:
     return self.copy_(_uniform(seeds, self, torch.float32) < p)
 
 
@@ -230,7 +232,7 @@ def _integers_(seeds: Seeds, self: Tensor, low: int, high: int) -> Tensor:
     return self.copy_((_uniform(seeds, self, torch.float64) * (high - low)).floor() + low)
 
 
-def _native_dropout(seeds: Seeds, input: Tensor, p: float, train: bool | None) -> Any:
+def _native_dropout(seeds: Seeds, input: Tensor, p: float, train: bool | None) -> object:
     if train is False:
         return NotImplemented
     if input.is_cuda:
@@ -250,7 +252,7 @@ def _multinomial(seeds: Seeds, self: Tensor, num_samples: int, replacement: bool
     return (_exponential_(seeds, torch.empty_like(bounds)) / self).topk(num_samples, largest=False).indices
 
 
-def _refuse(seeds: Seeds, *args: Any, **kwargs: Any) -> Any:
+def _refuse(seeds: Seeds, *args: object, **kwargs: object) -> NoReturn:
     raise NotImplementedError(
         f"{seeds.args[0]} draws in this forward, and with reproducible=True its numbers cannot follow the rows: give it a "
         "generator=, or draw before the step and pass the numbers as an input"
@@ -258,7 +260,7 @@ def _refuse(seeds: Seeds, *args: Any, **kwargs: Any) -> Any:
 
 
 # by operator; the result NotImplemented is that of torch's kernel, which does not draw with these arguments
-_KERNELS: dict[str, Callable[..., Any]] = {
+_KERNELS: dict[str, Callable[..., object]] = {
     "bernoulli_.float": _bernoulli_,
     "bernoulli_.Tensor": _bernoulli_,
     "bernoulli.out": lambda seeds, self, *, out: _bernoulli_(seeds, out.resize_(self.shape), self),
@@ -287,11 +289,11 @@ def _replace_kernels() -> torch.library.Library:
 
 
 @functools.cache  # torch's kernel is the one before any is replaced
-def _replacement(name: str, key: str) -> Callable[..., Any]:
+def _replacement(name: str, key: str) -> Callable[..., object]:
     function = _KERNELS[name]
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU" if key.startswith("Composite") else key)
 
-    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> object:
         tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # of randperm
         has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         forward = None if has_generator else _find_forward(tensor.device)

@@ -11,7 +11,7 @@ in the order of the tensors.
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
-    copied: list[list[Any]] = [[None] * len(tensors) for _ in devices]
+    copied = [[*tensors] for _ in devices]  # The copies replace the tensors in these lists.
     for chunk in chunks(tensors, BUFFER_BYTES):
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])

@@ -64,7 +64,7 @@ def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def check_type(name: str, value: Any, kinds: Any, expected: str) -> None:
+def check_type(name: str, value: object, kinds: Any, expected: str) -> None:
     """Raises ``TypeError`` if the value of the argument ``name`` is not of ``kinds``, which ``expected`` describes."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name}={reprlib.repr(value)}, expected {expected}")

@@ -115,7 +115,7 @@ class Update:
                 self._call_hooks(hooked)
             if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
-                self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+                self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm
             if scaler is None:
                 self.step()
             else:
