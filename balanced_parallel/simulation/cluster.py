@@ -361,7 +361,7 @@ class MemoryLabels:
             leaves = [parameter for parameter in module.parameters(recurse=False) if parameter.is_leaf]
             self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
 
-    def label(self, tensors: Iterable[Any], category: Category) -> None:
+    def label(self, tensors: Iterable[object], category: Category) -> None:
         """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""
         for local in local_tensors(tensors):
             if isinstance(local, torch.Tensor) and local.device.type == "sim" and local.layout == torch.strided:
