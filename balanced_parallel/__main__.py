@@ -328,7 +328,7 @@ def _load_file(path: Path) -> ModuleType:
     name = re.sub(r"\W", "_", str(path))  # the file name alone may be that of another module
     if name not in sys.modules:
         if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))  # as python does for a script
+            sys.path.insert(0, str(path.parent))  # Python does the same for a script.
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None

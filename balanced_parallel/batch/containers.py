@@ -52,7 +52,7 @@ def open_container(node: object) -> Container | None:
         return None
     if hasattr(type(node), "batch_dims"):  # tensordict: a mapping that iterates over rows, and classes that keep their size
         return None
-    if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping has no entries that are None
+    if isinstance(node, Mapping):  # A ModelOutput is a dataclass too, but its mapping has no entries that are None.
         return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]

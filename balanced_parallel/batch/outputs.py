@@ -314,7 +314,7 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     if all(containers.is_plain(value) for value in values):
         return values
     if len({type(value) for value in values}) == 1 and isinstance(values[0], Iterable):
-        # By entries, as torch's gather does: https://github.com/huggingface/transformers/pull/36373 relies on it for caches.
+        # Entries are joined one by one, as in torch's gather. Caches rely on it (huggingface/transformers#36373).
         kind, columns = cast(Any, type(values[0])), zip(*values, strict=True)
         join_leaves = functools.partial(containers.zip_leaves, lambda at, leaves: _join(at, leaves, device, dim), place=place)
         return kind([join_leaves(list(column)) for column in columns])
@@ -357,10 +357,10 @@ class _Header(containers.Leaf):
             raise TypeError(
                 f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
             )
-        self.kind: str | torch.dtype = type(leaf).__name__  # or the dtype of a tensor
-        self.dim = dim  # of the rows; None if the leaf is the same in all replicas
+        self.kind: str | torch.dtype = type(leaf).__name__  # A tensor's kind is its dtype.
+        self.dim = dim  # The dimension of the rows is None if the leaf is the same in all replicas.
         self.layout: tuple[int, ...] = ()  # shape with -1 in place of the number of rows
-        self.pads = pads  # its tensor may be padded to the layout of another rank
+        self.pads = pads  # A padded tensor may have the layout of another rank.
         self.rows: Any = leaf  # the number of rows of a tensor, or the list itself; ranks may differ in it
         if isinstance(leaf, torch.Tensor):
             self.kind, self.dim = leaf.dtype, dim if leaf.dim() > 1 or dim is None else 0
@@ -399,7 +399,7 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
     first = next((headers[0] for headers in all_headers if headers), None)
     if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    columns: list[list[_Header]] = []  # by leaf, the headers of all ranks
+    columns: list[list[_Header]] = []  # Each leaf has the headers of all ranks.
 
     def compare(place: str, column: list[_Header]) -> None:
         if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:

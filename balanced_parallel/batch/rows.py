@@ -382,12 +382,12 @@ def copy_views(arguments: Arguments, device: torch.device) -> Arguments:
 class Shard(NamedTuple):
     """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved."""
 
-    inputs: Arguments  # of the model
-    targets: Arguments  # of the criterion behind the outputs
-    rows: RowNumbers | None  # their places in the effective batch of this process; None if the batch has no rows
+    inputs: Arguments
+    targets: Arguments  # The criterion's arguments after the outputs.
+    rows: RowNumbers | None  # Places in the effective batch of this process; None if the batch has no rows.
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
-    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # of the model and of the criterion
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # Surrounds model and criterion.
     is_joined: bool = False  # the inputs are one object, of the samples ``rows``
 
 

@@ -193,7 +193,7 @@ def _changes(before: object, after: Any) -> Iterator[Change]:
         for key, value in getattr(other, "__dict__", {}).items():
             is_comparable = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
             is_mapping = isinstance(value, dict) and not key.startswith("_")  # names with an underscore are those of nn.Module
-            is_flag = value is True and key not in values  # of the first forward: replicas without it set up anew
+            is_flag = value is True and key not in values  # Replicas without this flag of the first forward set up anew.
             if (is_comparable or is_mapping) and not is_flag and not _same(values.get(key), value):
                 yield Change(f"{prefix}{key}", values.get(key), value, "")
         if isinstance(layer, nn.Module) and not isinstance(layer, BatchNorm):

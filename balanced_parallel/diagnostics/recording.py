@@ -122,7 +122,7 @@ class Difference(NamedTuple):
     """A difference between the outputs of two programs."""
 
     label: str  # name and type of the first module whose output differs
-    effect: str  # in words
+    effect: str
     previous: str  # the last module before it whose output is equal
 
     @property

@@ -71,7 +71,7 @@ class BalancedTrainer(Trainer):
         args = copy.copy(TrainingArguments("tmp_trainer") if args is None else args)
         if device_ids is not None and args.world_size > 1:
             raise ValueError(f"device_ids={device_ids!r} was given on {args.world_size} ranks, expected None: each has a device")
-        count = 1 if getattr(model, "is_quantized", False) else args.n_gpu  # its weights have no copies
+        count = 1 if getattr(model, "is_quantized", False) else args.n_gpu  # Quantized weights have no copies.
         args._n_gpu = count if device_ids is None else len(resolve_devices(device_ids))  # batch sizes are multiples of it
         args.average_tokens_across_devices = False  # would multiply the loss
         super().__init__(model, args, *arguments, **kwargs)
@@ -83,11 +83,13 @@ class BalancedTrainer(Trainer):
             raise ValueError(f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun")
         self.model_accepts_loss_kwargs &= bool(args.use_liger_kernel)  # other models compute means, which are counted
         self._loss_shifts_labels |= type(unwrap_peft_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        self._factors: tuple[float, ...] | None = None  # of a rest of the loss, a sum: 0 or 1; and of each mean. None: unknown
+        # The factor of the rest of the loss, a sum, is 0 or 1. The factors of its means follow. None is unknown.
+        self._factors: tuple[float, ...] | None = None
         self._has_items = True  # the rest is divided by num_items_in_batch
         self._guess = 0.0  # about the count of a batch, if the loss is one mean
-        self._divisors = [1.0]  # of the rows that run now: num_items_in_batch, and that of each mean
-        self._terms = torch.zeros(2)  # of the window, or of all batches of an evaluation
+        # The rows that run now have num_items_in_batch, and the divisor of each mean.
+        self._divisors = [1.0]
+        self._terms = torch.zeros(2)  # Terms of the window, or of all batches of an evaluation.
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: object = None) -> nn.Module:
         if len(self.devices) > 1 and not isinstance(self.model_wrapped, DataParallelModel):  # one for training and evaluation
@@ -177,7 +179,8 @@ class BalancedTrainer(Trainer):
         if batches:
             self.model.eval()  # training_step undoes it
             batches[-1], weight = self._split(batches[-1])[0]
-            self._weights = [1.0] * (len(batches) - 1) + [weight]  # of the micro-batches to come: 0 if all rows are repeated
+            # Each micro-batch to come has a weight. It is 0 if all its rows are repeated.
+            self._weights = [1.0] * (len(batches) - 1) + [weight]
             factors = self._find_parts(batches[0])
             if self._guess or len(factors) < 2:
                 terms = [torch.tensor([float(self._count_items(batch)), self._guess][: len(factors) or 1]) for batch in batches]
@@ -211,7 +214,8 @@ class BalancedTrainer(Trainer):
         self._terms = self._terms + weight * terms
         loss = self._terms[0, 0] * world_size()
         if self._guess and not self._weights:
-            factor = self._divisors[1] / sum_over_ranks(self._terms[1, 1])  # on the device: the host does not wait
+            # The factor stays on the device, so the host does not wait.
+            factor = self._divisors[1] / sum_over_ranks(self._terms[1, 1])
             loss = loss * factor
             for gradient in [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]:
                 gradient.mul_(factor.nan_to_num(posinf=0.0).to(gradient.device))

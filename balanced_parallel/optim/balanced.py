@@ -292,7 +292,7 @@ class _ReplicaShards:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
         if not set_to_none:
-            self.collect()  # so that gradients of the parameters become zeros too, not None
+            self.collect()  # Gradients of the parameters become zeros too, not None.
         self.inner.zero_grad(set_to_none)
         for parameter in self._pieces:
             parameter.grad = None
@@ -465,7 +465,7 @@ class _ParameterRanks(_ElementRanks):
         """Copies the values of parameters from their owner to all ranks."""
         values = [self._gathered.get(each, each).detach() for each in parameters]
         layouts = [transport.MemoryLayout(each.shape) if is_sharded(each) else transport.layout_of(each) for each in values]
-        if any(map(is_sharded, values)):  # of another owner
+        if any(map(is_sharded, values)):  # Another rank owns these, and this one has no whole values.
             flat = torch.empty(sum(each.numel() for each in values), dtype=values[0].dtype, device=values[0].device)
         else:
             flat = transport.pack(layouts, values)
@@ -538,7 +538,7 @@ class OwnerOptimizers:
                     whole.update({**group, "params": whole["params"]})
 
 
-_UPDATES = 12  # of small tensors; D-Adaptation's first ones hardly differ
+_UPDATES = 12  # D-Adaptation's first updates of small tensors hardly differ.
 
 
 def check_exact(recipe: Recipe, shard: str) -> None:

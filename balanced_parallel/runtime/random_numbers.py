@@ -37,7 +37,7 @@ class RankNumbers:
     """
 
     def __init__(self) -> None:
-        self._state: torch.Tensor | None = None  # of an update whose rows come in several blocks, between two of them
+        self._state: torch.Tensor | None = None  # The state between two blocks of rows of one update.
         self._is_drawing = False
 
     @contextlib.contextmanager

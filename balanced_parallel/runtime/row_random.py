@@ -29,8 +29,8 @@ from torch import Tensor
 from .torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel, stateless_numbers
 
 _LOW = 2**32 - 1
-_DRAW_BITS = 24  # of a ticket, for the number of a draw
-_FACTOR = 0x9E3779B97F4A7C15  # of 64 bits, odd and without a pattern
+_DRAW_BITS = 24  # These low bits of a ticket are the number of a draw.
+_FACTOR = 0x9E3779B97F4A7C15  # An odd number of 64 bits without a pattern.
 
 
 def signed(number: int) -> int:
@@ -83,7 +83,7 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 Draw = tuple[str, tuple[int, ...], int | None]  # operator, shape for two rows, and dimension of the rows, None without rows
-DrawShapes = dict[int, tuple[int, ...]]  # by number of the draw
+DrawShapes = dict[int, tuple[int, ...]]  # The keys are the numbers of the draws.
 _END: Draw = ("nothing", (), None)  # stands at the end of the model, and of the criterion
 Seeds = functools.partial[tuple[Tensor, int]]  # Forward.seeds of an operator; kernels call it with the tensor that they fill
 
@@ -92,7 +92,7 @@ class UpdateRandom:
     """The random numbers of one update, of a seed that is the same in all processes. Kernels are replaced until :meth:`end`."""
 
     def __init__(self, seed: int, rows: int = 0) -> None:
-        self.seed, self.rows = seed, rows  # that have begun, in this process and in the ranks before
+        self.seed, self.rows = seed, rows  # Rows that have begun, here and in the ranks before.
         self.forwards, self._library = list[Forward](), _replace_kernels()
 
     def end(self) -> None:
@@ -155,7 +155,7 @@ class Forward:
                 f"follow the rows; the draws before it were {[name for name, _ in self.drawn[-3:]]}"
             )
         generator.manual_seed((self.ticket << _DRAW_BITS) + number + 1)
-        if number == len(self.drawn):  # not a part that runs again
+        if number == len(self.drawn):  # A part that runs again has its draws already.
             self.drawn.append((operator, shape))
         first, count = self._shapes.setdefault(number, shape), len(self._rows)
         if self.expected is None or not count:
@@ -183,9 +183,9 @@ def _difference(number: int, *draws: tuple[str, tuple[int, ...], int]) -> ValueE
     return ValueError(f"draw {number} is {' and '.join(texts)}: with reproducible=True, draws must not depend on data or chance")
 
 
-running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)  # in this thread
+running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)
 _tickets = itertools.count((0xB1D << 28) + 1)  # 40 bits, so that nobody's seed is a ticket by chance
-_forwards: dict[int, Forward] = {}  # by ticket, of the updates that run: a backward may run parts of them again
+_forwards: dict[int, Forward] = {}  # Forwards of running updates by their tickets. A backward may run parts again.
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
@@ -259,7 +259,7 @@ def _refuse(seeds: Seeds, *args: object, **kwargs: object) -> NoReturn:
     )
 
 
-# by operator; the result NotImplemented is that of torch's kernel, which does not draw with these arguments
+# Kernels by operator. NotImplemented lets torch's kernel run, which does not draw with these arguments.
 _KERNELS: dict[str, Callable[..., object]] = {
     "bernoulli_.float": _bernoulli_,
     "bernoulli_.Tensor": _bernoulli_,
@@ -294,7 +294,7 @@ def _replacement(name: str, key: str) -> Callable[..., object]:
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU" if key.startswith("Composite") else key)
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> object:
-        tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # of randperm
+        tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # randperm has out=.
         has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         forward = None if has_generator else _find_forward(tensor.device)
         if forward is not None:

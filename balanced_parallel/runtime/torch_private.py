@@ -28,7 +28,7 @@ from .devices import move
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor  # its import takes seconds
+    from torch.distributed.tensor import DTensor  # This import takes seconds.
 
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
 
@@ -97,7 +97,8 @@ def accumulator_of(leaf: Tensor) -> Node:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-current_node: Callable[[], Node | None] = torch._C._current_autograd_node  # that this thread runs; None outside of a backward
+# Returns the node that this thread runs, or None outside of a backward.
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 
 
 def number_of(node: Node) -> int:
@@ -371,7 +372,7 @@ ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-CUDNN_LAYERS = "_cudnn_rnn"  # those of an LSTM, with dropout between them
+CUDNN_LAYERS = "_cudnn_rnn"  # An LSTM has layers with dropout between them.
 REFUSED_DRAWS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "geometric_", "cauchy_", "log_normal_")
 
 
@@ -384,7 +385,7 @@ def has_kernel(name: str, key: str) -> bool:
 def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
     """Returns uniform numbers ``[..., length]`` of seeds ``[..., 1]``, as ``torch.func._random``; None where it has no kernel."""
     if not has_kernel("_philox_uniform_", {"cpu": "CPU", "cuda": "CUDA"}.get(seeds.device.type, "PrivateUse1")):
-        return None  # before torch 2.14
+        return None  # The kernel is new in torch 2.14.
     keys = torch.stack([seeds, torch.zeros_like(seeds)], -1).view(torch.uint64)
     result = torch.empty(*seeds.shape[:-1], length, dtype=dtype, device=seeds.device)
     return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
@@ -415,15 +416,16 @@ def forget_whole_gradients(units: "Iterable[FSDPModule]") -> None:
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(parameter):  # from torch 2.15 on it is that of the whole parameter
+                if "unsharded_accumulated_grad" in vars(
+                    parameter
+                ):  # Since torch 2.15 it has the whole gradient.
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 
 
-default_store: Callable[[], dist.distributed_c10d.Store] = (
-    dist.distributed_c10d._get_default_store
-)  # that all ranks of the default group have
+# Returns the store that all ranks of the default group have.
+default_store: Callable[[], dist.distributed_c10d.Store] = dist.distributed_c10d._get_default_store
 
 
 def all_backends() -> list[Any]:

@@ -51,7 +51,8 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
         _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
         return
     sizes = [output.numel() for output in outputs]
-    slices = [list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)]  # by output
+    # One list for each output.
+    slices = [list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)]
     for left, right in pairs(len(tensors)) if in_order and not _have_nccl(tensors) else ():
         slices[left][right] = move(slices[left][right], outputs[left].device)
         slices[right][left] = move(slices[right][left], outputs[right].device)
@@ -91,7 +92,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-BUFFER_BYTES = 25 * 2**20  # as the buckets of DistributedDataParallel
+BUFFER_BYTES = 25 * 2**20  # DistributedDataParallel's buckets have this size.
 
 
 class MemoryLayout(NamedTuple):

@@ -115,7 +115,7 @@ class Precision:
             raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
         self.name: str = name
         self.scaler: torch.amp.GradScaler | None = scaler
-        self.dtype = _DTYPES[name]  # of autocast; None without autocast
+        self.dtype = _DTYPES[name]  # The dtype of autocast; None without autocast.
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"

@@ -38,7 +38,8 @@ from .compilation import LISTENER, load_native
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
-_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]  # at the end
+# The numbers at the end of a cluster.
+_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]
 _active = threading.Lock()
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
@@ -390,7 +391,7 @@ class MemoryLabels:
         self.label(leaves_of_tree(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
 
 
-MAX_WAITS = 10_000  # that are kept, about 3 MB
+MAX_WAITS = 10_000  # Older waits are dropped; these take about 3 MB.
 _SKIPPED = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 _ADVICE = {
     "item": "keep the number in a tensor on the device, or read it after the step",
@@ -435,9 +436,9 @@ class Waits:
 
     def __init__(self, labels: MemoryLabels) -> None:
         self.record: deque[Wait] = deque(maxlen=MAX_WAITS)
-        self.counts: Counter[tuple[torch.device, int]] = Counter()  # by device and step
+        self.counts: Counter[tuple[torch.device, int]] = Counter()  # Keys are devices and steps.
         self._lock = threading.Lock()
-        self._labels = labels  # which know the number of finished steps
+        self._labels = labels  # Labels know the number of finished steps.
         self._forbidding_blocks = 0
         self.listener = LISTENER(self._note)
 

@@ -11,7 +11,7 @@ from .compilation import load_native
 
 _initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
 
-# as torch.cuda calls them
+# The names are those of torch.cuda.
 current_device = torch.accelerator.current_device_index
 set_device = torch.accelerator.set_device_index
 current_stream = torch.accelerator.current_stream
