@@ -283,9 +283,7 @@ def _trims(
     inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., object], costs: Sequence[float]
 ) -> list[int | None]:
     """Returns the dimension to cut of each leaf of inputs and targets, or None."""
-    names = [parameter.name for parameter in parameters_of(forward) or ()]
-    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs.inputs))]
-    values = [*zip(positions, inputs.inputs, strict=True), *inputs.kwargs.items(), ("targets", targets)]
+    values = [*_named(inputs, forward), ("targets", targets)]
     if isinstance(trim, Mapping) and (unknown := trim.keys() - {name for name, _ in values}):
         names = [name for name, _ in values]
         raise ValueError(f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(names)}, which were passed")
@@ -295,13 +293,27 @@ def _trims(
         dim = trim.get(name) if isinstance(trim, Mapping) else trim
         for _, leaf in containers.leaves(value):
             tensor = without_mark(leaf)
-            has_dim = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
-            length = tensor.size(dim) if has_dim and length is None else length
-            dims.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
+            if dim is None or not isinstance(tensor, Tensor) or tensor.dim() <= dim:
+                dims.append(None)
+                continue
+            length = tensor.size(dim) if length is None else length
+            is_long = isinstance(trim, Mapping) or tensor.size(dim) == length
+            dims.append(dim if is_long else None)
+    _check_lengths(costs, length)
+    return dims
+
+
+def _named(inputs: Arguments, forward: Callable[..., object]) -> list[tuple[str, object]]:
+    """Returns the arguments of a call with their names in the signature, or their positions."""
+    names = [parameter.name for parameter in parameters_of(forward) or ()]
+    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs.inputs))]
+    return [*zip(positions, inputs.inputs, strict=True), *inputs.kwargs.items()]
+
+
+def _check_lengths(costs: Sequence[float], length: int | None) -> None:
     for row, cost in enumerate(costs):
         if cost != int(cost) or length is None or cost > length:
             raise ValueError(f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, to trim to")
-    return dims
 
 
 def _pinned(shard: Shard) -> Shard:

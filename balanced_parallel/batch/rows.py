@@ -207,10 +207,19 @@ def count_rows(node: object, dim: int = 0, expected: int | None = None, name: st
     only = only[0] if type(only) is tuple and len(only) == 1 else only
     if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
         return only.size(dim)
+    if isinstance(node, Arguments):
+        leaves = [*_leaves(node.inputs, name), *_leaves(node.kwargs, "kwargs")]
+    else:
+        leaves = [*_leaves(node, name)]
+    return _common_rows(leaves, dim, expected, name)
+
+
+def _common_rows(
+    leaves: Sequence[tuple[str, object, ListAround | None]], dim: int, expected: int | None, name: str
+) -> int | None:
     first: tuple[str, object, int] | None = None
     ambiguous: dict[str, list[object]] = {}
-    parts = [(node.inputs, name), (node.kwargs, "kwargs")] if isinstance(node, Arguments) else [(node, name)]
-    for place, leaf, holder in (entry for part, called in parts for entry in _leaves(part, called)):
+    for place, leaf, holder in leaves:
         rows = _leaf_rows(leaf, dim, place)
         if rows is None:
             continue
@@ -224,15 +233,16 @@ def count_rows(node: object, dim: int = 0, expected: int | None = None, name: st
             )
         if first is None or first[0].startswith(tuple(ambiguous)):
             first = place, leaf, rows
+    if first is None:
+        return None
     for place, entries in ambiguous.items():
-        assert first is not None
         if (first[0].startswith(place) and first[2] != expected) or len(entries) == first[2]:
             raise ValueError(
                 f"{place} is a list of {len(entries)} entries of one type (the first is {containers.describe(entries[0])}): each "
                 "entry may be a row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or "
                 "give in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
-    return None if first is None else first[2]
+    return first[2]
 
 
 def _leaves(node: object, name: str, holder: ListAround | None = None) -> Iterator[tuple[str, object, ListAround | None]]:

@@ -3,7 +3,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -271,14 +271,19 @@ def unregistered_tensors(module: nn.Module) -> Iterator[str]:
         for key, value in layer.__dict__.items():
             entries = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
             unregistered = [] if key.startswith("_") else [entry for entry in entries if id(entry) not in registered]
-            plain = [entry for entry in unregistered if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter)]
-            if any(entry.requires_grad and entry.is_leaf for entry in plain):
-                yield f"unregistered: {key} of {described(name, layer)} holds tensors that require gradients: use nn.Parameter"
-                continue
-            for kind, finding in _FINDINGS:
-                if any(isinstance(entry, kind) for entry in unregistered):
-                    yield f"unregistered: {key} of {described(name, layer)} {finding}"
-                    break
+            if finding := _finding(unregistered):
+                yield f"unregistered: {key} of {described(name, layer)} {finding}"
+
+
+def _finding(unregistered: Sequence[object]) -> str | None:
+    """Returns what a plain attribute with these entries holds, and the way to register it."""
+    plain = [entry for entry in unregistered if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter)]
+    if any(entry.requires_grad and entry.is_leaf for entry in plain):
+        return "holds tensors that require gradients: use nn.Parameter"
+    for kind, finding in _FINDINGS:
+        if any(isinstance(entry, kind) for entry in unregistered):
+            return finding
+    return None
 
 
 def described(name: str, layer: nn.Module) -> str:

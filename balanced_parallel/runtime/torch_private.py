@@ -416,9 +416,7 @@ def forget_whole_gradients(units: "Iterable[FSDPModule]") -> None:
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(
-                    parameter
-                ):  # Since torch 2.15 it has the whole gradient.
+                if "unsharded_accumulated_grad" in vars(parameter):  # Since torch 2.15 it has the whole gradient.
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
