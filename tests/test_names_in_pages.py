@@ -11,12 +11,13 @@ from helpers.pages import ROOT
 from torch import nn
 
 import balanced_parallel
+from balanced_parallel import memory
 
 PACKAGE = Path(balanced_parallel.__file__).parent
 SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
 DEFINED = set(re.findall(r"^\s*(?:class|def) (\w+)", SOURCES, re.MULTILINE))
 NAMESPACES = (balanced_parallel, nn, nn.parallel, torch.utils.flop_counter)
-ROOTS = {"torch": torch, "nn": nn, "sys": sys}
+ROOTS = {"torch": torch, "nn": nn, "sys": sys, "plan": memory.MemoryPlan, "report": memory.MemoryReport}
 WRITTEN = "metrics.jsonl"  # scripts/train.py writes it.
 
 
@@ -43,7 +44,7 @@ def is_missing(name):
     return owner is None
 
 
-@pytest.mark.parametrize("page", ["docs/internals.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/internals.md", "docs/memory.md", "CONTRIBUTING.md"])
 def test_names_exist(page):
     assert [name for name in names((ROOT / page).read_text(encoding="utf-8")) if is_missing(name)] == []
 
