@@ -41,7 +41,7 @@ from .memory.devices import find_kind
 from .memory.estimation import rows_of
 from .memory.fitting import saved_bytes
 from .memory.planning import MATERIALIZE
-from .memory.report import load_plotly, write_page
+from .memory.report import MemoryReport, load_plotly, write_page
 from .memory.trace.fakes import with_rows
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .runtime.values import format_bytes, parse_bytes
@@ -138,7 +138,7 @@ def estimate(flags: argparse.Namespace) -> int:
 
 def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
-    sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
+    sizes: list[str] = flags.memory.split(",") if flags.memory else []
     for size in filter(None, sizes):
         parse_bytes(size)
     problem, rows, settings = _build(flags)
@@ -148,7 +148,7 @@ def plan(flags: argparse.Namespace) -> int:
         problem.inputs,
         problem.targets,
         batch_size=rows,
-        capacity=sizes[0] if len(sizes) == 1 else sizes,
+        capacity=sizes[0] if len(sizes) == 1 else sizes or None,
         hosts=flags.hosts,
         **settings,
     )
@@ -203,7 +203,7 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
 
 
-def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
+def _build(flags: argparse.Namespace) -> tuple["Problem", int, dict[str, Any]]:
     """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail before the model is built."""
     settings = {"optimizer": find_optimizer(flags.optimizer)}
     settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind", "dim", "scalar")}
@@ -217,7 +217,9 @@ def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
     return problem, flags.batch_size or problem.rows(flags.dim), settings
 
 
-def _show(flags: argparse.Namespace, text: str, report: Any, capacity: Any, options: str = "") -> None:
+def _show(
+    flags: argparse.Namespace, text: str, report: MemoryReport | None, capacity: int | tuple[int, ...] | None, options: str = ""
+) -> None:
     aside = sys.stderr if flags.json else flags.output
     if flags.html and report is not None:
         write_page(flags.html, report, capacity, options)
@@ -276,17 +278,18 @@ class Problem:
     """Arguments of :func:`estimate` and :func:`plan`."""
 
     module: nn.Module
-    criterion: Callable[..., Any]
-    inputs: Any
-    targets: Any
+    criterion: Callable[..., object]
+    inputs: object
+    targets: object
 
     def rows(self, dim: int) -> int:
         """Returns the number of rows of the batch."""
         return rows_of(as_arguments(self.inputs), dim)
 
-    def with_rows(self, rows: int, dim: int) -> Any:
+    def with_rows(self, rows: int, dim: int) -> tuple[object, object]:
         """Returns inputs and targets with ``rows`` rows along ``dim``."""
-        return with_rows((self.inputs, self.targets), rows, self.rows(dim), dim)
+        batch: tuple[object, object] = with_rows((self.inputs, self.targets), rows, self.rows(dim), dim)
+        return batch
 
 
 def build_problem(place: str) -> Problem:
@@ -303,7 +306,7 @@ def build_problem(place: str) -> Problem:
     return Problem(*parts)
 
 
-def _find(place: str) -> Any:
+def _find(place: str) -> object:
     where, _, name = place.rpartition(":")
     if not where or not name:
         raise ValueError(f"{place!r} is not a place, expected my_file.py:name or package.module:name")
@@ -325,7 +328,7 @@ def _load_file(path: Path) -> ModuleType:
     name = re.sub(r"\W", "_", str(path))  # the file name alone may be that of another module
     if name not in sys.modules:
         if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))  # as python does for a script
+            sys.path.insert(0, str(path.parent))  # Python does the same for a script.
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -338,7 +341,7 @@ def _load_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def _make(place: str, make: Any) -> Any:
+def _make(place: str, make: object) -> object:
     """Returns ``make()``, or ``make`` itself if it is a module or not callable."""
     if isinstance(make, nn.Module) or not callable(make):
         return make

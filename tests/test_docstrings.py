@@ -71,6 +71,10 @@ def undocumented(source):
     return [getattr(node, "name", "module") for node in missing]
 
 
+def test_checked_folders_exist():
+    assert all(any((ROOT / folder).rglob("*.py")) for folder in FOLDERS)
+
+
 def checked_files():
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -132,6 +132,7 @@ def several_optimizers(page):
 
 def test_every_snippet_has_a_plain_program():
     assert list(SNIPPETS) == list(PROGRAMS)
+    assert set(TOLERANCES) <= set(PROGRAMS)
 
 
 @pytest.mark.usefixtures("double")

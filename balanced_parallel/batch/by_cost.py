@@ -13,7 +13,7 @@ A batch is a list of samples, of which ``collate`` makes shards, or padded tenso
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,10 +37,12 @@ from .rows import (
     map_marked,
     move_leaves,
     parameters_of,
+    spread,
     take,
     without_mark,
 )
 
+Collate = Callable[[list[Any]], object]  # makes inputs and targets of samples
 Trim = int | Mapping[str, int]
 
 
@@ -70,7 +72,7 @@ class ByCost(Cut):
         self,
         cost: Callable[[Any], Any],
         *,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate | None = None,
         trim: Trim | None = None,
         combine: Combine | None = None,
         limit: float | None = None,
@@ -83,33 +85,53 @@ class ByCost(Cut):
             raise ValueError("collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches")
         check_limit("limit", limit)
         self.cost, self.collate, self.trim, self.combine, self.limit = cost, collate, trim, combine, limit
-        self.example: list[Any] = []  # the first sample of a batch, in place of no samples in a later one
 
     def open(
-        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any], *, unit: str, is_strict: bool
+        self,
+        inputs: object,
+        targets: tuple[object, ...],
+        mark: Mark,
+        forward: Callable[..., object],
+        *,
+        unit: str,
+        is_strict: bool,
     ) -> "CostBatch":
         """Takes a batch apart: padded tensors, or with ``collate`` a list of samples."""
-        is_list = self.collate is not None
-        batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, forward)
-        batch.unit, batch.is_strict = unit, is_strict
-        return batch
+        limit = LimitKind(unit, is_strict)
+        if self.collate is None:
+            return _Padded(self, limit, inputs, targets, mark, forward)
+        return _Samples(self, self.collate, limit, inputs, targets, mark)
 
 
-def check_limit(name: str, cost: Any) -> None:
+def check_limit(name: str, cost: object) -> None:
     """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
     if cost is not None:  # ulp(0) is the smallest positive number
         check_number(name, cost, "a positive number, the cost of a device in one forward", at_least=math.ulp(0.0))
+
+
+class LimitKind(NamedTuple):
+    """The meaning of a limit of a device in one forward."""
+
+    unit: str  # "rows" or "cost"
+    is_strict: bool  # A row over the limit is an error; otherwise it runs alone.
 
 
 class CostBatch(Batch):
     """A batch that is cut by cost."""
 
     pads = True
-    is_strict = True  # a row over the limit is an error; otherwise it runs alone
 
-    def __init__(self, cut: ByCost, inputs: Arguments, targets: Arguments, dims: tuple[int, int], costs: Sequence[float]) -> None:
+    def __init__(
+        self,
+        cut: ByCost,
+        limit: LimitKind,
+        inputs: Arguments,
+        targets: Arguments,
+        dims: tuple[int, int],
+        costs: Sequence[float],
+    ) -> None:
         super().__init__(inputs, targets, dims)
-        self.costs, self._combine = costs, cut.combine
+        self.costs, self._limit, self._combine = costs, limit, cut.combine
 
     def plan(
         self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
@@ -141,11 +163,11 @@ class CostBatch(Batch):
     def _runs(self, devices: int, limit: float | None, agree: Callable[[int], int]) -> Plan:
         """Returns the rows of each shard of each micro-batch."""
         costs, most_rows, budget = self.costs, None, None
-        if self.unit == "rows" or limit is None or not costs:
-            most_rows = None if limit is None or self.unit == "cost" else int(limit)
+        if self._limit.unit == "rows" or limit is None or not costs:
+            most_rows = None if limit is None or self._limit.unit == "cost" else int(limit)
             needed = count_micro_batches(len(costs), most_rows, devices)
         else:
-            budget = limit if self.is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
+            budget = limit if self._limit.is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
             needed = -(-len(cut_to_budget(costs, budget, self._combine)) // devices)
         count = agree(needed)
         runs = cut_by_cost(costs, devices * count, self._combine, most_rows=most_rows, budget=budget, together=devices)
@@ -155,7 +177,9 @@ class CostBatch(Batch):
 class _Samples(CostBatch):
     """A list of samples. A shard is what ``collate`` makes of its samples."""
 
-    def __init__(self, cut: ByCost, samples: Any, targets: tuple[Any, ...], mark: Mark) -> None:
+    def __init__(
+        self, cut: ByCost, collate: Collate, limit: LimitKind, samples: object, targets: tuple[object, ...], mark: Mark
+    ) -> None:
         if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
             raise TypeError(
                 f"step was given {containers.describe(samples)}, expected a list of samples, of which collate= makes batches: "
@@ -163,17 +187,22 @@ class _Samples(CostBatch):
             )
         if targets not in ((), (None,)):
             raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
-        super().__init__(cut, Arguments((Rows(samples),), {}), NOTHING, (0, 0), [cut.cost(sample) for sample in samples])
-        cut.example = list(samples[:1]) or cut.example
-        self._collate: Any = cut.collate
-        self._mark, self._samples, self._example = mark, samples, cut.example
+        costs = [cut.cost(sample) for sample in samples]
+        super().__init__(cut, limit, Arguments((Rows(samples),), {}), NOTHING, (0, 0), costs)
+        self._collate, self._mark, self._samples, self._example = collate, mark, samples, list(samples[:1])
         self.has_example = bool(self._example)
+
+    def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
+        """Returns the first sample. A batch without samples takes the ``earlier`` one."""
+        self._example = self._example or [*earlier]
+        self.has_example = bool(self._example)
+        return self._example
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
         chosen = [self._samples[row] for row in part] or self._example
         of_model, of_criterion = _inputs_and_targets(self._collate(chosen))
-        inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
+        inputs, targets, dims = self._mark(of_model, spread(of_criterion))
         rows, target_rows = count_rows(inputs, dims[0], len(chosen)), count_rows(targets, dims[1], len(chosen))
         is_joined = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
         if not is_joined and rows != len(chosen):
@@ -194,11 +223,19 @@ class _Samples(CostBatch):
 class _Padded(CostBatch):
     """Padded tensors. A shard has some of their rows, cut to the longest of them."""
 
-    def __init__(self, cut: ByCost, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        cut: ByCost,
+        limit: LimitKind,
+        inputs: object,
+        targets: tuple[object, ...],
+        mark: Mark,
+        forward: Callable[..., object],
+    ) -> None:
         costs = cut.cost(inputs)
         if not isinstance(costs, Iterable) or (isinstance(costs, Tensor) and costs.dim() == 0):
             raise TypeError(f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs")
-        super().__init__(cut, *mark(inputs, targets), costs.tolist() if isinstance(costs, Tensor) else list(costs))
+        super().__init__(cut, limit, *mark(inputs, targets), costs.tolist() if isinstance(costs, Tensor) else list(costs))
         if self.rows is None or any(isinstance(cost, (list, Tensor)) for cost in self.costs) or len(self.costs) != self.rows:
             count = self.rows or "no"
             raise ValueError(f"cost= returned {len(self.costs)} costs for {count} rows, expected one number for each row")
@@ -235,7 +272,7 @@ def _rows_of(inputs: Arguments, targets: Arguments, dims: tuple[int, int], part:
     return Shard(take(inputs, rows, dims[0]), take(targets, rows, dims[1]), rows, len(rows), device)
 
 
-def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
+def _shorten(leaf: Any, dim: int | None, length: int) -> object:
     """Returns the first ``length`` entries of a tensor along ``dim``."""
     if dim is None or type(leaf) is Along:
         return leaf if dim is None else Along(_shorten(leaf.leaf, dim, length), leaf.dim)
@@ -243,12 +280,10 @@ def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
 
 
 def _trims(
-    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., Any], costs: Sequence[float]
+    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., object], costs: Sequence[float]
 ) -> list[int | None]:
     """Returns the dimension to cut of each leaf of inputs and targets, or None."""
-    names = [parameter.name for parameter in parameters_of(forward) or ()]
-    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs.inputs))]
-    values = [*zip(positions, inputs.inputs, strict=True), *inputs.kwargs.items(), ("targets", targets)]
+    values = [*_named(inputs, forward), ("targets", targets)]
     if isinstance(trim, Mapping) and (unknown := trim.keys() - {name for name, _ in values}):
         names = [name for name, _ in values]
         raise ValueError(f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(names)}, which were passed")
@@ -258,13 +293,27 @@ def _trims(
         dim = trim.get(name) if isinstance(trim, Mapping) else trim
         for _, leaf in containers.leaves(value):
             tensor = without_mark(leaf)
-            has_dim = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
-            length = tensor.size(dim) if has_dim and length is None else length
-            dims.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
+            if dim is None or not isinstance(tensor, Tensor) or tensor.dim() <= dim:
+                dims.append(None)
+                continue
+            length = tensor.size(dim) if length is None else length
+            is_long = isinstance(trim, Mapping) or tensor.size(dim) == length
+            dims.append(dim if is_long else None)
+    _check_lengths(costs, length)
+    return dims
+
+
+def _named(inputs: Arguments, forward: Callable[..., object]) -> list[tuple[str, object]]:
+    """Returns the arguments of a call with their names in the signature, or their positions."""
+    names = [parameter.name for parameter in parameters_of(forward) or ()]
+    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs.inputs))]
+    return [*zip(positions, inputs.inputs, strict=True), *inputs.kwargs.items()]
+
+
+def _check_lengths(costs: Sequence[float], length: int | None) -> None:
     for row, cost in enumerate(costs):
         if cost != int(cost) or length is None or cost > length:
             raise ValueError(f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, to trim to")
-    return dims
 
 
 def _pinned(shard: Shard) -> Shard:
@@ -272,19 +321,19 @@ def _pinned(shard: Shard) -> Shard:
     if shard.device.type == "cpu":
         return shard
 
-    def pin_leaf(leaf: Any) -> Any:
+    def pin_leaf(leaf: object) -> object:
         return pin(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
     return shard._replace(inputs=map_marked(pin_leaf, shard.inputs), targets=map_marked(pin_leaf, shard.targets))
 
 
-def _inputs_and_targets(collated: Any) -> tuple[Any, Any]:
+def _inputs_and_targets(collated: object) -> tuple[object, object]:
     """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it marks the inputs."""
     if isinstance(collated, Whole):
         inputs, targets = _inputs_and_targets(collated.value)
         if isinstance(inputs, Mapping):
             return {name: Whole(value) for name, value in inputs.items()}, targets
-        return tuple(map(Whole, containers.spread(inputs))), targets
+        return tuple(map(Whole, spread(inputs))), targets
     if isinstance(collated, Mapping) and "labels" in collated:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:

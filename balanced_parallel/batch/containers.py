@@ -8,12 +8,14 @@ import copy
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.values import check_number
+
+Nested = TypeVar("Nested")  # a nested structure, or a leaf; a function that maps leaves returns the same structure
 
 
 class Leaf:
@@ -24,8 +26,8 @@ class Container(NamedTuple):
     """A container taken apart: the keys of its children as code, such as ``[0]``, the children, and how to rebuild it."""
 
     places: list[str]
-    children: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    children: list[object]
+    rebuild: Callable[[Sequence[object]], object]
 
 
 def is_plain(value: object) -> bool:
@@ -33,7 +35,7 @@ def is_plain(value: object) -> bool:
     return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
 
 
-def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
+def is_row_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
     """Returns True for a list with one plain value or None per row, or a tuple of strings, as ``default_collate`` makes it."""
     if type(value) is tuple:
         return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
@@ -42,15 +44,15 @@ def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
     return all(is_plain(entry) or entry is None for entry in value) and (not value or any(entry is not None for entry in value))
 
 
-def open_container(node: Any) -> Container | None:
+def open_container(node: object) -> Container | None:
     """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
-    if type(node) is tuple and not is_row_list(node):  # the most frequent container: skips the slower checks below
+    if type(node) is tuple and not is_row_list(node):  # This is the most frequent container, so it skips the slower checks below
         return _open_sequence(node)
     if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
     if hasattr(type(node), "batch_dims"):  # tensordict: a mapping that iterates over rows, and classes that keep their size
         return None
-    if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping has no entries that are None
+    if isinstance(node, Mapping):  # A ModelOutput is a dataclass too, but its mapping has no entries that are None.
         return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
@@ -61,21 +63,16 @@ def open_container(node: Any) -> Container | None:
     return _open_sequence(node) if isinstance(node, (tuple, list)) else None
 
 
-def _open_sequence(node: Any) -> Container:
+def _open_sequence(node: list[object] | tuple[object, ...]) -> Container:
     return Container([f"[{index}]" for index in range(len(node))], list(node), lambda new: type(node)(new))
 
 
-def is_named_tuple(node: object) -> bool:
+def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
     """Returns True for an instance of a named tuple."""
     return isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(node, "_make")
 
 
-def spread(value: Any) -> tuple[Any, ...]:
-    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also for a named tuple."""
-    return value if isinstance(value, tuple) and not is_named_tuple(value) else (value,)
-
-
-def _with_items(node: Any, values: Sequence[Any]) -> Any:
+def _with_items(node: Any, values: Sequence[object]) -> object:
     if not hasattr(node, "__setitem__"):
         return type(node)(dict(zip(node, values, strict=True)))
     new = copy.copy(node)  # keeps the factory of a defaultdict and the fields of a ModelOutput, which a constructor would need
@@ -84,14 +81,14 @@ def _with_items(node: Any, values: Sequence[Any]) -> Any:
     return new
 
 
-def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+def _with_fields(node: Nested, names: Sequence[str], values: Sequence[object]) -> Nested:
     new = copy.copy(node)  # dataclasses.replace would refuse init=False fields and run __post_init__ on pieces
     for name, value in zip(names, values, strict=True):
         object.__setattr__(new, name, value)
     return new
 
 
-def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: object, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yields each leaf of ``node`` with its key path, such as ``inputs[0]['mask']``."""
     container = open_container(node)
     if container is None:
@@ -101,19 +98,21 @@ def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, place + key)
 
 
-def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
+def map_leaves(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf."""
-    kind = type(node)
-    if kind is torch.Tensor:  # shortcuts for the most frequent leaf and the two most frequent containers
-        return function(node)
-    if kind is tuple and not is_row_list(node):
-        return tuple([map_leaves(function, child) for child in node])
-    if kind is dict:
-        return {key: map_leaves(function, child) for key, child in node.items()}
-    container = open_container(node)
-    if container is None:
-        return function(node)
-    return container.rebuild([map_leaves(function, child) for child in container.children])
+    mapped: object
+    # Shortcuts for the most frequent leaf and the two most frequent containers come first.
+    if type(node) is torch.Tensor:
+        mapped = function(node)
+    elif isinstance(node, tuple) and type(node) is tuple and not is_row_list(node):
+        mapped = tuple([map_leaves(function, child) for child in node])
+    elif isinstance(node, dict) and type(node) is dict:
+        mapped = {key: map_leaves(function, child) for key, child in node.items()}
+    elif (container := open_container(node)) is None:
+        mapped = function(node)
+    else:
+        mapped = container.rebuild([map_leaves(function, child) for child in container.children])
+    return cast(Nested, mapped)
 
 
 _LISTS = (
@@ -122,7 +121,7 @@ _LISTS = (
 )
 
 
-def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], place: str = "") -> Any:
+def zip_leaves(function: Callable[[str, list[Any]], object], nodes: Sequence[object], place: str = "") -> Any:
     """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place."""
     first = nodes[0]
     containers = [open_container(node) for node in nodes]
@@ -141,14 +140,14 @@ def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], 
     return opened[0].rebuild(merged)
 
 
-def first_tensor(node: Any) -> torch.Tensor | None:
+def first_tensor(node: object) -> torch.Tensor | None:
     """Returns the first tensor among the leaves of ``node``, or None."""
     if isinstance(node, torch.Tensor):
         return node
     return next((leaf for _, leaf in leaves(node) if isinstance(leaf, torch.Tensor)), None)
 
 
-def describe(node: Any) -> str:
+def describe(node: object) -> str:
     """Describes a value for error messages: the shape of a tensor, the type and the entries of a container."""
     if isinstance(node, torch.Tensor):
         return f"a tensor of shape {tuple(node.shape)}"
@@ -165,13 +164,13 @@ def describe(node: Any) -> str:
 Dims = int | None | Sequence[Any] | Mapping[Any, Any]
 
 
-def check_dim(dim: Any) -> None:
+def check_dim(dim: object) -> None:
     """Raises ``TypeError`` if ``dim`` is neither an integer nor None."""
     if dim is not None:
         check_number("dim", dim, "an integer, the dimension of the rows", whole=True)
 
 
-def check_dims(dims: Any, name: str) -> None:
+def check_dims(dims: object, name: str) -> None:
     """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and mappings."""
     if isinstance(dims, (Mapping, Sequence)) and not isinstance(dims, (str, bytes)):
         for entry in dims.values() if isinstance(dims, Mapping) else dims:
@@ -183,7 +182,7 @@ def check_dims(dims: Any, name: str) -> None:
         )
 
 
-def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
+def leaf_dims(node: object, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
     """Yields the dimension of the rows of each leaf of ``node``, in the order of :func:`leaves`.
 
     ``dims`` is one dimension for all leaves, or a sequence or mapping with one entry per entry of ``node``. ``None`` stands for a
@@ -213,7 +212,7 @@ def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> It
         yield from leaf_dims(child, entry, default, place + key)
 
 
-def dims_at(node: Any, dims: Dims, key: Any) -> Dims:
+def dims_at(node: object, dims: Dims, key: object) -> Dims:
     """Returns the part of ``dims`` for the entry ``key`` of ``node``, or 0 if ``dims`` has none."""
     if dims is None or isinstance(dims, int):
         return dims

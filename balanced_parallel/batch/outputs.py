@@ -5,7 +5,7 @@ exchange the layouts of their outputs. So sizes may differ, and a mismatch raise
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -15,11 +15,11 @@ from ..runtime.collectives import by_value, explain_unwatched, gather_objects, g
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
-from .containers import Dims, check_dim, check_dims, dims_at, leaf_dims
+from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims
 from .plan import consecutive
 
 
-def _operator(symbol: str) -> Any:
+def _operator(symbol: str) -> Callable[..., NoReturn]:
     """Returns a method for an operator that a list does not have, with an error that explains it."""
     return lambda self, *others: _refuse(symbol, TypeError)
 
@@ -49,7 +49,7 @@ class PerReplica(list[Any], containers.Leaf):
         torch.Size([5, 10])
     """
 
-    def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None] | None = None, dim: Dims = 0) -> None:
+    def __init__(self, entries: Iterable[object], sizes: Sequence[int | None] | None = None, dim: Dims = 0) -> None:
         if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):  # an output is made in every forward
             check_type("entries", entries, Iterable, "one entry per replica")
             check_type("sizes", [] if sizes is None else sizes, Iterable, "the number of rows of each entry")
@@ -87,7 +87,7 @@ class PerReplica(list[Any], containers.Leaf):
         """Concatenates the entries of all ranks, or of this rank, as :func:`balanced_parallel.gather` does."""
         return gather(self, device, ranks=ranks)
 
-    def map(self, function: Callable[[Any], Any], dim: Dims = None) -> "PerReplica":
+    def map(self, function: Callable[[Any], object], dim: Dims = None) -> "PerReplica":
         """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows in the same order.
 
         ``dim`` is the dimension of the rows in the results. ``None`` means that of the entries.
@@ -111,7 +111,7 @@ class PerReplica(list[Any], containers.Leaf):
         """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
         if self.order is not None:
             raise ValueError("outputs of rows that were cut by cost have another order than the batch: call gather() first")
-        entries: list[Any] = []
+        entries: list[object] = []
         sizes: list[int] = []
         for entry, part in zip(self, consecutive([size or 0 for size in self.sizes]), strict=True):
             first, count = max(start, part.start), max(min(start + rows, part.stop) - max(start, part.start), 0)
@@ -126,7 +126,7 @@ class PerReplica(list[Any], containers.Leaf):
             return self.gather(device, ranks=False)
         return containers.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, self[0])
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         if isinstance(key, slice):
             return PerReplica(list.__getitem__(self, key), self.sizes[key], self.dim)
         if hasattr(key, "__index__") and not isinstance(key, torch.Tensor):
@@ -146,11 +146,17 @@ class PerReplica(list[Any], containers.Leaf):
             _refuse(f".{name}()", AttributeError)
         return values
 
-    def _select(self, key: Any, select: Callable[[Any], Any]) -> "PerReplica":
+    def _select(self, key: object, select: Callable[[Any], object]) -> "PerReplica":
         return PerReplica(map(select, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0).in_order(self.order)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         if function is torch.autograd.grad:  # accepts a list of outputs
             outputs = [entry for output in args[0] for entry in (output if isinstance(output, cls) else [output])]
             return function(outputs, *args[1:], **kwargs or {})
@@ -183,14 +189,14 @@ def _refuse(operation: str, error: type[Exception]) -> NoReturn:
     )
 
 
-def _narrow(entry: Any, start: int, rows: int, dims: Dims, size: int) -> Any:
+def _narrow(entry: Nested, start: int, rows: int, dims: Dims, size: int) -> Nested:
     if rows == size:
         return entry
     if rows and (refusal := repeated_rows([entry], [size], dims)):
         raise ValueError(refusal)
     dims_of_leaves = leaf_dims(entry, dims, 0, "output")
 
-    def narrow(leaf: Any) -> Any:
+    def narrow(leaf: object) -> object:
         dim = next(dims_of_leaves)
         if dim is None:
             return leaf
@@ -201,7 +207,7 @@ def _narrow(entry: Any, start: int, rows: int, dims: Dims, size: int) -> Any:
     return containers.map_leaves(narrow, entry)
 
 
-def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | None = None, *, ranks: bool = True) -> Any:
+def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int | None = None, *, ranks: bool = True) -> Any:
     """Concatenates the outputs of the replicas, in the order of the rows.
 
     Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
@@ -257,7 +263,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     return _gather_ranks(local, dims, on, refusal, pads=order is not None)
 
 
-def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
+def repeated_rows(outputs: Sequence[object], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
     """Returns an error for outputs with several rows for each of the ``sizes`` rows of their replica, and None for others.
 
     Views a and b of rows 0, 1 and 2 on two replicas would be joined as ``a0 a1 b0 b1 a2 b2``, not ``a0 a1 a2 b0 b1 b2``.
@@ -281,13 +287,13 @@ def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, di
     return None
 
 
-def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads: bool = False) -> Any:
+def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pads: bool = False) -> Any:
     """Gathers the outputs of this process only, as :func:`gather` does. With ``pads``, shorter tensors are padded with zeros."""
     first = containers.first_tensor(list(outputs))
     target = resolve_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
     dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
 
-    def join_leaves(place: str, values: list[Any]) -> Any:
+    def join_leaves(place: str, values: list[Any]) -> object:
         dim = next(dims_of_leaves)
         shapes = [value.shape for value in values if pads and isinstance(value, torch.Tensor)]
         if dim is not None and len(shapes) == len(values) and len(set(map(len, shapes))) == 1:
@@ -298,7 +304,7 @@ def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads:
     return containers.zip_leaves(join_leaves, list(outputs), "output")
 
 
-def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
+def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> object:
     if all(isinstance(value, torch.Tensor) for value in values):
         return move(values[0], device) if dim is None else join_tensors(place, values, device, dim)
     if all(value is None for value in values):
@@ -308,7 +314,7 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     if all(containers.is_plain(value) for value in values):
         return values
     if len({type(value) for value in values}) == 1 and isinstance(values[0], Iterable):
-        # By entries, as torch's gather does: https://github.com/huggingface/transformers/pull/36373 relies on it for caches.
+        # Entries are joined one by one, as in torch's gather. Caches rely on it (huggingface/transformers#36373).
         kind, columns = cast(Any, type(values[0])), zip(*values, strict=True)
         join_leaves = functools.partial(containers.zip_leaves, lambda at, leaves: _join(at, leaves, device, dim), place=place)
         return kind([join_leaves(list(column)) for column in columns])
@@ -346,15 +352,15 @@ def _layout(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
 class _Header(containers.Leaf):
     """Description of a leaf of one rank's outputs, which the ranks exchange before the rows."""
 
-    def __init__(self, leaf: Any, dim: int | None, pads: bool) -> None:
+    def __init__(self, leaf: object, dim: int | None, pads: bool) -> None:
         if not (leaf is None or isinstance(leaf, torch.Tensor) or containers.is_row_list(leaf)):
             raise TypeError(
                 f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
             )
-        self.kind: Any = type(leaf).__name__  # or the dtype of a tensor
-        self.dim = dim  # of the rows; None if the leaf is the same in all replicas
+        self.kind: str | torch.dtype = type(leaf).__name__  # A tensor's kind is its dtype.
+        self.dim = dim  # The dimension of the rows is None if the leaf is the same in all replicas.
         self.layout: tuple[int, ...] = ()  # shape with -1 in place of the number of rows
-        self.pads = pads  # its tensor may be padded to the layout of another rank
+        self.pads = pads  # A padded tensor may have the layout of another rank.
         self.rows: Any = leaf  # the number of rows of a tensor, or the list itself; ranks may differ in it
         if isinstance(leaf, torch.Tensor):
             self.kind, self.dim = leaf.dtype, dim if leaf.dim() > 1 or dim is None else 0
@@ -364,7 +370,11 @@ class _Header(containers.Leaf):
     def __repr__(self) -> str:
         return f"{self.kind} {self.layout}"
 
-    def make_empty(self, device: torch.device) -> Any:
+    def widen(self, layout: tuple[int, ...]) -> None:
+        """Takes the layout to which the tensors of all ranks are padded."""
+        self.layout = layout
+
+    def make_empty(self, device: torch.device) -> object:
         """Returns a leaf of this layout without rows."""
         if not isinstance(self.kind, torch.dtype):
             return None if self.rows is None else type(self.rows)()
@@ -373,13 +383,13 @@ class _Header(containers.Leaf):
         return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
 
 
-def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
+def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
     """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
 
     ``local`` has the joined outputs of this rank, if it has any. All ranks raise the ``refusal`` of one.
     """
 
-    def make_headers(output: Any) -> Any:
+    def make_headers(output: object) -> object:
         dims_of_leaves = leaf_dims(output, dims, 0)
         return containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output)
 
@@ -389,13 +399,13 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
     first = next((headers[0] for headers in all_headers if headers), None)
     if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    columns: list[list[_Header]] = []  # by leaf, the headers of all ranks
+    columns: list[list[_Header]] = []  # Each leaf has the headers of all ranks.
 
     def compare(place: str, column: list[_Header]) -> None:
         if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:
             longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
             for header in column:
-                header.layout = longest
+                header.widen(longest)
         if len({*map(str, column)}) > 1:
             layouts = by_value([*map(str, column)])
             raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
@@ -406,7 +416,7 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
     containers.zip_leaves(compare, headers, "output")
     in_order = iter(columns)
 
-    def join_ranks(leaf: Any) -> Any:
+    def join_ranks(leaf: object) -> object:
         column = next(in_order)
         if isinstance(leaf, torch.Tensor) and (dim := column[0].dim) is not None:
             return gather_rows(pad_to(leaf, column[0].layout, dim), [header.rows for header in column], dim)
@@ -423,12 +433,12 @@ def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor
     return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
 
 
-def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> Any:
+def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -> Nested:
     """Returns gathered outputs in the order of the batch. Values with one entry for each of the ``replicas`` stay."""
     positions = sorted(range(len(order)), key=order.__getitem__)
     dims_of_leaves = leaf_dims(gathered, dims, 0, "output")
 
-    def put(leaf: Any) -> Any:
+    def put(leaf: object) -> object:
         dim = next(dims_of_leaves)
         if leaf is None or dim is None:
             return leaf

@@ -99,7 +99,7 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
         return None
     try:
         weights = () if isinstance(split, (str, Mapping, Set)) else tuple(float(weight) for weight in split)
-    except (TypeError, ValueError):  # not a sequence, or not one of numbers
+    except (TypeError, ValueError):  # The value is not a sequence of numbers.
         weights = ()
     if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
         raise ValueError(
@@ -115,7 +115,7 @@ def share_by_memory(devices: Sequence[torch.device]) -> tuple[float, ...] | None
     return tuple(part / sum(free) for part in free) if any(free) else None
 
 
-_PRECISION = 1e-4  # of the largest cost, relative to the optimum
+_PRECISION = 1e-4  # The largest cost may be larger than the optimum by this part of it.
 
 
 def cut_by_cost(
@@ -162,7 +162,7 @@ def cut_by_cost(
             low = capacity
         capacity = (low + high) / 2
     full = len(best) // together * together if len(best) < shards else len(best)
-    if 0 < full < len(best):  # what runs last can be more even than what fills the capacity
+    if 0 < full < len(best):  # Shards that run last need not fill the capacity, and can be more even.
         rest = sorted(place for run in best[full:] for place in run)
         last = cut_by_cost([ordered[place] for place in rest], shards - full, combine, most_rows=most_rows)
         best[full:] = [[rest[place] for place in run] for run in last]

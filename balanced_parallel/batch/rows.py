@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..runtime.devices import DeviceLike, move, resolve_devices
 from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
-from .containers import Dims, check_dim, leaf_dims, spread
+from .containers import Dims, Nested, check_dim, leaf_dims
 from .outputs import PerReplica
 from .plan import Plan, RowNumbers, check_split, consecutive, equal_rows, scaled, split_sizes
 
@@ -52,7 +52,7 @@ class Whole:
         [(torch.Size([3, 3]), torch.Size([7, 4])), (torch.Size([2, 3]), torch.Size([7, 4]))]
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value: Any = value.value if isinstance(value, Whole) else value
 
 
@@ -68,7 +68,7 @@ class Rows:
         [2, 1]
     """
 
-    def __init__(self, entries: Sequence[Any]) -> None:
+    def __init__(self, entries: Sequence[object]) -> None:
         if isinstance(entries, torch.Tensor) or not isinstance(entries, Sequence):
             raise TypeError(f"Rows was given {containers.describe(entries)}, expected a list with one entry per row")
         self.entries = list(entries)
@@ -85,7 +85,7 @@ class Along:
 MARKS = (Whole, Rows, Along)
 
 
-def without_mark(value: Any) -> Any:
+def without_mark(value: object) -> Any:
     """Returns the value inside a mark, or ``value`` itself if it has none."""
     if isinstance(value, Rows):
         return value.entries
@@ -94,18 +94,20 @@ def without_mark(value: Any) -> Any:
     return value.value if isinstance(value, Whole) else value
 
 
-def map_marked(function: Callable[[Any], Any], node: Any) -> Any:
+def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of marks, which stay."""
 
-    def apply(leaf: Any) -> Any:
-        if isinstance(leaf, (Whole, Rows)):
-            return type(leaf)(map_marked(function, without_mark(leaf)))
+    def apply(leaf: object) -> object:
+        if isinstance(leaf, Whole):
+            return Whole(map_marked(function, leaf.value))
+        if isinstance(leaf, Rows):
+            return Rows(map_marked(function, leaf.entries))
         return Along(map_marked(function, leaf.leaf), leaf.dim) if type(leaf) is Along else function(leaf)
 
     return containers.map_leaves(apply, node)
 
 
-def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
+def mark(arguments: Arguments, dims: Dims, function: Callable[..., object], *, first: int = 0, unnamed: int = 0) -> Arguments:
     """Marks arguments of ``function`` with the dimensions of their rows: a sequence by position, a mapping by position or name.
 
     One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in the call of
@@ -129,7 +131,7 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
             "by name, as in {'mask': None}"
         )
 
-    def mark_value(value: Any, place: int | str, name: str) -> Any:
+    def mark_value(value: object, place: int | str, name: str) -> object:
         return mark_leaves(value, of_place[place], name) if place in of_place else value
 
     inputs = [mark_value(value, first + place, f"inputs[{place}]") for place, value in enumerate(arguments.inputs)]
@@ -151,7 +153,7 @@ def mark_inputs(arguments: Arguments, dims: Dims, module: torch.nn.Module, metho
     return mark(arguments, dims, function)
 
 
-def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:
+def _place_of(key: object, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, object]) -> int | str:
     """Returns the position of an argument in the call, or its name if it is passed by name."""
     if names is None or key in kwargs:
         return key if isinstance(key, int) else str(key)
@@ -164,7 +166,7 @@ def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwarg
     return names[key + unnamed] if key >= count else key
 
 
-def _names(function: Callable[..., Any]) -> list[str] | None:
+def _names(function: Callable[..., object]) -> list[str] | None:
     """Returns the names of a function's arguments, or None if it accepts any arguments or has no signature."""
     parameters = parameters_of(function)
     if parameters is None or any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters):
@@ -172,7 +174,7 @@ def _names(function: Callable[..., Any]) -> list[str] | None:
     return [parameter.name for parameter in parameters]
 
 
-def parameters_of(function: Any) -> list[inspect.Parameter] | None:
+def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter] | None:
     """Returns the arguments in the signature of a function, or None if it has none."""
     try:
         return list(inspect.signature(function).parameters.values())
@@ -180,7 +182,7 @@ def parameters_of(function: Any) -> list[inspect.Parameter] | None:
         return None
 
 
-def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
+def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
     """Returns a value with its leaves marked, as :func:`mark` marks those of an argument. Marks that it has stay."""
     if isinstance(value, (*MARKS, PerReplica)):  # they carry their own dimensions
         return value
@@ -188,7 +190,7 @@ def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
         return Whole(value)
     dims_of_leaves = leaf_dims(value, dims, 0, place)
 
-    def mark_leaf(leaf: Any) -> Any:
+    def mark_leaf(leaf: object) -> object:
         dim = next(dims_of_leaves)
         if isinstance(leaf, (*MARKS, PerReplica)):
             return leaf
@@ -198,16 +200,28 @@ def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
     return containers.map_leaves(mark_leaf, value)
 
 
-def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
+ListAround = tuple[str, list[object]]  # a list around a leaf, with its key path
+
+
+def count_rows(node: object, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
     """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the inputs of ``node``."""
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
     if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
         return only.size(dim)
-    first: tuple[str, Any, int] | None = None
-    ambiguous: dict[str, list[Any]] = {}
-    parts = [(node.inputs, name), (node.kwargs, "kwargs")] if isinstance(node, Arguments) else [(node, name)]
-    for place, leaf, holder in (entry for part, called in parts for entry in _leaves(part, called)):
+    if isinstance(node, Arguments):
+        leaves = [*_leaves(node.inputs, name), *_leaves(node.kwargs, "kwargs")]
+    else:
+        leaves = [*_leaves(node, name)]
+    return _common_rows(leaves, dim, expected, name)
+
+
+def _common_rows(
+    leaves: Sequence[tuple[str, object, ListAround | None]], dim: int, expected: int | None, name: str
+) -> int | None:
+    first: tuple[str, object, int] | None = None
+    ambiguous: dict[str, list[object]] = {}
+    for place, leaf, holder in leaves:
         rows = _leaf_rows(leaf, dim, place)
         if rows is None:
             continue
@@ -221,18 +235,19 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
             )
         if first is None or first[0].startswith(tuple(ambiguous)):
             first = place, leaf, rows
+    if first is None:
+        return None
     for place, entries in ambiguous.items():
-        assert first is not None
         if (first[0].startswith(place) and first[2] != expected) or len(entries) == first[2]:
             raise ValueError(
                 f"{place} is a list of {len(entries)} entries of one type (the first is {containers.describe(entries[0])}): each "
                 "entry may be a row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or "
                 "give in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
-    return None if first is None else first[2]
+    return first[2]
 
 
-def _leaves(node: Any, name: str, holder: tuple[str, list[Any]] | None = None) -> Iterator[tuple[str, Any, Any]]:
+def _leaves(node: object, name: str, holder: ListAround | None = None) -> Iterator[tuple[str, object, ListAround | None]]:
     """Yields each leaf with its key path, and with the outermost list around it whose entries could be rows."""
     container = containers.open_container(node)
     if container is None:
@@ -246,18 +261,19 @@ def _leaves(node: Any, name: str, holder: tuple[str, list[Any]] | None = None) -
         yield from _leaves(child, name + place, holder)
 
 
-def _described(leaf: Any) -> str:
+def _described(leaf: object) -> str:
     if isinstance(leaf, Rows):
         return f"Rows of {len(leaf.entries)} entries"
     leaf = without_mark(leaf)
     return f"outputs of {len(leaf)} replicas" if isinstance(leaf, PerReplica) else containers.describe(leaf)
 
 
-def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
-    if type(leaf) is Along:
-        leaf, dim = leaf.leaf, leaf.dim
-        if not isinstance(leaf, torch.Tensor):
-            return len(leaf)
+def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
+    if isinstance(leaf, Along):
+        value, dim = leaf.leaf, leaf.dim
+        if not isinstance(value, torch.Tensor):
+            return len(value)
+        leaf = value
     if isinstance(leaf, torch.Tensor):
         if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
@@ -274,7 +290,9 @@ def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
     if isinstance(leaf, PackedSequence):
         raise TypeError(f"{place} is a PackedSequence, which cannot be split by rows: pass the padded tensor and the lengths")
     if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
-        raise TypeError(f"{place} is an array of shape {tuple(leaf.shape)}, expected a tensor: use torch.as_tensor")
+        raise TypeError(
+            f"{place} is an array of shape {tuple(getattr(leaf, 'shape', ()))}, expected a tensor: use torch.as_tensor"
+        )
     if _holds_tensors(leaf, 3):
         raise TypeError(
             f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, or a "
@@ -284,7 +302,7 @@ def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
     return None
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
+def _holds_tensors(value: object, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
@@ -295,18 +313,18 @@ def _holds_tensors(value: Any, depth: int) -> bool:
     return any(_holds_tensors(child, depth - 1) for child in (value.values() if isinstance(value, Mapping) else value))
 
 
-def cut(node: Any, parts: Sequence[RowNumbers], dim: int = 0) -> list[Any]:
+def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]:
     """Returns the rows of each part of ``node``. See :func:`take`."""
     return [take(node, part, dim) for part in parts]
 
 
-def take(node: Any, part: RowNumbers, dim: int = 0) -> Any:
+def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
     """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay."""
-    if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
+    if isinstance(node, Arguments) and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
         tensor = node.inputs[0]  # shortcut for the most frequent arguments
-        return Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {})
+        return cast(Nested, Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {}))
 
-    def take_leaf(leaf: Any) -> Any:
+    def take_leaf(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return _rows_of_tensor(leaf, part, dim) if leaf.dim() else leaf
         if type(leaf) is Along:
@@ -338,10 +356,10 @@ def _rows_of_tensor(tensor: torch.Tensor, part: RowNumbers, dim: int) -> torch.T
     return tensor.index_select(dim, torch.tensor(part, dtype=torch.long, device=tensor.device))
 
 
-def move_leaves(node: Any, device: torch.device | None) -> Any:
+def move_leaves(node: object, device: torch.device | None) -> Any:
     """Returns ``node`` with all tensors on ``device``, or where they are if that is None, and without marks."""
 
-    def move_leaf(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> object:
         if isinstance(leaf, torch.Tensor):
             return leaf if device is None else move(leaf, device)
         if isinstance(leaf, MARKS):
@@ -365,23 +383,23 @@ def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
 def copy_views(arguments: Arguments, device: torch.device) -> Arguments:
     """Returns arguments with copies of those tensors that are views, if they would not be moved to ``device`` anyway."""
 
-    def copied(leaf: Any) -> Any:
-        is_view = isinstance(leaf, torch.Tensor) and leaf.device == device and base_of(leaf) is not leaf
-        return leaf.clone() if is_view else leaf
+    def copied(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor) and leaf.device == device and base_of(leaf) is not leaf:
+            return leaf.clone()
+        return leaf
 
-    result: Arguments = containers.map_leaves(copied, arguments)
-    return result
+    return containers.map_leaves(copied, arguments)
 
 
 class Shard(NamedTuple):
     """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved."""
 
-    inputs: Arguments  # of the model
-    targets: Arguments  # of the criterion behind the outputs
-    rows: RowNumbers | None  # their places in the effective batch of this process; None if the batch has no rows
+    inputs: Arguments
+    targets: Arguments  # The criterion's arguments after the outputs.
+    rows: RowNumbers | None  # Places in the effective batch of this process; None if the batch has no rows.
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
-    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # of the model and of the criterion
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # Surrounds model and criterion.
     is_joined: bool = False  # the inputs are one object, of the samples ``rows``
 
 
@@ -481,9 +499,8 @@ class Batch:
     ``dims`` are the dimensions of the rows in unmarked inputs and in unmarked targets.
     """
 
-    unit = "rows"  # of a limit
-    pads = False  # each shard to a length of its own
-    has_example = True  # a shard without rows can be made
+    pads = False  # True if each shard is padded to a length of its own.
+    has_example = True  # A shard without rows can be made.
 
     def __init__(self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
         self.inputs, self.targets, self.dims = inputs, targets, dims
@@ -515,7 +532,11 @@ class Batch:
         sizes = split_sizes(self.rows, weights or len(devices))
         return next(self._shards([consecutive(sizes)], devices))
 
-    def check_weight(self, weigh: Callable[..., Any]) -> None:
+    def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
+        """Returns a sample, from which a later batch without samples makes a shard. ``earlier`` is that of an earlier batch."""
+        return earlier
+
+    def check_weight(self, weigh: Callable[..., object]) -> None:
         """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that the plan has cut."""
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
@@ -546,7 +567,7 @@ class Batch:
         return Shard(inputs, take(self.targets, of_targets, self.dims[1]), part, len(of_targets), device)
 
 
-Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
+Mark = Callable[[object, tuple[object, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
 
 
 class Cut:
@@ -555,7 +576,14 @@ class Cut:
     limit: float | None = None
 
     def open(
-        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any], *, unit: str, is_strict: bool
+        self,
+        inputs: object,
+        targets: tuple[object, ...],
+        mark: Mark,
+        forward: Callable[..., object],
+        *,
+        unit: str,
+        is_strict: bool,
     ) -> Batch:
         """Takes a batch apart. ``mark`` returns inputs and targets with marks, and the dimensions of the rows in what has none.
 
@@ -566,7 +594,7 @@ class Cut:
 
 
 def scatter(
-    inputs: Any, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0, *, split: Sequence[float] | None = None
+    inputs: object, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0, *, split: Sequence[float] | None = None
 ) -> list[Any]:
     """Splits ``inputs`` by rows over devices, and moves the shards there. Gradients flow back.
 
@@ -603,8 +631,13 @@ def scatter(
     return [move_leaves(piece, device) for piece, device in zip(pieces, used, strict=True)]
 
 
-def as_arguments(inputs: Any) -> Arguments:
+def as_arguments(inputs: object) -> Arguments:
     """Converts ``inputs`` to the arguments of a call: a mapping to keyword arguments, a tuple to positional arguments."""
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
     return Arguments(spread(inputs), {})
+
+
+def spread(value: object) -> tuple[Any, ...]:
+    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also for a named tuple."""
+    return value if isinstance(value, tuple) and not containers.is_named_tuple(value) else (value,)

@@ -101,7 +101,7 @@ class RankBatchSampler(Sampler[list[int]]):
         """Counts a batch that was trained on."""
         self.batches += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int | None]:
         """Returns the position. It is the same on all ranks."""
         return {"batches": self.batches, **self._data()}
 
@@ -172,7 +172,7 @@ class BalancedBatchSampler(RankBatchSampler):
         return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []  # fewer rows than ranks
 
 
-def _refuse_samplers(name: str, value: Any) -> None:
+def _refuse_samplers(name: str, value: object) -> None:
     if isinstance(value, (Sampler, DataLoader)):
         raise TypeError(
             f"{name} is a {type(value).__name__}, expected the data set, or costs of its rows: order, weights and "

@@ -3,16 +3,16 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.containers import Dims, is_plain
+from ..batch.containers import Dims, Nested, is_plain
 from ..batch.outputs import join
-from ..batch.rows import as_arguments, move_leaves
+from ..batch.rows import as_arguments, move_leaves, spread
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
@@ -24,7 +24,7 @@ Wrap = Callable[[nn.Module], DataParallelModel]
 _BY_ROW = "compare with reproducible=True"
 
 
-def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
+def mixed_rows(module: nn.Module, wrap: Wrap, inputs: object, device: torch.device, limit: float) -> Iterator[str]:
     """Yields a reason if the halves of a batch have other outputs than the whole. The model draws no random numbers."""
     if batch_norms(module, over_all_rows=False):
         return  # they have a reason of their own
@@ -51,10 +51,10 @@ def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device,
         )
 
 
-def _sorted(output: Any, dims: Dims) -> Any:
+def _sorted(output: Nested, dims: Dims) -> Nested:
     dim = dims if isinstance(dims, int) else 0
 
-    def sort(leaf: Any) -> Any:
+    def sort(leaf: object) -> object:
         return leaf.sort(dim).values if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() else leaf
 
     return containers.map_leaves(sort, output)
@@ -63,7 +63,7 @@ def _sorted(output: Any, dims: Dims) -> Any:
 def find_reasons(
     plain: Program,
     module: nn.Module,
-    batch: tuple[Any, Any],
+    batch: tuple[object, object],
     model: DataParallelModel,
     losses: DataParallelCriterion,
     wrap: Wrap,
@@ -78,7 +78,7 @@ def find_reasons(
     reasons = [*_mixing_layers(module, devices, micro_batches), *_random_layers(module)]
     reasons += without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
     loss = list(state_of_criterion(criterion, plain.criterion, devices))
-    loss = loss or without_errors(loss_draws(criterion, plain.output, move_leaves(containers.spread(targets), device), limit))
+    loss = loss or without_errors(loss_draws(criterion, plain.output, move_leaves(spread(targets), device), limit))
     if not loss and not losses.kind.couples_rows:
         loss = without_errors(weight_in_parts(plain.output, losses, targets, model.out_dims))
         loss += without_errors(loss_in_parts(plain.output, losses, targets, model.out_dims))
@@ -104,7 +104,7 @@ def without_errors(reasons: Iterable[str]) -> list[str]:
         return []
 
 
-def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
+def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: object, device: torch.device, limit: float) -> Iterator[str]:
     evaluated, place = copy_of(module).eval(), random_place(module, inputs, device, limit)
     if place is not None and (place_in_eval := random_place(evaluated, inputs, device, limit)) is not None:
         yield f"random numbers: the model draws them, in eval mode too, in {place_in_eval}: {_BY_ROW}, or without them"
@@ -144,7 +144,7 @@ def _random_layers(module: nn.Module) -> Iterator[str]:
             yield f"dropout: {name or type(layer).__name__} draws different numbers for each shard: {_BY_ROW}, or in eval mode"
 
 
-def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: float) -> str | None:
+def random_place(module: nn.Module, inputs: object, device: torch.device, limit: float) -> str | None:
     """Returns the place in ``module`` that draws random numbers, or None if two seeds give the same output."""
     first, second = Program(module), Program(module)
     outputs = first.forward(inputs, device, 0), second.forward(inputs, device, 1)
@@ -153,7 +153,7 @@ def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: fl
     return f"the model ({type(module).__name__})" if output_error(*outputs) > limit else None
 
 
-def output_error(expected: Any, output: Any) -> float:
+def output_error(expected: object, output: object) -> float:
     """Returns the largest relative error over the floating-point tensors of two outputs that have the same shape."""
     errors = [0.0]
     for (_, left), (_, right) in zip(containers.leaves(expected), containers.leaves(output), strict=False):
@@ -162,12 +162,12 @@ def output_error(expected: Any, output: Any) -> float:
     return max(errors)
 
 
-def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) -> Iterator[str]:
+def loss_draws(criterion: Criterion, output: object, targets: tuple[object, ...], limit: float) -> Iterator[str]:
     """Yields a reason if the loss of the same output differs between two seeds."""
     losses = []
     for seed in range(2):
         torch.manual_seed(seed)
-        losses.append(scalar_of(copy_of(criterion)(*containers.spread(output), *targets)))
+        losses.append(scalar_of(copy_of(criterion)(*spread(output), *targets)))
     if relative_error(losses[1], losses[0]) > limit:
         yield f"random numbers: the loss draws them, because the same output gives another loss: {_BY_ROW}, or without them"
 
@@ -176,15 +176,15 @@ class Change(NamedTuple):
     """An attribute, a buffer or a parameter with two different values."""
 
     name: str  # key path
-    before: Any
-    after: Any
+    before: object
+    after: object
     kind: str  # buffer or parameter; empty for others
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".lstrip()
 
 
-def _changes(before: Any, after: Any) -> Iterator[Change]:
+def _changes(before: object, after: Any) -> Iterator[Change]:
     """Yields what differs between a module or another object and its copy. Statistics of batch norms are left out."""
     layers = [("", before)] if not isinstance(before, nn.Module) else before.named_modules()
     for name, layer in () if inspect.isroutine(before) else layers:
@@ -193,7 +193,7 @@ def _changes(before: Any, after: Any) -> Iterator[Change]:
         for key, value in getattr(other, "__dict__", {}).items():
             is_comparable = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
             is_mapping = isinstance(value, dict) and not key.startswith("_")  # names with an underscore are those of nn.Module
-            is_flag = value is True and key not in values  # of the first forward: replicas without it set up anew
+            is_flag = value is True and key not in values  # Replicas without this flag of the first forward set up anew.
             if (is_comparable or is_mapping) and not is_flag and not _same(values.get(key), value):
                 yield Change(f"{prefix}{key}", values.get(key), value, "")
         if isinstance(layer, nn.Module) and not isinstance(layer, BatchNorm):
@@ -204,7 +204,7 @@ def _changes(before: Any, after: Any) -> Iterator[Change]:
                     yield Change(f"{prefix}{key}", tensor, value, kind)
 
 
-def _same(before: Any, after: Any) -> bool:
+def _same(before: object, after: object) -> bool:
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape == after.shape and bool(torch.equal(before.cpu(), after.cpu()))
     if isinstance(before, list) and isinstance(after, list):
@@ -219,7 +219,7 @@ def _same(before: Any, after: Any) -> bool:
 _EACH_MICRO_BATCH = "each micro-batch writes it, from its own rows"
 
 
-def _effect(devices: int, value: Any) -> str:
+def _effect(devices: int, value: object) -> str:
     if devices > 1 and isinstance(value, (dict, list)):
         return "all replicas write to the same object, in any order"
     return "all replicas but the first lose it" if devices > 1 else _EACH_MICRO_BATCH
@@ -245,8 +245,10 @@ def compare_state(plain: Program, split: Program, devices: int, limit: float) ->
     changes += [("criterion.", change) for change in _changes(plain.criterion, split.criterion)]
     for prefix, (name, before, after, kind) in changes:
         if kind:
-            is_same_shape = isinstance(after, Tensor) and after.shape == before.shape
-            errors[f"{prefix}{name}"] = relative_error(after, before) if is_same_shape else math.inf
+            if isinstance(before, Tensor) and isinstance(after, Tensor) and after.shape == before.shape:
+                errors[f"{prefix}{name}"] = relative_error(after, before)
+            else:
+                errors[f"{prefix}{name}"] = math.inf
         elif type(before) in (int, float) and type(after) in (int, float):
             text = f"{prefix}{name} is {after} after the split steps, {before} after the plain ones"
             lines.append(f"{text}: {_effect(devices, before)}")
@@ -269,14 +271,19 @@ def unregistered_tensors(module: nn.Module) -> Iterator[str]:
         for key, value in layer.__dict__.items():
             entries = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
             unregistered = [] if key.startswith("_") else [entry for entry in entries if id(entry) not in registered]
-            plain = [entry for entry in unregistered if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter)]
-            if any(entry.requires_grad and entry.is_leaf for entry in plain):
-                yield f"unregistered: {key} of {described(name, layer)} holds tensors that require gradients: use nn.Parameter"
-                continue
-            for kind, finding in _FINDINGS:
-                if any(isinstance(entry, kind) for entry in unregistered):
-                    yield f"unregistered: {key} of {described(name, layer)} {finding}"
-                    break
+            if finding := _finding(unregistered):
+                yield f"unregistered: {key} of {described(name, layer)} {finding}"
+
+
+def _finding(unregistered: Sequence[object]) -> str | None:
+    """Returns what a plain attribute with these entries holds, and the way to register it."""
+    plain = [entry for entry in unregistered if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter)]
+    if any(entry.requires_grad and entry.is_leaf for entry in plain):
+        return "holds tensors that require gradients: use nn.Parameter"
+    for kind, finding in _FINDINGS:
+        if any(isinstance(entry, kind) for entry in unregistered):
+            return finding
+    return None
 
 
 def described(name: str, layer: nn.Module) -> str:

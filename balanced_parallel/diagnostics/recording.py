@@ -5,7 +5,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..batch import containers
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive
-from ..batch.rows import as_arguments, cut, move_leaves
+from ..batch.rows import as_arguments, cut, move_leaves, spread
 from ..loss.copies import Criterion, ShardLoss, call_spread, loss_of
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import call_weight
@@ -23,13 +23,16 @@ from ..loss.sums import flat_weights
 from ..replicas.workers import current_replica
 from ..runtime import row_random
 
+Copied = TypeVar("Copied")
+
 
 class Program:
     """A copy of model and criterion that records each call of a module, by forward and replica."""
 
     def __init__(self, module: nn.Module, criterion: Criterion | None = None) -> None:
-        self.module, self.criterion = copy_of(module), copy_of(criterion)
-        self.output: Any = None
+        self.module = copy_of(module)
+        self.criterion: Any = copy_of(criterion)
+        self.output: object = None
         self.module.register_forward_pre_hook(self._start_forward)
         for name, layer in self.module.named_modules():
             label = f"{name or 'the model'} ({type(layer).__name__})"
@@ -50,34 +53,34 @@ class Program:
         """Number of forwards in this step."""
         return max(self._forwards.values(), default=0)
 
-    def _start_forward(self, *_: Any) -> None:
+    def _start_forward(self, *_: object) -> None:
         if (forward := row_random.running.get()) is not None and forward.expected is None:
             return  # it finds the draws
         replica = _replica_index()
         self._forwards[replica] += 1
         self._running.add(replica)
 
-    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, inputs: object, output: object) -> None:
         self._running.discard(_replica_index())
         self.output = output
 
-    def _record(self, label: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, label: str, layer: nn.Module, inputs: object, output: object) -> None:
         tensor, replica = containers.first_tensor(output), _replica_index()
         if tensor is not None and replica in self._running:
             calls = self.calls.setdefault((self._forwards[replica], replica), [])
             calls.append((label, tensor.detach().clone()))
 
-    def forward(self, inputs: Any, device: torch.device, seed: int) -> Any:
+    def forward(self, inputs: object, device: torch.device, seed: int) -> object:
         """Runs the model on all rows, on one device."""
         self.begin()
         torch.manual_seed(seed)
         arguments = move_leaves(as_arguments(inputs), device)
         return self.module.to(device)(*arguments.inputs, **arguments.kwargs)
 
-    def backward(self, targets: Any, device: torch.device) -> Tensor:
+    def backward(self, targets: object, device: torch.device) -> Tensor:
         """Computes the loss of the last output, and its gradients."""
         criterion = self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
-        loss = scalar_of(call_spread(criterion, self.output, move_leaves(containers.spread(targets), device), {}))
+        loss = scalar_of(call_spread(criterion, self.output, move_leaves(spread(targets), device), {}))
         loss.backward()
         return loss.detach()
 
@@ -121,7 +124,7 @@ class Difference(NamedTuple):
     """A difference between the outputs of two programs."""
 
     label: str  # name and type of the first module whose output differs
-    effect: str  # in words
+    effect: str
     previous: str  # the last module before it whose output is equal
 
     @property
@@ -164,7 +167,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _ROUNDING = 1e-4
 
 
-def scalar_of(result: Any) -> Tensor:
+def scalar_of(result: object) -> Tensor:
     """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum of several terms."""
     result = loss_of(result)
     if isinstance(result, Tensor):
@@ -175,7 +178,7 @@ def scalar_of(result: Any) -> Tensor:
     return torch.stack([term.reshape(()) for term in terms]).sum()
 
 
-def copy_of(criterion: Any) -> Any:
+def copy_of(criterion: Copied) -> Copied:
     """Returns a deep copy, or the object itself if it is not a module and cannot be copied."""
     try:
         return copy.deepcopy(criterion)
@@ -185,14 +188,14 @@ def copy_of(criterion: Any) -> Any:
         return criterion
 
 
-def loss_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
+def loss_in_parts(output: object, wrapped: DataParallelCriterion, targets: object, dims: Dims) -> Iterator[str]:
     """Yields a reason if the loss computed from uneven parts of the rows differs from that of all rows, or raises an error."""
     if is_known(wrapped.module) and wrapped.weight is None:
         return  # a rule gives the divisor
     wrapped = copy_of(wrapped)
     if any(tensor.dtype in _HALF for tensor in (*wrapped.parameters(), *wrapped.buffers())):
         wrapped.float()
-    output, targets = containers.map_leaves(_in_float32, (output, containers.spread(targets)))
+    output, targets = containers.map_leaves(_in_float32, (output, spread(targets)))
     whole, *cuts = _cuts(output, dims)
     expected = scalar_of(wrapped.copies.run(ShardLoss.call, *wrapped.cut(whole, targets, {}))[0])
     try:
@@ -208,7 +211,7 @@ def loss_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dim
         )
 
 
-def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
+def weight_in_parts(output: object, wrapped: DataParallelCriterion, targets: object, dims: Dims) -> Iterator[str]:
     """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that for all rows.
 
     Equal parts hide a wrong divisor: the mean of their means is right.
@@ -218,18 +221,18 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
     whole, first, others = (
         sum(flat_weights(count))
         for parts in (all_rows, first_row)
-        for count in wrapped.copies.run(weigh, *wrapped.cut(parts, containers.spread(targets), {}))
+        for count in wrapped.copies.run(weigh, *wrapped.cut(parts, spread(targets), {}))
     )
     if abs(first + others - whole) > _ROUNDING * whole:
-        entries = len(containers.spread(output))
-        spread = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
+        entries = len(spread(output))
+        reason = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
         yield (
             f"weight= does not add up: it returned {whole:g} for {all_rows.sizes[0]} rows, {first:g} for the first of them and "
-            f"{others:g} for the others, expected the number of terms that the mean divides by{spread}"
+            f"{others:g} for the others, expected the number of terms that the mean divides by{reason}"
         )
 
 
-def _cuts(output: Any, dims: Dims) -> list[PerReplica]:
+def _cuts(output: object, dims: Dims) -> list[PerReplica]:
     """Returns an output in one part, and in two uneven parts of its rows in several ways."""
     tensor, dim = containers.first_tensor(output), dims if isinstance(dims, int) else 0
     if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
@@ -240,6 +243,6 @@ def _cuts(output: Any, dims: Dims) -> list[PerReplica]:
     return [PerReplica(cut(output, consecutive(sizes), dim), sizes, dim) for sizes in ways]
 
 
-def _in_float32(leaf: Any) -> Any:
+def _in_float32(leaf: object) -> object:
     """Returns a tensor in half precision as float32, in which the losses of parts show more than rounding."""
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,14 @@ from ..replicas.model import DataParallelModel
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 
+Inputs = dict[str, object]  # the arguments of a model, with the rows of a batch
+Function = Callable[[nn.Module, Inputs], Sequence[Any]]  # returns a loss first, or None
+
 
 class Task(nn.ModuleList):
     """Calls a function with the model and the rows of a shard. Its replicas do so on their devices."""
 
-    def forward(self, function: Any, inputs: dict[str, Any]) -> Any:
+    def forward(self, function: Callable[[nn.Module, Inputs], object], inputs: Inputs) -> object:
         """Returns ``function(model, inputs)``."""
         return function(self[0], inputs)
 
@@ -58,12 +61,17 @@ class BalancedTrainer(Trainer):
     """
 
     def __init__(
-        self, model: Any = None, args: Any = None, *arguments: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *arguments: object,
+        device_ids: Sequence[DeviceLike] | None = None,
+        **kwargs: object,
     ) -> None:
         args = copy.copy(TrainingArguments("tmp_trainer") if args is None else args)
         if device_ids is not None and args.world_size > 1:
             raise ValueError(f"device_ids={device_ids!r} was given on {args.world_size} ranks, expected None: each has a device")
-        count = 1 if getattr(model, "is_quantized", False) else args.n_gpu  # its weights have no copies
+        count = 1 if getattr(model, "is_quantized", False) else args.n_gpu  # Quantized weights have no copies.
         args._n_gpu = count if device_ids is None else len(resolve_devices(device_ids))  # batch sizes are multiples of it
         args.average_tokens_across_devices = False  # would multiply the loss
         super().__init__(model, args, *arguments, **kwargs)
@@ -75,36 +83,43 @@ class BalancedTrainer(Trainer):
             raise ValueError(f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun")
         self.model_accepts_loss_kwargs &= bool(args.use_liger_kernel)  # other models compute means, which are counted
         self._loss_shifts_labels |= type(unwrap_peft_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        self._factors: tuple[float, ...] | None = None  # of a rest of the loss, a sum: 0 or 1; and of each mean. None: unknown
+        # The factor of the rest of the loss, a sum, is 0 or 1. The factors of its means follow. None is unknown.
+        self._factors: tuple[float, ...] | None = None
         self._has_items = True  # the rest is divided by num_items_in_batch
         self._guess = 0.0  # about the count of a batch, if the loss is one mean
-        self._divisors = [1.0]  # of the rows that run now: num_items_in_batch, and that of each mean
-        self._terms = torch.zeros(2)  # of the window, or of all batches of an evaluation
+        # The rows that run now have num_items_in_batch, and the divisor of each mean.
+        self._divisors = [1.0]
+        self._terms = torch.zeros(2)  # Terms of the window, or of all batches of an evaluation.
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: object = None) -> nn.Module:
         if len(self.devices) > 1 and not isinstance(self.model_wrapped, DataParallelModel):  # one for training and evaluation
             precision = self.accelerator.mixed_precision.replace("no", "fp32")
             self.model_wrapped: nn.Module = DataParallelModel(Task([self.model]), self.devices, precision=precision)
         return self.model_wrapped if len(self.devices) > 1 else super()._wrap_model(model, training, dataloader)
 
-    def _prepare_input(self, data: Any) -> Any:
+    def _prepare_input(self, data: object) -> object:
         return super()._prepare_input(data) if len(self.devices) == 1 else data  # replicas move their rows
 
-    def _get_num_items_in_batch(self, batch_samples: Any, device: Any = None) -> Tensor:
+    def _get_num_items_in_batch(self, batch_samples: object, device: object = None) -> Tensor:
         return torch.tensor(self._divisors[0])
 
-    def _count_items(self, inputs: dict[str, Any]) -> Any:
+    def _count_items(self, inputs: Inputs) -> Tensor | float:
         """Returns the number of labels, if the loss may be divided by it, or 1."""
         labels = inputs.get("labels")
         if not self._has_items or not isinstance(labels, Tensor):
             return 1.0
-        return inputs.get("shift_labels", labels[..., int(self._loss_shifts_labels) :]).ne(-100).sum()
+        shifted = inputs.get("shift_labels")
+        if not isinstance(shifted, Tensor):
+            shifted = labels[..., int(self._loss_shifts_labels) :]
+        return shifted.ne(-100).sum()
 
-    def _run(self, model: nn.Module, inputs: dict[str, Any], function: Any = None) -> tuple[Any, Tensor, Tensor]:
+    def _run(
+        self, model: nn.Module, inputs: Inputs, function: Function | None = None
+    ) -> tuple[Sequence[Sequence[Any]], Tensor, Tensor]:
         """Runs each shard. Returns results, the sum of their losses, and terms: this and items, sum and count of each mean."""
         function = function or (lambda *shard: [self.compute_loss(*shard, num_items_in_batch=torch.tensor(self._divisors[0]))])
 
-        def run(replica: nn.Module, rows: dict[str, Any]) -> tuple[Any, list[Any]]:
+        def run(replica: nn.Module, rows: Inputs) -> tuple[Sequence[Any], list[Tensor | float]]:
             with MeansAsSums(self._divisors[1:]) as means:
                 result = function(replica, dict(rows))
             return result, [0.0 if result[0] is None else result[0], self._count_items(rows), *means.terms]
@@ -117,7 +132,7 @@ class BalancedTrainer(Trainer):
         totals = [add_up(numbers, self.args.device) for numbers in zip(*terms, strict=True)]
         return results, totals[0], torch.stack([total.detach().float() for total in totals]).view(-1, 2)
 
-    def _find_parts(self, inputs: dict[str, Any]) -> tuple[float, ...]:
+    def _find_parts(self, inputs: Inputs) -> tuple[float, ...]:
         """Returns the factors of the loss. The first call runs the model on each of a few rows, and on all of them."""
         if self._factors is not None:
             return self._factors
@@ -126,7 +141,7 @@ class BalancedTrainer(Trainer):
         places = [[0], [0], [max(sizes) - 1], [0, 0, max(sizes) - 1]]
         samples = [take(inputs, place) for place in places] if len(sizes) == 1 else [inputs, inputs]  # packed rows are one
 
-        def run(sample: dict[str, Any], items: float, divisor: float) -> tuple[Tensor, list[Tensor]]:
+        def run(sample: Inputs, items: float, divisor: float) -> tuple[Tensor, list[Tensor]]:
             with self.accelerator.autocast(), MeansAsSums(itertools.repeat(divisor)) as means:
                 return self.compute_loss(self.model, dict(sample), num_items_in_batch=torch.tensor(items)), means.terms
 
@@ -156,13 +171,16 @@ class BalancedTrainer(Trainer):
         self._factors, self._has_items, self._guess = max(gather_objects(parts))  # a rank may have no labels
         return self._factors
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
+    ) -> tuple[list[Inputs], Tensor]:
         """Returns the micro-batches of the next update, and what their loss divides by if it is told."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             self.model.eval()  # training_step undoes it
             batches[-1], weight = self._split(batches[-1])[0]
-            self._weights = [1.0] * (len(batches) - 1) + [weight]  # of the micro-batches to come: 0 if all rows are repeated
+            # Each micro-batch to come has a weight. It is 0 if all its rows are repeated.
+            self._weights = [1.0] * (len(batches) - 1) + [weight]
             factors = self._find_parts(batches[0])
             if self._guess or len(factors) < 2:
                 terms = [torch.tensor([float(self._count_items(batch)), self._guess][: len(factors) or 1]) for batch in batches]
@@ -175,7 +193,7 @@ class BalancedTrainer(Trainer):
             self._terms = torch.tensor([0.0 if all(counts) else math.nan, 0.0], device=self.args.device)  # nan: a mean of nothing
         return batches, self._get_num_items_in_batch(batches)
 
-    def _split(self, inputs: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
+    def _split(self, inputs: Inputs) -> list[tuple[Inputs, float]]:
         """Returns the rows of a batch with weight 1, and those that a sampler has repeated with weight 0."""
         state, rows = self.accelerator.gradient_state, find_batch_size(inputs)
         is_last = world_size() > 1 and state.end_of_dataloader and state.remainder > 0
@@ -183,7 +201,7 @@ class BalancedTrainer(Trainer):
         pieces = (range(new), 1.0), (range(new, rows), 0.0)
         return [(take(dict(inputs), piece) if 0 < new < rows else inputs, weight) for piece, weight in pieces if piece]
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None) -> Tensor:
         """Runs forward and backward of a micro-batch. Returns zero, and after the last one the loss of the update."""
         model.train()
         self.optimizer.train()
@@ -196,19 +214,22 @@ class BalancedTrainer(Trainer):
         self._terms = self._terms + weight * terms
         loss = self._terms[0, 0] * world_size()
         if self._guess and not self._weights:
-            factor = self._divisors[1] / sum_over_ranks(self._terms[1, 1])  # on the device: the host does not wait
+            # The factor stays on the device, so the host does not wait.
+            factor = self._divisors[1] / sum_over_ranks(self._terms[1, 1])
             loss = loss * factor
             for gradient in [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]:
                 gradient.mul_(factor.nan_to_num(posinf=0.0).to(gradient.device))
         return torch.zeros_like(loss) if self._weights else loss
 
     @torch.no_grad()
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **settings: Any) -> tuple[Any, Any, Any]:
+    def prediction_step(
+        self, model: nn.Module, inputs: Inputs, *arguments: object, **settings: object
+    ) -> tuple[Tensor | None, object, object]:
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
         names, step = self.label_names, super().prediction_step
         has_loss = (names or self.can_return_loss) and all(inputs.get(name) is not None for name in names)
         factors = self._find_parts(inputs) if has_loss else ()
-        results, total = list[Any](), torch.zeros(2)
+        results, total = list[Sequence[Any]](), torch.zeros(2)
         for rows, weight in self._split(inputs):
             self._divisors = [1.0] * len(factors) or [float(self._count_items(rows))]
             parts, _, terms = self._run(model, rows, lambda *shard: step(*shard, *arguments, **settings))
@@ -221,14 +242,14 @@ class BalancedTrainer(Trainer):
             loss = self._divide(total).to(loss)
         return loss if loss is None else loss.mean(), logits, labels
 
-    def _divide(self, terms: Tensor) -> Any:
+    def _divide(self, terms: Tensor) -> Tensor:
         """Returns the loss of rows from their terms, which are sums that are not divided."""
         has_rest, *factors = self._factors or (0.0,)
         parts = terms[1:, 0] * torch.tensor(factors)
         rest = has_rest * (terms[0, 0] - parts.sum()) / (terms[0, 1] if self._has_items else 1)
         return rest + (parts / terms[1:, 1]).sum()
 
-    def evaluation_loop(self, *arguments: Any, **settings: Any) -> Any:
+    def evaluation_loop(self, *arguments: object, **settings: object) -> Any:
         """Runs all batches, as Trainer does. Their loss is that of all rows, not the mean over batches."""
         self._terms = torch.zeros(2)
         output = super().evaluation_loop(*arguments, **settings)

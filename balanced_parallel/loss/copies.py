@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive, proportional_sizes, split_sizes
-from ..batch.rows import NOTHING, Arguments, Shard, cut, move_arguments, move_leaves
+from ..batch.rows import NOTHING, Arguments, Shard, cut, move_arguments, move_leaves, spread
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
@@ -122,7 +122,7 @@ def call_spread(
     function: Callable[..., object], output: object, targets: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> object:
     """Calls a function of output and targets. The entries of a tuple fill its leading arguments, which an error tells."""
-    leading = containers.spread(output)
+    leading = spread(output)
     try:
         return function(*leading, *targets, **kwargs)
     except TypeError as error:

@@ -18,7 +18,20 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica, gather, join, join_tensors, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Shard, count_rows, map_marked, mark, mark_leaves, move_leaves, take, without_mark
+from ..batch.rows import (
+    Along,
+    Arguments,
+    Rows,
+    Shard,
+    count_rows,
+    map_marked,
+    mark,
+    mark_leaves,
+    move_leaves,
+    spread,
+    take,
+    without_mark,
+)
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
@@ -424,7 +437,7 @@ class WholeLoss(CoupledLoss):
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
         function, parts = self.copies.criterion, []
         for output, shard in zip(outputs, shards, strict=True):
-            marked = containers.spread(mark_leaves(output, outputs.dim, "the output"))
+            marked = spread(mark_leaves(output, outputs.dim, "the output"))
             targets, kwargs = mark(shard.targets, self.copies.dim, function)
             parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)

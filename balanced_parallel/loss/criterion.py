@@ -9,7 +9,7 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, Shard, count_rows, mark, parameters_of
+from ..batch.rows import Arguments, Shard, count_rows, mark, parameters_of, spread
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import explain_unwatched, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
@@ -175,7 +175,7 @@ class DataParallelCriterion(nn.Module):
                 "the criterion was given outputs in another order than the batch, as after a cut by cost, expected the order of "
                 "the targets: call criterion([outputs.gather()], targets)"
             )
-        batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
+        batch, dim = self.mark(targets, kwargs, entries.dim, len(spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
         has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica
-from ..batch.rows import Shard, move_leaves, parameters_of
+from ..batch.rows import Shard, move_leaves, parameters_of, spread
 from ..runtime.collectives import sum_over_ranks, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
@@ -219,7 +219,7 @@ class KnownMean(_Mean):
         if "reduction" in shard.kwargs:  # it would override the sum
             others = {name: value for name, value in shard.kwargs.items() if name != "reduction"}
             shard = shard._replace(kwargs=others)
-        outputs = containers.spread(shard.output)
+        outputs = spread(shard.output)
         if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float16 for leaf in outputs):  # whose sum overflows
             return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
         return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
@@ -415,7 +415,7 @@ def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, min
 
 def weigh_by_rule(shard: ShardLoss) -> Tensor:
     """Returns the divisor of the criterion's mean, as :func:`loss_weight` computes it."""
-    return loss_weight(shard.criterion, *containers.spread(shard.output), *shard.targets, **shard.kwargs)
+    return loss_weight(shard.criterion, *spread(shard.output), *shard.targets, **shard.kwargs)
 
 
 def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..batch.containers import describe, spread
+from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
-from ..batch.rows import Arguments, as_arguments, count_rows
+from ..batch.rows import Arguments, as_arguments, count_rows, spread
 from ..replicas.module_tree import check_module
 from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision, check_number

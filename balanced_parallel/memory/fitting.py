@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch.containers import spread
 from ..batch.plan import count_micro_batches, split_sizes
-from ..batch.rows import as_arguments, mark_leaves
+from ..batch.rows import as_arguments, mark_leaves, spread
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel

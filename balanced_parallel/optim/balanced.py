@@ -13,11 +13,12 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT, StateDict
 
 from ..replicas.buckets import BucketOwners, Piece, check_dense
 from ..replicas.model import DataParallelModel
@@ -30,6 +31,7 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam"
 
 
 Groups = list[dict[str, Any]]
+Loss = TypeVar("Loss")  # the result of a closure
 
 
 class Recipe(NamedTuple):
@@ -37,11 +39,12 @@ class Recipe(NamedTuple):
 
     optimizer_class: type[Any]
     groups: Groups
-    defaults: dict[str, Any]
+    defaults: dict[str, object]
 
-    def make(self, groups: Groups) -> Any:
+    def make(self, groups: Groups) -> torch.optim.Optimizer:
         """Makes the optimizer over other tensors."""
-        return self.optimizer_class(groups, **self.defaults)
+        optimizer: torch.optim.Optimizer = self.optimizer_class(groups, **self.defaults)
+        return optimizer
 
 
 class BalancedOptimizer(torch.optim.Optimizer):
@@ -85,9 +88,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self,
         model: nn.Module,
         optimizer_class: type[torch.optim.Optimizer],
-        params: Iterable[Any] | None = None,
+        params: ParamsT | None = None,
         shard: str | None = None,
-        **defaults: Any,
+        **defaults: object,
     ) -> None:
         _check_class(optimizer_class)
         if shard not in (None, "elements", "parameters"):
@@ -104,7 +107,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.state = self.shards.inner.state
         self._is_ready = True
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., "BalancedOptimizer"], tuple[object, ...]]:
         """Makes a copy that belongs to the copy of the model. Under torchrun every rank makes one."""
         return _rebuild, (self._model, self.recipe, self.shard, self.state_dict())
 
@@ -119,12 +122,12 @@ class BalancedOptimizer(torch.optim.Optimizer):
     def param_groups(self, groups: Groups) -> None:
         """Ignores what the base class sets: the groups are those of the optimizer over the shards."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Raises ``RuntimeError``: shards are made once, of all parameters."""
         if self._is_ready:
             raise RuntimeError("a BalancedOptimizer takes its param groups when it is made: give all of them in params=")
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
         """Updates each shard on the device that owns it. Returns the result of the closure."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -149,29 +152,20 @@ class BalancedOptimizer(torch.optim.Optimizer):
         """Clears the gradients of all parameters and of their shards."""
         self.shards.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer, with tensors on the CPU. Every rank must call this."""
-        for prepare in self._optimizer_state_dict_pre_hooks.values():  # torch has no public list of hooks, here and below
-            prepare(self)
-        state = self.shards.state_dict()
-        for change in self._optimizer_state_dict_post_hooks.values():
-            changed = change(self, state)
-            state = state if changed is None else changed
-        return state
+        return torch_private.save_with_hooks(self, self.shards.state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a plain optimizer over the same parameters."""
-        state_dict = dict(state_dict)
-        for change in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = change(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+        torch_private.load_with_hooks(self, dict(state_dict), self._load)
+
+    def _load(self, state_dict: StateDict) -> None:
         self.shards.load_state_dict(state_dict)
         self.state = self.shards.inner.state
-        for finish in self._optimizer_load_state_dict_post_hooks.values():
-            finish(self)
 
 
-def is_elementwise(optimizer_class: type[Any]) -> bool:
+def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Returns True for optimizers of torch that update each element by itself, and for their subclasses."""
     return issubclass(optimizer_class, tuple(getattr(torch.optim, name) for name in _ELEMENTWISE))
 
@@ -197,7 +191,7 @@ def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShar
     return _ParameterRanks(recipe)
 
 
-def _rebuild(model: nn.Module, recipe: Recipe, shard: str | None, state: Any) -> BalancedOptimizer:
+def _rebuild(model: nn.Module, recipe: Recipe, shard: str | None, state: StateDict) -> BalancedOptimizer:
     optimizer = BalancedOptimizer(model, recipe.optimizer_class, recipe.groups, shard, **recipe.defaults)
     optimizer.load_state_dict(state)  # a new optimizer has no hooks
     return optimizer
@@ -213,9 +207,9 @@ def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
     refuse_closures(optimizer_class, "BalancedOptimizer")
 
 
-def _as_groups(params: Iterable[Any]) -> Groups:
+def _as_groups(params: ParamsT) -> Groups:
     check_type("params", params, Iterable, "parameters, or param groups")
-    entries = list(params)
+    entries: list[Any] = list(params)
     groups = [dict(entry) for entry in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         parameters = group["params"]
@@ -299,12 +293,12 @@ class _ReplicaShards:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
         if not set_to_none:
-            self.collect()  # so that gradients of the parameters become zeros too, not None
+            self.collect()  # Gradients of the parameters become zeros too, not None.
         self.inner.zero_grad(set_to_none)
         for parameter in self._pieces:
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
         tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
         number = {id(tensor): i for i, tensor in enumerate(tensors)}
@@ -367,9 +361,9 @@ class _ReplicaShards:
         weakref.finalize(self, model.replicas.gradients.unshard, [bucket for bucket, _ in buckets])
 
 
-def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:
+def _join(parameter: Tensor, states: list[StateDict | None]) -> StateDict:
     """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
-    first: dict[str, Any] = next((state for state in states if state), {})
+    first: StateDict = next((state for state in states if state), {})
     joined = {}
     for name, value in first.items():
         if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
@@ -379,7 +373,7 @@ def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, A
     return joined
 
 
-def _cut(parameter: Tensor, piece: Piece | None, state: dict[str, Any]) -> dict[str, Any]:
+def _cut(parameter: Tensor, piece: Piece | None, state: StateDict) -> StateDict:
     def cut(value: Tensor) -> Tensor:
         return (value if piece is None or value.shape != parameter.shape else piece.cut(value)).clone()
 
@@ -404,9 +398,8 @@ class _ElementRanks:
     def zero_grad(self, set_to_none: bool) -> None:
         self.inner.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        whole: dict[str, Any] = map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
-        return whole
+    def state_dict(self) -> StateDict:
+        return map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         parameters, state = [each for group in self.inner.param_groups for each in group["params"]], {}
@@ -421,12 +414,12 @@ class _ParameterRanks(_ElementRanks):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self._parameters: list[Any] = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        self._parameters: list[Tensor] = [parameter for group in self.inner.param_groups for parameter in group["params"]]
         self._owners = assign_owners(self._parameters, world_size())
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._sharded = [each for each in self._parameters if each.requires_grad and is_sharded(each)]
         frozen = [each for each in owned if is_sharded(each) and not each.requires_grad]  # an empty tensor stands for each
-        self._gathered: dict[Any, Tensor] = {each: torch.empty(0, *each.shape[1:], dtype=each.dtype) for each in frozen}
+        self._gathered: dict[Tensor, Tensor] = {each: torch.empty(0, *each.shape[1:], dtype=each.dtype) for each in frozen}
         for parameter in self._sharded:
             value = _whole(parameter)  # an optimizer may look at values when it is made
             if self._owners[parameter] == rank():
@@ -450,9 +443,9 @@ class _ParameterRanks(_ElementRanks):
                 self._send([learning[i] for i in chunk], number)
         self._release()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         local = super().state_dict()
-        shared: list[dict[str, Any]] = []
+        shared: list[StateDict] = []
         for number in range(world_size()):  # one by one: a gather has a buffer per rank, of the largest state
             objects: list[Any] = [local if number == rank() else None]
             dist.broadcast_object_list(objects, group=batch_group(), group_src=number)
@@ -470,11 +463,11 @@ class _ParameterRanks(_ElementRanks):
         state = {number: map_tensors(torch.clone, whole[number]) for number in numbers if number in whole}
         self.inner.load_state_dict({**state_dict, "state": state})
 
-    def _send(self, parameters: list[Any], owner: int) -> None:
+    def _send(self, parameters: list[Tensor], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
         values = [self._gathered.get(each, each).detach() for each in parameters]
         layouts = [transport.MemoryLayout(each.shape) if is_sharded(each) else transport.layout_of(each) for each in values]
-        if any(map(is_sharded, values)):  # of another owner
+        if any(map(is_sharded, values)):  # Another rank owns these, and this one has no whole values.
             flat = torch.empty(sum(each.numel() for each in values), dtype=values[0].dtype, device=values[0].device)
         else:
             flat = transport.pack(layouts, values)
@@ -487,12 +480,12 @@ class _ParameterRanks(_ElementRanks):
             value.data, value.grad = value.new_empty(0), None
 
 
-def _whole(tensor: Any) -> Tensor:
+def _whole(tensor: Tensor) -> Tensor:
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole.detach()
 
 
-def _distributed(value: Tensor, like: Any) -> Tensor:
+def _distributed(value: Tensor, like: Tensor) -> Tensor:
     """Returns a value with the shape of ``like`` sharded in the same way, and others as they are. Nothing is sent."""
     if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
         return value
@@ -547,7 +540,7 @@ class OwnerOptimizers:
                     whole.update({**group, "params": whole["params"]})
 
 
-_UPDATES = 12  # of small tensors; D-Adaptation's first ones hardly differ
+_UPDATES = 12  # D-Adaptation's first updates of small tensors hardly differ.
 
 
 def check_exact(recipe: Recipe, shard: str) -> None:

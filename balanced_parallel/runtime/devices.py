@@ -141,7 +141,7 @@ def without_tf32() -> Iterator[None]:
     differ. So both are set, and put back.
     """
     backends: Any = torch.backends
-    # on the CPU, torch.set_float32_matmul_precision("medium") rounds to bfloat16
+    # The CPU is among them: torch.set_float32_matmul_precision("medium") rounds to bfloat16 there.
     switches = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
     before = [switch.fp32_precision for switch in switches]
     try:

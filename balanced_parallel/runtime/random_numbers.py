@@ -37,8 +37,8 @@ class RankNumbers:
     """
 
     def __init__(self) -> None:
-        self._state: torch.Tensor | None = None  # of an update whose rows come in several blocks, between two of them
-        self.is_drawing = False  # an update, or a forward, whose numbers these are
+        self._state: torch.Tensor | None = None  # The state between two blocks of rows of one update.
+        self.is_drawing = False
 
     @contextlib.contextmanager
     def drawing(self, rank: int, *, is_last: bool = True) -> Iterator[None]:

@@ -21,7 +21,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from torch import Tensor
 from .torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel, stateless_numbers
 
 _LOW = 2**32 - 1
-_DRAW_BITS = 24  # of a ticket, for the number of a draw
-_FACTOR = 0x9E3779B97F4A7C15  # of 64 bits, odd and without a pattern
+_DRAW_BITS = 24  # These low bits of a ticket are the number of a draw.
+_FACTOR = 0x9E3779B97F4A7C15  # An odd number of 64 bits without a pattern.
 
 
 def signed(number: int) -> int:
@@ -83,7 +83,7 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 Draw = tuple[str, tuple[int, ...], int | None]  # operator, shape for two rows, and dimension of the rows, None without rows
-DrawShapes = dict[int, tuple[int, ...]]  # by number of the draw
+DrawShapes = dict[int, tuple[int, ...]]  # The keys are the numbers of the draws.
 _END: Draw = ("nothing", (), None)  # stands at the end of the model, and of the criterion
 Seeds = functools.partial[tuple[Tensor, int]]  # Forward.seeds of an operator; kernels call it with the tensor that they fill
 
@@ -92,7 +92,7 @@ class UpdateRandom:
     """The random numbers of one update, of a seed that is the same in all processes. Kernels are replaced until :meth:`end`."""
 
     def __init__(self, seed: int, rows: int = 0) -> None:
-        self.seed, self.rows = seed, rows  # that have begun, in this process and in the ranks before
+        self.seed, self.rows = seed, rows  # Rows that have begun, here and in the ranks before.
         self.forwards, self._library = list[Forward](), _replace_kernels()
 
     def end(self) -> None:
@@ -109,6 +109,8 @@ class Forward:
     ``shapes`` are those of the first of several forwards, whose draws without rows have equal shapes.
     """
 
+    _state_before: Tensor  # The state of the generator before this forward, while it draws.
+
     def __init__(
         self, update: UpdateRandom, rows: Sequence[int], device: torch.device, expected: Sequence[Draw] | None, shapes: DrawShapes
     ) -> None:
@@ -117,7 +119,7 @@ class Forward:
         self.expected, self.ticket = expected, next(_tickets)
         self.drawn: list[tuple[str, tuple[int, ...]]] = []  # operator and shape
         self._seed, self._rows, self._shapes = update.seed, torch.tensor(rows, dtype=torch.int64, device=device), shapes
-        self._generator, self._state_before = generator, None
+        self._generator = generator
         update.forwards.append(self)
         _forwards[self.ticket] = self
 
@@ -153,7 +155,7 @@ class Forward:
                 f"follow the rows; the draws before it were {[name for name, _ in self.drawn[-3:]]}"
             )
         generator.manual_seed((self.ticket << _DRAW_BITS) + number + 1)
-        if number == len(self.drawn):  # not a part that runs again
+        if number == len(self.drawn):  # A part that runs again has its draws already.
             self.drawn.append((operator, shape))
         first, count = self._shapes.setdefault(number, shape), len(self._rows)
         if self.expected is None or not count:
@@ -181,13 +183,13 @@ def _difference(number: int, *draws: tuple[str, tuple[int, ...], int]) -> ValueE
     return ValueError(f"draw {number} is {' and '.join(texts)}: with reproducible=True, draws must not depend on data or chance")
 
 
-running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)  # in this thread
-# torch calls kernels of the process, with a tensor and a generator. The seed of the generator has a ticket, that finds a forward.
+running: contextvars.ContextVar[Forward | None] = contextvars.ContextVar("running", default=None)
+# torch calls kernels of the process with a tensor and a generator. The seed of the generator has a ticket, which finds a forward.
 _tickets = itertools.count((0xB1D << 28) + 1)  # 40 bits, so that nobody's seed is a ticket by chance
-_forwards: dict[int, Forward] = {}  # by ticket, of the updates that run: a backward may run parts of them again
+_forwards: dict[int, Forward] = {}  # Forwards of running updates by their tickets. A backward may run parts again.
 
 
-def _generator(device: torch.device) -> Any:
+def _generator(device: torch.device) -> torch.Generator | None:
     """Returns the default generator of a device, or None where torch does not give it."""
     if device.type == "cpu":
         return torch.default_generator
@@ -213,7 +215,7 @@ def _uniform(seeds: Seeds, like: Tensor, dtype: torch.dtype | None = None, per_e
     return numbers.view(*like.shape, per_element) if per_element > 1 else numbers.view(like.shape)
 
 
-def _bernoulli_(seeds: Seeds, self: Tensor, p: Any = 0.5) -> Tensor:
+def _bernoulli_(seeds: Seeds, self: Tensor, p: float | Tensor = 0.5) -> Tensor:
     return self.copy_(_uniform(seeds, self, torch.float32) < p)
 
 
@@ -231,7 +233,7 @@ def _integers_(seeds: Seeds, self: Tensor, low: int, high: int) -> Tensor:
     return self.copy_((_uniform(seeds, self, torch.float64) * (high - low)).floor() + low)
 
 
-def _native_dropout(seeds: Seeds, input: Tensor, p: float, train: bool | None) -> Any:
+def _native_dropout(seeds: Seeds, input: Tensor, p: float, train: bool | None) -> object:
     if train is False:
         return NotImplemented
     if input.is_cuda:
@@ -251,15 +253,15 @@ def _multinomial(seeds: Seeds, self: Tensor, num_samples: int, replacement: bool
     return (_exponential_(seeds, torch.empty_like(bounds)) / self).topk(num_samples, largest=False).indices
 
 
-def _refuse(seeds: Seeds, *args: Any, **kwargs: Any) -> Any:
+def _refuse(seeds: Seeds, *args: object, **kwargs: object) -> NoReturn:
     raise NotImplementedError(
         f"{seeds.args[0]} draws in this forward, and with reproducible=True its numbers cannot follow the rows: give it a "
         "generator=, or draw before the step and pass the numbers as an input"
     )
 
 
-# by operator; the result NotImplemented is that of torch's kernel, which does not draw with these arguments
-_KERNELS: dict[str, Callable[..., Any]] = {
+# Kernels by operator. NotImplemented lets torch's kernel run, which does not draw with these arguments.
+_KERNELS: dict[str, Callable[..., object]] = {
     "bernoulli_.float": _bernoulli_,
     "bernoulli_.Tensor": _bernoulli_,
     "bernoulli.out": lambda seeds, self, *, out: _bernoulli_(seeds, out.resize_(self.shape), self),
@@ -288,12 +290,12 @@ def _replace_kernels() -> torch.library.Library:
 
 
 @functools.cache  # torch's kernel is the one before any is replaced
-def _replacement(name: str, key: str) -> Callable[..., Any]:
+def _replacement(name: str, key: str) -> Callable[..., object]:
     function = _KERNELS[name]
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU" if key.startswith("Composite") else key)
 
-    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # of randperm
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> object:
+        tensor = args[0] if isinstance(args[0], Tensor) else kwargs["out"]  # randperm has out=.
         has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
         forward = None if has_generator else _find_forward(tensor.device)
         if forward is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base class of batch norms
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
+from torch.optim.optimizer import StateDict
 from torch.utils import _python_dispatch  # the stack of TorchDispatchModes has no public functions
 from torch.utils._device import DeviceContext  # the type of `with torch.device(...)`
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten  # pytorch#65761, #175082
 
 from .devices import move
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor  # This import takes seconds.
+
+Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
 
 __all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
 
@@ -90,7 +97,8 @@ def accumulator_of(leaf: Tensor) -> Node:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-current_node: Callable[[], Node | None] = torch._C._current_autograd_node  # that this thread runs; None outside of a backward
+# Returns the node that this thread runs, or None outside of a backward.
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 
 
 def number_of(node: Node) -> int:
@@ -109,7 +117,7 @@ def keeps_graph() -> bool:
     return torch.compiler.is_compiling() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 
 
 def saved_tensor_hooks() -> Hooks | None:
@@ -142,12 +150,12 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def is_sharded(tensor: Any) -> bool:
-    """Returns True for a ``DTensor``, whose import takes seconds."""
+def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
+    """Returns True for a ``DTensor``."""
     return hasattr(tensor, "to_local")
 
 
-def local_tensors(tensors: Iterable[Any]) -> list[Any]:
+def local_tensors(tensors: Iterable[Tree]) -> list[Tree | Tensor]:
     """Returns the shard on this rank in place of each ``DTensor``. Changes in place change the whole."""
     with torch.no_grad():
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
@@ -166,7 +174,8 @@ def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
 
 
 # The tables of the hooks of a gradient, and of those behind its accumulation. None if there never was a hook.
-hooks_of: Callable[[Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+HookTable = dict[int, Callable[..., object]] | None
+hooks_of: Callable[[Tensor], tuple[HookTable, HookTable]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
@@ -202,7 +211,7 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS
 
 
 # The tables of the hooks of a module's backward, and of those before it.
-backward_hooks_of: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
+backward_hooks_of: Callable[[nn.Module], tuple[HookTable, HookTable]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -222,20 +231,20 @@ def is_compiled(module: nn.Module) -> bool:
     return any(map(is_compiled_function, (module.forward, *vars(type(module)).values(), *vars(module).values())))
 
 
-def is_compiled_function(function: Any) -> bool:
+def is_compiled_function(function: object) -> bool:
     """Returns True for the result of ``torch.compile(function)``, and not for that of ``torch.compiler.disable(function)``."""
     names = function.__dict__ if isinstance(function, (FunctionType, MethodType)) else {}
     return "_torchdynamo_orig_callable" in names and "_torchdynamo_disable" not in names
 
 
-def graphs_for(devices: int) -> contextlib.AbstractContextManager[Any]:
+def graphs_for(devices: int) -> contextlib.AbstractContextManager[object]:
     """Allows the compiler as many graphs on each of several devices as it makes on one, before it gives a function up.
 
     A graph is for one device, and the limit for all graphs of a function.
     """
     from torch._dynamo import config  # imported already by the compiled code
 
-    limits: contextlib.AbstractContextManager[Any] = config.patch(recompile_limit=config.recompile_limit * devices)
+    limits: contextlib.AbstractContextManager[object] = config.patch(recompile_limit=config.recompile_limit * devices)
     return limits
 
 
@@ -264,15 +273,40 @@ def uncompiled_name(name: str) -> str:
 leaves_of_tree = tree_leaves  # all values of nested lists, tuples and dictionaries that are not containers
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], object], tree: Tree) -> Tree:
     """Returns ``tree`` with each tensor replaced by ``function(tensor)``. Other values stay as they are."""
-    return tree_map_only(Tensor, function, tree)
+    mapped: Tree = tree_map_only(Tensor, function, tree)
+    return mapped
 
 
-def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[object]], Tree]]:
     """Returns the values, as :func:`leaves_of_tree`, and a function that makes such a tree from as many values."""
     values, structure = tree_flatten(tree)
     return values, lambda others: tree_unflatten(others, structure)
+
+
+# Optimizers: torch has no public list of the hooks of their state.
+
+
+def save_with_hooks(optimizer: torch.optim.Optimizer, save: Callable[[], StateDict]) -> StateDict:
+    """Returns the state that ``save`` returns, between the hooks of ``optimizer.state_dict()``."""
+    for prepare in optimizer._optimizer_state_dict_pre_hooks.values():
+        prepare(optimizer)
+    state = save()
+    for change in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = change(optimizer, state)
+        state = state if changed is None else changed
+    return state
+
+
+def load_with_hooks(optimizer: torch.optim.Optimizer, state: StateDict, load: Callable[[StateDict], None]) -> None:
+    """Calls ``load`` with a state, between the hooks of ``optimizer.load_state_dict(state)``."""
+    for change in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = change(optimizer, state)
+        state = state if changed is None else changed
+    load(state)
+    for finish in optimizer._optimizer_load_state_dict_post_hooks.values():
+        finish(optimizer)
 
 
 # Elementwise operations on lists of tensors, in one kernel for a list. torch 2.11 to 2.13 keep ``torch._foreach_*`` private;
@@ -338,7 +372,7 @@ ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-CUDNN_LAYERS = "_cudnn_rnn"  # those of an LSTM, with dropout between them
+CUDNN_LAYERS = "_cudnn_rnn"  # An LSTM has layers with dropout between them.
 REFUSED_DRAWS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "geometric_", "cauchy_", "log_normal_")
 
 
@@ -351,32 +385,45 @@ def has_kernel(name: str, key: str) -> bool:
 def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
     """Returns uniform numbers ``[..., length]`` of seeds ``[..., 1]``, as ``torch.func._random``; None where it has no kernel."""
     if not has_kernel("_philox_uniform_", {"cpu": "CPU", "cuda": "CUDA"}.get(seeds.device.type, "PrivateUse1")):
-        return None  # before torch 2.14
+        return None  # The kernel is new in torch 2.14.
     keys = torch.stack([seeds, torch.zeros_like(seeds)], -1).view(torch.uint64)
     result = torch.empty(*seeds.shape[:-1], length, dtype=dtype, device=seeds.device)
     return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
 
 
-def attention_in_parts(_: Any, q: Any, k: Any, v: Any, mask: Any = None, p: Any = 0.0, causal: Any = False, **others: Any) -> Any:
+def attention_in_parts(
+    seeds: object,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    p: float = 0.0,
+    causal: bool = False,
+    **others: object,
+) -> object:
     """Computes scaled dot product attention with dropout in operators of its own. The public function chooses a fused kernel."""
-    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, None, **others)[0] if p else NotImplemented
+    if not p:
+        return NotImplemented
+    result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, mask, p, causal, None, **others)[0]
+    return result
 
 
 # Process groups.
 
 
-def forget_whole_gradients(units: Iterable[Any]) -> None:
+def forget_whole_gradients(units: "Iterable[FSDPModule]") -> None:
     """Forgets the gradients of FSDP2's modules that are not reduced yet, which its ``reset_iter_state()`` does not."""
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(parameter):  # from torch 2.15 on it is that of the whole parameter
+                if "unsharded_accumulated_grad" in vars(parameter):  # Since torch 2.15 it has the whole gradient.
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 
 
-default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store  # that all ranks of the default group have
+# Returns the store that all ranks of the default group have.
+default_store: Callable[[], dist.distributed_c10d.Store] = dist.distributed_c10d._get_default_store
 
 
 def all_backends() -> list[Any]:

@@ -11,7 +11,7 @@ in the order of the tensors.
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
         _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
         return
     sizes = [output.numel() for output in outputs]
-    slices = [list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)]  # by output
+    # One list for each output.
+    slices = [list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)]
     for left, right in pairs(len(tensors)) if in_order and not _have_nccl(tensors) else ():
         slices[left][right] = move(slices[left][right], outputs[left].device)
         slices[right][left] = move(slices[right][left], outputs[right].device)
@@ -91,7 +92,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-BUFFER_BYTES = 25 * 2**20  # as the buckets of DistributedDataParallel
+BUFFER_BYTES = 25 * 2**20  # DistributedDataParallel's buckets have this size.
 
 
 class MemoryLayout(NamedTuple):
@@ -155,7 +156,7 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
-    copied: list[list[Any]] = [[None] * len(tensors) for _ in devices]
+    copied = [[*tensors] for _ in devices]  # The copies replace the tensors in these lists.
     for chunk in chunks(tensors, BUFFER_BYTES):
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])

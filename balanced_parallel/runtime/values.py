@@ -64,7 +64,7 @@ def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def check_type(name: str, value: Any, kinds: Any, expected: str) -> None:
+def check_type(name: str, value: object, kinds: Any, expected: str) -> None:
     """Raises ``TypeError`` if the value of the argument ``name`` is not of ``kinds``, which ``expected`` describes."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name}={reprlib.repr(value)}, expected {expected}")
@@ -115,7 +115,7 @@ class Precision:
             raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
         self.name: str = name
         self.scaler: torch.amp.GradScaler | None = scaler
-        self.dtype = _DTYPES[name]  # of autocast; None without autocast
+        self.dtype = _DTYPES[name]  # The dtype of autocast; None without autocast.
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"

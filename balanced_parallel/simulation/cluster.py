@@ -38,7 +38,8 @@ from .compilation import LISTENER, load_native
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
-_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]  # at the end
+# The numbers at the end of a cluster.
+_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]
 _active = threading.Lock()
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
@@ -106,11 +107,8 @@ class Cluster:
     @contextmanager
     def forbidding_waits(self) -> Iterator[None]:
         """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line and a way to avoid it."""
-        self._waits.forbidding_blocks += 1
-        try:
+        with self._waits.forbidding():
             yield
-        finally:
-            self._waits.forbidding_blocks -= 1
 
     @property
     def allocations(self) -> int:
@@ -364,7 +362,7 @@ class MemoryLabels:
             leaves = [parameter for parameter in module.parameters(recurse=False) if parameter.is_leaf]
             self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
 
-    def label(self, tensors: Iterable[Any], category: Category) -> None:
+    def label(self, tensors: Iterable[object], category: Category) -> None:
         """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""
         for local in local_tensors(tensors):
             if isinstance(local, torch.Tensor) and local.device.type == "sim" and local.layout == torch.strided:
@@ -393,7 +391,7 @@ class MemoryLabels:
         self.label(leaves_of_tree(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
 
 
-MAX_WAITS = 10_000  # that are kept, about 3 MB
+MAX_WAITS = 10_000  # Older waits are dropped; these take about 3 MB.
 _SKIPPED = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 _ADVICE = {
     "item": "keep the number in a tensor on the device, or read it after the step",
@@ -438,22 +436,31 @@ class Waits:
 
     def __init__(self, labels: MemoryLabels) -> None:
         self.record: deque[Wait] = deque(maxlen=MAX_WAITS)
-        self.counts: Counter[tuple[torch.device, int]] = Counter()  # by device and step
+        self.counts: Counter[tuple[torch.device, int]] = Counter()  # Keys are devices and steps.
         self._lock = threading.Lock()
-        self._labels = labels  # which know the number of finished steps
-        self.forbidding_blocks = 0
+        self._labels = labels  # Labels know the number of finished steps.
+        self._forbidding_blocks = 0
         self.listener = LISTENER(self._note)
 
     def per_step(self, device: torch.device) -> list[int]:
         """Returns the number of waits for a device in each step."""
         return [self.counts[device, step] for step in range(1, self._labels.steps + 2)]
 
+    @contextmanager
+    def forbidding(self) -> Iterator[None]:
+        """Raises an error at each wait in this block."""
+        self._forbidding_blocks += 1
+        try:
+            yield
+        finally:
+            self._forbidding_blocks -= 1
+
     def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
         wait = Wait(torch.device("sim", device), kind.decode(), *_caller(inspect.currentframe()), self._labels.steps + 1)
         with self._lock:
             self.record.append(wait)
             self.counts[wait.device, wait.step] += 1
-        if self.forbidding_blocks:
+        if self._forbidding_blocks:
             message = (
                 f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {wait.advice}"
             )

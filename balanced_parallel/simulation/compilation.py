@@ -19,6 +19,18 @@ TORCH = Path(torch.__file__).parent
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
 # Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse them twice only.
 UNITS = (("waits", "streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
+# Types of the arguments that ctypes would not guess, and the functions that return a number of bytes or of calls.
+ARGUMENTS: dict[str, list[type]] = {
+    "simulation_start": [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_bool, ctypes.c_uint64],
+    "simulation_seed": [ctypes.c_int, ctypes.c_uint64],
+    "simulation_tag": [ctypes.c_void_p, ctypes.c_int],
+    "simulation_listen": [LISTENER],
+    "simulation_in_optimizer": [ctypes.c_bool],
+    "simulation_categories": [ctypes.c_int, ctypes.POINTER(ctypes.c_int64)],
+    "simulation_copies": [ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_int)],
+    "simulation_fail_allocation": [ctypes.c_int64],
+}
+COUNTS = ("simulation_live", "simulation_peak", "simulation_moved", "simulation_copies", "simulation_allocations")
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -36,17 +48,10 @@ def load_native() -> ctypes.CDLL:
             if not path.exists():
                 build(path)
     native = ctypes.CDLL(str(path))
-    integer = ctypes.c_int64
-    native.simulation_start.argtypes = [ctypes.c_int, ctypes.POINTER(integer), ctypes.c_bool, ctypes.c_uint64]
-    native.simulation_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
-    native.simulation_tag.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    native.simulation_listen.argtypes = [LISTENER]
-    native.simulation_in_optimizer.argtypes = [ctypes.c_bool]
-    native.simulation_categories.argtypes = [ctypes.c_int, ctypes.POINTER(integer)]
-    native.simulation_copies.argtypes = [integer, integer, ctypes.POINTER(ctypes.c_int)]
-    native.simulation_fail_allocation.argtypes = [integer]
-    for name in ("live", "peak", "moved", "copies", "allocations"):
-        getattr(native, f"simulation_{name}").restype = integer
+    for name, types in ARGUMENTS.items():
+        getattr(native, name).argtypes = types
+    for name in COUNTS:
+        getattr(native, name).restype = ctypes.c_int64
     return native
 
 

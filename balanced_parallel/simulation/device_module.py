@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from .compilation import load_native
 
 _initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
 
-# as torch.cuda calls them
+# The names are those of torch.cuda.
 current_device = torch.accelerator.current_device_index
 set_device = torch.accelerator.set_device_index
 current_stream = torch.accelerator.current_stream
@@ -43,7 +42,7 @@ def device_count() -> int:
     return int(load_native().simulation_device_count())  # torch.accelerator would call this function
 
 
-def device(device: DeviceLike | None) -> contextlib.AbstractContextManager[Any]:
+def device(device: DeviceLike | None) -> contextlib.AbstractContextManager[object]:
     """Sets the current device for the duration of the block."""
     return torch.accelerator.device_index(_index(device))
 
@@ -59,7 +58,7 @@ class Stream(torch.Stream):
 Event = torch.Event
 
 
-def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Makes a stream current for the duration of the block; None changes nothing."""
     return contextlib.nullcontext() if stream is None else stream
 

@@ -12,7 +12,7 @@ on each other goes through the plan twice.
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, cast, overload
 
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.by_cost import check_limit
-from ..batch.containers import spread
 from ..batch.outputs import PerReplica, join_outputs
-from ..batch.rows import Arguments, Batch, Cut, ParallelModel, as_arguments
+from ..batch.rows import Arguments, Batch, Cut, ParallelModel, as_arguments, spread
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import SEVERAL
 from ..replicas.batchnorm import meets_other_ranks
@@ -132,6 +131,7 @@ class TrainStep:
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # of the last update, over everything
         self._last = LastUpdate()
+        self._example: Sequence[object] = ()  # the first sample of an earlier batch, for a rank that has none
         self._update: Update | None = None  # in progress
         check_optimizers(ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler))
 
@@ -173,6 +173,7 @@ class TrainStep:
             return Batch(*self._mark(inputs, spread(targets)))
         forward, is_strict = self.model.module.forward, not self._is_auto
         batch = self.cut.open(inputs, spread(targets), self._mark, forward, unit=self._limit.unit, is_strict=is_strict)
+        self._example = batch.take_example(self._example)
         if not batch.has_example and collectives.world_size() > 1 and meets_other_ranks(self.model.modules()):
             raise RuntimeError("this rank had no sample in its first batch, expected one: others wait for its batch norm")
         return batch

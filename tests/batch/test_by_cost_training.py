@@ -130,6 +130,13 @@ def test_ragged_windows(double):
     assert_same_gradients(gradients(net), expected)
 
 
+def test_a_cut_is_a_setting_and_keeps_no_sample():
+    step = make_step(build(), **SAMPLES)
+    before = dict(vars(step.cut))
+    step(make_samples())
+    assert vars(step.cut) == before
+
+
 def test_a_mapping_with_labels_is_for_a_model_that_computes_its_loss(double):
     samples, net = make_samples(), build(OwnLoss)
     expected_loss, expected, _ = plain(build(), samples)

@@ -11,6 +11,7 @@ import sklearn.datasets  # noqa: F401  its first import changes environment vari
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = sorted(path.parent.name for path in EXAMPLES.glob("*/plain.py"))
 IN_ITS_OWN_FILE = {"image_classification"}
+assert set(PAIRS) >= IN_ITS_OWN_FILE
 
 
 def run(pair, name, capsys):

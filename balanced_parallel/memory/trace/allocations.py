@@ -194,7 +194,7 @@ class Count(TorchDispatchMode):
 
 def _storages(tensor: Tensor) -> list[Any]:
     if is_sharded(tensor):
-        return _storages(tensor._local_tensor)  # type: ignore[attr-defined]
+        return _storages(tensor._local_tensor)
     if tensor.layout == torch.sparse_coo:
         parts = tensor._indices(), tensor._values()  # indices() and values() refuse tensors that are not coalesced
         return [storage for part in parts for storage in _storages(part)]

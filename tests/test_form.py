@@ -1,0 +1,233 @@
+"""The form of the package: how much there is to read, and how hard it is. Lines are not counted, since packing lowers them."""
+
+import ast
+import io
+import itertools
+import re
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import balanced_parallel
+
+PACKAGE = Path(balanced_parallel.__file__).parent
+
+# Limits of the whole package. Lower them with what is measured; they are never raised.
+MOST_TOKENS = 160_051
+MOST_TOKENS_PER_LINE_OF_CODE = 11.2
+MOST_BRANCHY_FUNCTIONS = 45
+MOST_ANY_PER_1000_LINES = 37.1
+MOST_ATTRIBUTES_OF_OTHERS = 99
+MOST_FRAGMENTS_PER_100_COMMENTS = 19.7
+
+BRANCHY = 15  # A function with more branches is counted.
+NOT_READ = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+PRAGMAS = ("type:", "noqa", "mypy", "pragma", "fmt", "http")
+FRAGMENT = re.compile(
+    r"(of|that|those|by|with|without|for|in|its|their|until|since|as|where|also|not|from|to|at|on|which|who|what|has|how|whether|"
+    r"behind|before|after|between|beside|but|or|and|than|such|otherwise|because|if|so)\b",
+    re.IGNORECASE,
+)
+
+
+class Form(NamedTuple):
+    """Figures of one source or, added up, of many."""
+
+    tokens: int  # Comments, docstrings and ends of lines do not count.
+    code_lines: int
+    lines: int
+    anys: int
+    comments: int
+    branchy: list[str]  # The lists have names with line numbers.
+    outside: list[str]
+    fragments: list[str]
+
+
+def measure(source):
+    """Returns the form of a source."""
+    tree, tokens = ast.parse(source), list(tokenize.generate_tokens(io.StringIO(source).readline))
+    code = code_tokens(tokens, docstring_lines(tree))
+    comments = first_lines_of_comments(tokens)
+    return Form(
+        tokens=len(code),
+        code_lines=len({token.start[0] for token in code}),
+        lines=source.count("\n"),
+        anys=sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
+        comments=len(comments),
+        branchy=branchy_functions(tree),
+        outside=attributes_of_others(tree),
+        fragments=[f"{line} {text}" for line, text in comments if FRAGMENT.match(text)],
+    )
+
+
+def measure_files(root):
+    """Returns the form of all files below a folder, with the names of the files before the line numbers."""
+    forms = []
+    for path in sorted(root.rglob("*.py")):
+        form, name = measure(path.read_text(encoding="utf-8")), path.relative_to(root).as_posix()
+        places = {field: [f"{name}:{entry}" for entry in getattr(form, field)] for field in ("branchy", "outside", "fragments")}
+        forms.append(form._replace(**places))
+    numbers = [sum(column) for column in zip(*(form[:5] for form in forms), strict=True)]
+    lists = [list(itertools.chain.from_iterable(column)) for column in zip(*(form[5:] for form in forms), strict=True)]
+    return Form(*numbers, *lists)
+
+
+def docstring_lines(tree):
+    """Returns the numbers of the lines of docstrings."""
+    lines = set()
+    for node in ast.walk(tree):
+        can_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if can_have and ast.get_docstring(node) is not None:
+            lines |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
+
+
+def code_tokens(tokens, docstrings):
+    """Returns the tokens of code."""
+    return [token for token in tokens if token.type not in NOT_READ and token.start[0] not in docstrings]
+
+
+def first_lines_of_comments(tokens):
+    """Returns the first line of each comment, with its line number."""
+    found, last = [], -2
+    for token in tokens:
+        if token.type != tokenize.COMMENT:
+            continue
+        line, column = token.start
+        goes_on = line == last + 1 and not token.line[:column].strip()
+        last = line
+        text = token.string.lstrip("# ").strip()
+        if text and not goes_on and not text.startswith(PRAGMAS):
+            found.append((line, text))
+    return found
+
+
+def branches(function):
+    """Returns the cyclomatic number of a function, those inside of it included."""
+    number = 1
+    for node in ast.walk(function):
+        if isinstance(node, (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.With, ast.comprehension, ast.Assert)):
+            number += 1
+        if isinstance(node, ast.BoolOp):
+            number += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            number += len(node.ifs)
+    return number
+
+
+def branchy_functions(tree):
+    """Returns the functions with more than ``BRANCHY`` branches."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [f"{node.lineno} {node.name} {branches(node)}" for node in functions if branches(node) > BRANCHY]
+
+
+def attributes_of_others(tree):
+    """Returns the attributes that are set on an object other than ``self``, ``cls`` and the ``ctx`` of autograd."""
+    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return [f"{node.lineno} {ast.unparse(node)}" for node in stores if ast.unparse(node.value) not in ("self", "cls", "ctx")]
+
+
+@pytest.fixture(scope="module", name="form")
+def measure_package():
+    return measure_files(PACKAGE)
+
+
+def test_tokens(form):
+    assert form.tokens <= MOST_TOKENS
+
+
+def test_tokens_per_line_of_code(form):
+    assert round(form.tokens / form.code_lines, 1) <= MOST_TOKENS_PER_LINE_OF_CODE
+
+
+def test_branchy_functions(form):
+    assert len(form.branchy) <= MOST_BRANCHY_FUNCTIONS, form.branchy
+
+
+def test_any(form):
+    assert round(1000 * form.anys / form.lines, 1) <= MOST_ANY_PER_1000_LINES
+
+
+def test_attributes_set_on_other_objects(form):
+    assert len(form.outside) <= MOST_ATTRIBUTES_OF_OTHERS, form.outside
+
+
+def test_fragments_among_comments(form):
+    assert round(100 * len(form.fragments) / form.comments, 1) <= MOST_FRAGMENTS_PER_100_COMMENTS, form.fragments
+
+
+def test_tokens_are_those_of_code():
+    form = measure('"""Module\nof two lines."""\n\n# A comment.\ndef f(x):\n    """Returns x."""\n    return x  # the same\n')
+    assert (form.tokens, form.code_lines, form.lines) == (8, 2, 7)
+    assert measure("x = 1\n").tokens == measure("x = 1; \n").tokens - 1 == 3
+
+
+def test_any_is_counted_where_it_is_used():
+    assert measure("from typing import Any\ndef f(x: Any, y: list[Any]) -> int: ...\n").anys == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("pass", 1),
+        ("if a: pass\n  elif b: pass\n  else: pass", 3),
+        ("return a if b else c", 2),
+        ("return a and b and c", 3),
+        ("for x in y:\n   while z: assert x", 4),
+        ("return [x for x in y if x if z]", 4),
+        ("try: pass\n  except E: pass\n  except F: pass", 3),
+        ("with a: pass", 2),
+        ("def g():\n   if a: pass", 2),
+    ],
+)
+def test_branches_are_counted(body, number):
+    assert branches(ast.parse(f"def f():\n  {body}").body[0]) == number
+
+
+def test_branchy_functions_are_found():
+    source = "def f():\n" + "  if a: pass\n" * BRANCHY + "def g():\n" + "  if a: pass\n" * (BRANCHY - 1)
+    assert measure(source).branchy == [f"1 f {BRANCHY + 1}"]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("self.x = cls.x = ctx.x = 1", []),
+        ("parameter.grad = None", ["1 parameter.grad"]),
+        ("self.part.x += 1", ["1 self.part.x"]),
+        ("for a.b, c in pairs: pass", ["1 a.b"]),
+        ("print(a.b)\na['b'] = 1\ndel a.b", []),
+    ],
+)
+def test_attributes_set_on_other_objects_are_found(source, found):
+    assert measure(source).outside == found
+
+
+@pytest.mark.parametrize(
+    ("comment", "comments", "fragments"),
+    [
+        ("# The dtype of the tensor.", 1, 0),
+        ("# of the tensor", 1, 1),
+        ("x = 1  # by name", 1, 1),
+        ("# Its place.", 1, 1),
+        ("# Torch makes a copy\n# of the tensor.", 1, 0),
+        ("x = 1  # by name\ny = 2  # by place", 2, 2),
+        ("x = 1  # noqa: E501", 0, 0),
+        ("#\nx = '# of'", 0, 0),
+        ("# Offsets", 1, 0),
+    ],
+)
+def test_fragments_are_found(comment, comments, fragments):
+    form = measure(f"{comment}\n")
+    assert (form.comments, len(form.fragments)) == (comments, fragments)
+
+
+def test_forms_of_files_are_added_up(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.py").write_text("a.b = 1  # of a\n")
+    (tmp_path / "folder" / "c.py").write_text("x: Any = 1\n\n\nd.e = 1\n")
+    form = measure_files(tmp_path)
+    assert form[:5] == (15, 3, 5, 1, 1)
+    assert (form.outside, form.fragments) == (["a.py:1 a.b", "folder/c.py:4 d.e"], ["a.py:1 of a"])

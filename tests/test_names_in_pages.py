@@ -1,0 +1,77 @@
+"""Files, classes and functions that the pages about the code name in backticks exist."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.flop_counter
+from helpers.pages import ROOT
+from torch import nn
+
+import balanced_parallel
+from balanced_parallel import memory
+
+PACKAGE = Path(balanced_parallel.__file__).parent
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+DEFINED = set(re.findall(r"^\s*(?:class|def) (\w+)", SOURCES, re.MULTILINE))
+NAMESPACES = (balanced_parallel, nn, nn.parallel, torch.utils.flop_counter)
+ROOTS = {"torch": torch, "nn": nn, "sys": sys, "plan": memory.MemoryPlan, "report": memory.MemoryReport}
+WRITTEN = "metrics.jsonl"  # scripts/train.py writes it.
+
+
+def names(text):
+    """Returns the code in backticks, without blocks of code and names with places to fill in."""
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return sorted({name for name in inline if "<" not in name})
+
+
+def is_missing(name):
+    """Returns True for a path, a dotted name, a class or a call of a function that does not exist. Other code is not checked."""
+    if re.fullmatch(r"[\w./-]+(/|\.py|\.md|\.yml|\.cff)", name):
+        return not any((folder / name).exists() for folder in (ROOT, PACKAGE, ROOT / "tests"))
+    match = re.fullmatch(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*\))?", name)
+    if match is None or name == WRITTEN or not (match[2] or "." in match[1] or re.match("[A-Z][a-z]", name)):
+        return False
+    first, *rest = match[1].split(".")
+    if not rest:
+        is_argument = first in ("model", "criterion")
+        return not (is_argument or first in DEFINED or any(hasattr(namespace, first) for namespace in NAMESPACES))
+    owner = ROOTS.get(first, getattr(balanced_parallel, first, None))
+    for part in rest:
+        owner = getattr(owner, part, None)
+    return owner is None
+
+
+@pytest.mark.parametrize("page", ["docs/internals.md", "docs/memory.md", "CONTRIBUTING.md"])
+def test_names_exist(page):
+    assert [name for name in names((ROOT / page).read_text(encoding="utf-8")) if is_missing(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("batch/rows.py", False),
+        ("batch/row.py", True),
+        ("balanced_parallel/replicas/", False),
+        ("balanced_parallel/copies/", True),
+        ("memory.estimate", False),
+        ("memory.estimates", True),
+        ("BalancedOptimizer.step()", False),
+        ("BalancedOptimizer.steps()", True),
+        ("LossSum(total, weight)", False),
+        ("LossTotal(total, weight)", True),
+        ("GradientSync", False),
+        ("GradientSyncs", True),
+        ("model(inputs)", False),
+        ("torch.cuda.nccl", False),
+        ("grad=None", False),
+    ],
+)
+def test_missing_names_are_found(name, missing):
+    assert is_missing(name) == missing
+
+
+def test_code_in_backticks_is_found():
+    assert names("`a.b` and `c`\n```python\n`d`\n```\n`tests/<folder>`") == ["a.b", "c"]
