@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
+from .problem import Request
 from .trace.allocations import MAYBE, Block
 from .trace.fakes import fake_devices
-from .trace.layouts import Request
 from .trace.tracer import Trace, run_traces
 
 _UNBOUNDED = 2**40  # rows

@@ -18,7 +18,6 @@ from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import buffers_of, children_of, parameters_of, versions
 from ..runtime.values import check_type
-from .saving import Saving
 
 EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
 
@@ -159,7 +158,7 @@ def checkpoint_activations(
         for child in dict.fromkeys(modules[name] for name in names):
             child.__class__ = _checkpointed(_kind(child), 1, selective)
         return CheckpointHandle([modules[name] for name in names], tuple(names))
-    sequentials = _outermost_sequentials(module)
+    sequentials = outermost_sequentials(module)
     if not sequentials:
         raise ValueError(f"{type(module).__name__} has neither repeated blocks nor an nn.Sequential to checkpoint, {EXPECTED}")
     parts: list[str] = []
@@ -170,7 +169,8 @@ def checkpoint_activations(
     return CheckpointHandle(list(sequentials.values()), tuple(parts))
 
 
-def _outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
+def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns each ``nn.Sequential`` of several modules that is not inside of another one, by name."""
     sequentials: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         is_outermost = not any(name.startswith(f"{other}." if other else "") for other in sequentials)
@@ -296,28 +296,3 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
             )
         outputs.append(leaf if length is None else None)
     return outputs
-
-
-def _has_parts(step: Any) -> bool:
-    return bool(find_blocks(step.module) or _outermost_sequentials(step.module))
-
-
-SELECTIVE = Saving(
-    name="checkpoint_activations(selective=True)",
-    option="selective checkpoints",
-    cost="a second run of the cheap operations of these blocks",
-    order=300,
-    suits=_has_parts,
-    change_module=functools.partial(checkpoint_activations, selective=True),
-    lines=("savings.checkpoint_activations(module, selective=True)",),
-)
-CHECKPOINT = Saving(
-    name="checkpoint_activations",
-    option="checkpointed blocks",
-    cost="a second forward of these blocks",
-    order=310,
-    suits=_has_parts,
-    change_module=checkpoint_activations,
-    instead_of=(SELECTIVE.name,),
-    lines=("savings.checkpoint_activations(module)",),
-)

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 from ...batch.containers import map_leaves
 from ...batch.rows import Along, count_rows, map_marked, take
 from ...runtime.torch_private import leaves_of_tree, shared_id
-from ...savings import linear_cross_entropy
 from .allocations import Count
 from .values import is_small
 
@@ -212,11 +211,6 @@ def rows_of_one_sequence() -> Context:
     if not hasattr(masks, "find_packed_sequence_indices"):
         return contextlib.nullcontext()
     return patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
-
-
-def part_of_batch(share: float) -> Context:
-    """Tells the loss without logits that the traced batch is this part of the largest one, which may be less than a chunk."""
-    return patch.object(linear_cross_entropy, "traced_share", share)
 
 
 FORKS = sys.platform == "linux"

@@ -24,11 +24,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from ...replicas.buckets import BucketOwners, make_buckets
 from ...runtime.torch_private import children_of, parameters_of
+from ..problem import Request
 from .allocations import Block
-from .fakes import fake_devices
-from .layouts import ReplicaLayout, Request, busiest_owner
 
 FEWEST = 3  # blocks in the shorter of two traces: one of them is neither the first nor the last
 SHORTEST = 8  # a shorter stack is traced as it is: this takes as long as seven blocks
@@ -275,17 +273,8 @@ def divides_evenly(request: Request, stack: Stack) -> bool:
 
 
 def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:
-    """Yields the pieces of the parameters: by bucket and owner, or those of the rank with the most."""
+    """Yields the pieces of the parameters."""
     names = {id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()}
-    parameters = [parameter for parameter in request.module.parameters() if parameter.requires_grad]
-    owners = fake_devices(request.devices if request.balanced else 1)
-    if request.devices > 1 and request.layout is ReplicaLayout:
-        for bucket in make_buckets(parameters):
-            for piece in BucketOwners(bucket.parameters, [dict.fromkeys(owners, each) for each in bucket.parameters]).pieces:
-                name, number = names[id(piece.parameter)]
-                yield Entry((name, piece.index == 0, piece.owner, piece.values.numel()), number)
-    elif request.devices > 1 and request.balanced:
-        _, owned = busiest_owner(parameters, request.devices)
-        for parameter in owned:
-            name, number = names[id(parameter)]
-            yield Entry((name,), number)
+    for facts, parameter in request.layout.pieces(request):
+        name, number = names[id(parameter)]
+        yield Entry((name, *facts), number)
