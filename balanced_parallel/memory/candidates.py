@@ -9,7 +9,6 @@ import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -76,7 +75,7 @@ class Choice:
         return self.operations + self.traffic * OPERATIONS_PER_BYTE[self.precision]
 
     @property
-    def cost(self) -> tuple[Any, ...]:
+    def cost(self) -> tuple[bool, bool, int, int, int]:
         """Orders choices: exact ones first, then by time, micro-batches, and number of savings."""
         return self.optimizer is not None, self.changes_result, self.work, self.micro_batches, self.name.count(",")
 

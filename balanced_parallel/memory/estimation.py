@@ -7,7 +7,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,9 +30,9 @@ MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 def estimate(
     module: torch.nn.Module,
-    criterion: Callable[..., Any],
-    inputs: Any,
-    targets: Any,
+    criterion: Callable[..., torch.Tensor],
+    inputs: object,
+    targets: object,
     *,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",

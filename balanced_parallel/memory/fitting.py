@@ -32,11 +32,14 @@ from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
 from .report import Holder, MemoryReport, OtherBatches
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
+from .trace.allocations import Trace
 from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, inner_optimizers, is_coupled
-from .trace.tracer import Trace, states_of, try_traces
+from .trace.tracer import states_of, try_traces
 
 
-def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Sequence[int | str] | None = None) -> MemoryReport:
+def fit(
+    step: TrainStep, inputs: object, targets: object, *, capacity: int | str | Sequence[int | str] | None = None
+) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
 
     One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with their settings and state, the
@@ -145,7 +148,7 @@ def _place(holder: Holder) -> str:
     return f" ({where})" if where else ""
 
 
-def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
+def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request:
     """Returns the request of one update of a step, with the whole batch in one micro-batch."""
     model: Any = step.model
     criterion = step.criterion

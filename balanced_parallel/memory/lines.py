@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
 from .problem import Request
-from .trace.allocations import MAYBE, Block
+from .trace.allocations import MAYBE, Block, Trace
 from .trace.fakes import fake_devices
-from .trace.tracer import Trace, run_traces
+from .trace.tracer import run_traces
 
 _UNBOUNDED = 2**40  # rows
 Numbers = NDArray[np.int64]

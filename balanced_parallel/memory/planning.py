@@ -137,11 +137,11 @@ class MemoryPlan:
     def apply(
         self,
         module: torch.nn.Module,
-        criterion: Callable[..., Any],
+        criterion: Callable[..., torch.Tensor],
         *,
         optimizer: MakeOptimizer = torch.optim.AdamW,
         device_ids: Sequence[DeviceLike] | None = None,
-        weight: Callable[..., Any] | None = None,
+        weight: Callable[..., torch.Tensor] | None = None,
         max_grad_norm: float | None = None,
         **defaults: Any,
     ) -> tuple[Model, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
@@ -267,9 +267,9 @@ def _with_tuples(value: Any) -> Any:
 
 def plan(
     module: torch.nn.Module,
-    criterion: Callable[..., Any],
-    inputs: Any,
-    targets: Any,
+    criterion: Callable[..., torch.Tensor],
+    inputs: object,
+    targets: object,
     *,
     batch_size: int,
     capacity: int | str | Sequence[int | str] | None = None,
@@ -395,10 +395,10 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool, is_m
     maker = OptimizerChoice(optimizer, foreach=False)
     name = f"torch.optim.{maker.name}" if getattr(torch.optim, maker.name, None) is maker.plain_make else maker.name
     learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
-    parallel: dict[str, Any] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
+    parallel: dict[str, object] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
     parallel |= {"dim": plan.dim} if plan.dim else {}
     parallel |= {"strategy": chosen.layout, "precision": chosen.precision} if chosen.layout != "replicas" else {}
-    training: dict[str, Any] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
+    training: dict[str, object] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
     is_balanced = chosen.balanced_optimizer
     arguments = f"model, {name}, {learned}" if is_balanced else learned
     names = sorted(["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced])
@@ -421,7 +421,7 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool, is_m
     )
 
 
-def _text(settings: Mapping[str, Any]) -> str:
+def _text(settings: Mapping[str, object]) -> str:
     """Returns keyword arguments as they are written, without those that have their defaults."""
     texts = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in settings.items()}
     return "".join(f", {name}={text}" for name, text in texts.items() if text != '"fp32"')

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,9 +26,9 @@ class Problem:
     """Arguments of :func:`estimate` and :func:`plan` that say what is computed."""
 
     module: nn.Module
-    criterion: Callable[..., Any]
-    inputs: Any
-    targets: Any
+    criterion: Callable[..., Tensor]
+    inputs: object
+    targets: object
     dim: int = 0
     scalar: int | float | bool | None = None  # the result of every read of a tensor's value in the module
 
@@ -45,7 +45,7 @@ class Problem:
         return dataclasses.replace(self, inputs=inputs, targets=targets)
 
 
-TracedBatch = tuple[Arguments, tuple[Any, ...]]
+TracedBatch = tuple[Arguments, tuple[object, ...]]
 
 
 class Layout(Protocol):
@@ -60,7 +60,7 @@ class Layout(Protocol):
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     optimizers: list[Optimizer]
 
-    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None: ...
+    def __init__(self, request: "Request", module: nn.Module, criterion: Callable[..., Tensor]) -> None: ...
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
@@ -103,7 +103,7 @@ class Layout(Protocol):
         """Ends the process group of the layout, if it has one."""
 
 
-class Optimizers(Protocol):
+class OptimizerMaker(Protocol):
     """The optimizers of an update, which a trace makes once there are parameters."""
 
     has_state: ClassVar[bool]
@@ -122,8 +122,8 @@ class Request(Problem):
     """One update of a problem to trace. Inputs and targets are arguments of the module, and of the criterion after the output."""
 
     inputs: Arguments
-    targets: tuple[Any, ...]
-    optimizer: Optimizers
+    targets: tuple[object, ...]
+    optimizer: OptimizerMaker
     precision: str
     micro_batches: int
     layout: type[Layout]

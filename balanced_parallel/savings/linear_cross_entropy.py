@@ -63,7 +63,7 @@ class LinearCrossEntropy(nn.Module):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         reduction: str = "mean",
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class _Call:
         num_items_in_batch: Tensor | float | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """Computes what ``ForCausalLMLoss`` of transformers does, with hidden states in place of logits."""
         if self.head is None or logits is not self.hidden:
@@ -381,7 +381,7 @@ def _change_heads(model: Any, name: str) -> None:
         layer.__class__ = _Head
 
 
-def _check_loss(function: Any, name: str) -> None:
+def _check_loss(function: object, name: str) -> None:
     if getattr(function, "__name__", "") != "ForCausalLMLoss":
         raise TypeError(f"the loss function of {name} is {function!r}, expected ForCausalLMLoss of transformers")
 
@@ -392,7 +392,7 @@ def _class_without_logits(kind: Any) -> Any:
     signature = inspect.signature(kind.forward)
 
     @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         if signature.bind(self, *args, **kwargs).arguments.get("labels") is None:
             return kind.forward(self, *args, **kwargs)
         _check_loss(kind.loss_function.fget(self), kind.__name__)
@@ -409,7 +409,7 @@ def _class_without_logits(kind: Any) -> Any:
             return tuple(entry for entry in result if entry is not call.hidden)
         return type(result)(**{name: entry for name, entry in result.items() if entry is not call.hidden})
 
-    def get_loss_function(self: Any) -> Any:
+    def get_loss_function(self: object) -> object:
         call = _running.get()
         return kind.loss_function.fget(self) if call is None else call.loss
 

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -310,7 +310,7 @@ class HostStep:
         _offloaded.add(optimizer)
 
     @torch.no_grad()
-    def _begin(self, optimizer: Optimizer, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+    def _begin(self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]) -> None:
         if any(value is not None for value in (*arguments[1:], settings.get("closure"))):
             raise TypeError("step() got a closure, whose backward does not reach the copies on the host: expected step()")
         self._to_host(optimizer)
@@ -319,7 +319,7 @@ class HostStep:
             copy.grad = self._gradient(parameter)
 
     @torch.no_grad()
-    def _end(self, optimizer: Optimizer, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+    def _end(self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]) -> None:
         self._to_devices(optimizer)
         for parameter, copy in self._copies.items():
             if copy.grad is not None:
@@ -339,7 +339,7 @@ class HostStep:
         """Returns True for a tensor that needs no copy on the host."""
         return tensor.is_cpu
 
-    def _to_host(self, optimizer: Optimizer, state_dict: Any = None) -> None:
+    def _to_host(self, optimizer: Optimizer, state_dict: object = None) -> None:
         """Lets copies take the place of the parameters, in the groups and as keys of the state."""
         self._to_devices(optimizer)  # after a step that raised an error
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

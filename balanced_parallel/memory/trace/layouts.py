@@ -70,7 +70,7 @@ class OptimizerChoice:
         """True for classes that are not elementwise, such as Muon and Adafactor: shards are not enough for them."""
         return isinstance(self.plain_make, type) and not is_elementwise(self.plain_make)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerChoice":
+    def __deepcopy__(self, memo: dict[int, object]) -> "OptimizerChoice":
         return self  # its settings keep their values in a trace
 
     def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
@@ -227,7 +227,7 @@ class SingleDevice(Layout):
     name = "single"
     replicas: Sequence[Replicas] = ()  # of the model and of the criterion
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
@@ -248,7 +248,7 @@ class SingleDevice(Layout):
         optimizer = self.request.optimizer
         return optimizer.balanced(self.module, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
 
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             (output,) = self.outputs(arguments)
@@ -347,7 +347,7 @@ class ReplicaLayout(SingleDevice):
     batch_on_host = True
     takes_balanced_optimizer = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         # gradients on devices with streams live until another stream has read them
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
@@ -372,7 +372,7 @@ class ReplicaLayout(SingleDevice):
         """Runs the forward of one micro-batch."""
         return self.module(*arguments.inputs, **arguments.kwargs)
 
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
         total: Tensor = self.parallel_criterion(self.outputs(arguments), *targets)
         return total
@@ -398,7 +398,7 @@ class DDP(SingleDevice):
     takes_several_devices = True
     takes_balanced_optimizer = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
         parameters = self._trained if request.devices > 1 else []
@@ -449,7 +449,7 @@ class FSDP(SingleDevice):
     takes_balanced_optimizer = True
     is_sharded = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend, in private code only

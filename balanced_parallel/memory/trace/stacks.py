@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from ...runtime.torch_private import children_of, parameters_of
 from ..problem import Request
-from .allocations import Block
+from .allocations import Block, Trace
 
 FEWEST = 3  # blocks in the shorter of two traces: one of them is neither the first nor the last
 SHORTEST = 8  # a shorter stack is traced as it is: this takes as long as seven blocks
-T = TypeVar("T")
 _COUNT = re.compile(r"(^|_)(num|n)_?(hidden_|encoder_|decoder_)?(layers?|blocks?)$|^depth$")
 
 
@@ -223,7 +222,7 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Ent
 _MARKS = ("first", "second", "backward", "update")  # in their order
 
 
-def entries_of(trace: Any, stack: Stack) -> list[Entry]:
+def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
     """Returns the allocations and the marks of a trace in their order."""
     marks = sorted(trace.marks, key=lambda name: (trace.marks[name], _MARKS.index(name)), reverse=True)
     entries: list[Entry] = []
@@ -242,7 +241,7 @@ def entries_of(trace: Any, stack: Stack) -> list[Entry]:
     return entries
 
 
-def replace_entries(trace: T, entries: Sequence[Entry], flops: int) -> T:
+def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace:
     """Returns a trace with other allocations and operations."""
     released: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
     blocks: list[Block] = []
@@ -257,7 +256,7 @@ def replace_entries(trace: T, entries: Sequence[Entry], flops: int) -> T:
             if entry.released is not None:
                 released[entry.released].append(-len(blocks))
         events += released.pop(place, [])
-    return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)  # type: ignore[type-var]
+    return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:

@@ -8,7 +8,6 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from ...savings.saving import Saving, around_update, change_module, change_optim
 from ..operators import CUDA_KERNELS, HINT, VALUE_KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from ..problem import Layout, Request, TracedBatch
 from . import fakes
-from .allocations import Block, Count
+from .allocations import Count, Trace
 from .doubles import one_chunk, traced_savings
 from .fakes import HOME, Child, host_of
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
@@ -35,18 +34,6 @@ from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, ext
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 Job = tuple[Request, int]  # the rows of a micro-batch
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and has ``flops`` operations."""
-
-    rows: int
-    micro_batches: int
-    blocks: list[Block]
-    events: list[int]
-    marks: dict[str, int]
-    flops: int
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
