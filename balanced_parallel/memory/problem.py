@@ -9,7 +9,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -82,11 +82,11 @@ class Layout(Protocol):
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
-        ...
+        return nullcontext()
 
     def window(self) -> AbstractContextManager[None]:
         """Surrounds an update, in which parameters are written to by the optimizer alone."""
-        ...
+        return nullcontext()
 
     def zero_grad(self) -> None:
         """Begins an update."""

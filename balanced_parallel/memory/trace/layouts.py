@@ -204,6 +204,7 @@ def _rows(piece: Arguments) -> int:
 
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Tensor)
 
 
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
@@ -240,8 +241,8 @@ class SingleDevice(Layout):
     def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
         """Yields the parameters that the busiest rank owns."""
         if request.devices > 1 and request.balanced:
-            trained = [parameter for parameter in request.module.parameters() if parameter.requires_grad]
-            yield from (((), parameter) for parameter in busiest_owner(trained, request.devices)[1])
+            _, owned = busiest_owner(trained(request.module.parameters()), request.devices)
+            yield from (((), parameter) for parameter in owned)
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
@@ -291,14 +292,6 @@ class SingleDevice(Layout):
             plain = move_leaves(arguments, None)
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Begins a micro-batch that is not the last of its update."""
-        return contextlib.nullcontext()
-
-    def window(self) -> AbstractContextManager[None]:
-        """Surrounds an update."""
-        return contextlib.nullcontext()
 
     def zero_grad(self) -> None:
         """Begins an update."""
@@ -359,7 +352,7 @@ class ReplicaLayout(SingleDevice):
         """Yields the pieces of the parameters by bucket and owner."""
         if request.devices > 1:
             owners = fake_devices(request.devices if request.balanced else 1)
-            for bucket in make_buckets([parameter for parameter in request.module.parameters() if parameter.requires_grad]):
+            for bucket in make_buckets(trained(request.module.parameters())):
                 parts: list[dict[torch.device, Tensor]] = [dict.fromkeys(owners, parameter) for parameter in bucket.parameters]
                 for piece in BucketOwners(bucket.parameters, parts).pieces:
                     yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter
@@ -401,7 +394,7 @@ class DDP(SingleDevice):
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
-        parameters = self._trained if request.devices > 1 else []
+        parameters = trained(self.parameters) if request.devices > 1 else []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
             flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device)
@@ -412,7 +405,9 @@ class DDP(SingleDevice):
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the parameters that the rank owns."""
-        _, owned = busiest_owner(self._trained, self.request.devices) if self.request.balanced else (0, self.parameters)
+        owned = self.parameters
+        if self.request.balanced:
+            _, owned = busiest_owner(trained(owned), self.request.devices)
         return self.request.optimizer.plain(owned)
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -427,10 +422,6 @@ class DDP(SingleDevice):
         super().zero_grad()
         if self.request.balanced:  # zero_grad() of a balanced optimizer covers the parameters of all ranks
             self.module.zero_grad()
-
-    @property
-    def _trained(self) -> list[Tensor]:
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
 def copy_gradient(view: Tensor, parameter: Tensor) -> None:
@@ -460,8 +451,7 @@ class FSDP(SingleDevice):
                 "layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere"
             )
         with _disable_current_modes():
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            rank, _ = busiest_owner(trained, request.devices) if request.balanced else (0, trained)
+            rank, _ = busiest_owner(trained(module.parameters()), request.devices) if request.balanced else (0, [])
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
         self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
@@ -482,6 +472,11 @@ class FSDP(SingleDevice):
 
 
 LAYOUTS: dict[str, type[SingleDevice]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
+
+
+def trained(parameters: Iterable[P]) -> list[P]:
+    """Returns the parameters that get gradients."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def busiest_owner(parameters: Sequence[Tensor], ranks: int) -> tuple[int, list[Tensor]]:
