@@ -9,12 +9,13 @@ Train in micro-batches: :class:`TrainStep`. Run under torchrun: :func:`paralleli
 without GPUs: :func:`simulate`.
 
 The planner, the simulator, ``verify`` and :class:`Checkpoints` are loaded when they are first used: their imports take seconds.
+Training does without them.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import memory, savings
+from . import savings
 from .batch.by_cost import ByCost
 from .batch.outputs import PerReplica, gather
 from .batch.rows import Rows, Whole, scatter
@@ -32,6 +33,7 @@ from .strategies.parallelize import parallelize
 from .training.step import TrainStep
 
 if TYPE_CHECKING:
+    from . import memory
     from .diagnostics.verify import verify
     from .simulation import simulate
     from .training.checkpoint import Checkpoints
@@ -72,6 +74,8 @@ _PLACES = {"Checkpoints": ".training.checkpoint", "simulate": ".simulation", "ve
 
 def __getattr__(name: str) -> Any:
     """Loads the module of a public name at its first use."""
+    if name == "memory":
+        return importlib.import_module(".memory", __name__)
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)

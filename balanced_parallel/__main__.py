@@ -23,7 +23,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -36,17 +36,15 @@ from torch import nn
 
 from . import memory
 from .batch.containers import describe
-from .batch.rows import as_arguments
 from .memory.devices import find_kind
-from .memory.estimation import rows_of
 from .memory.fitting import saved_bytes
 from .memory.planning import MATERIALIZE
+from .memory.problem import Problem
 from .memory.report import MemoryReport, load_plotly, write_page
-from .memory.trace.fakes import with_rows
+from .memory.savings import PLANNED
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .runtime.values import format_bytes, parse_bytes
 from .savings import checkpoint_activations
-from .savings.saving import all_savings
 
 _log = logging.getLogger(__name__)
 
@@ -124,9 +122,7 @@ def estimate(flags: argparse.Namespace) -> int:
     if flags.checkpoint:
         checkpoint_activations(problem.module, blocks="auto" if flags.checkpoint == "blocks" else flags.checkpoint.split(","))
     report = memory.estimate(
-        problem.module,
-        problem.criterion,
-        *problem.with_rows(-(-rows // ranks), flags.dim),
+        **vars(problem.with_rows(-(-rows // ranks))),
         micro_batch_size=flags.micro_batch_size,
         layout=layout,
         balanced_optimizer=flags.balanced_optimizer,
@@ -143,10 +139,7 @@ def plan(flags: argparse.Namespace) -> int:
         parse_bytes(size)
     problem, rows, settings = _build(flags)
     result = memory.plan(
-        problem.module,
-        problem.criterion,
-        problem.inputs,
-        problem.targets,
+        **vars(problem),
         batch_size=rows,
         capacity=sizes[0] if len(sizes) == 1 else sizes or None,
         hosts=flags.hosts,
@@ -174,14 +167,13 @@ def import_of(place: str) -> list[str]:
 def tricks(flags: argparse.Namespace) -> int:
     """Prints the bytes that each saving alone takes off the peak of the busiest device. Returns the exit code."""
     problem, rows, settings = _build(flags)
-    batch = problem.with_rows(rows, flags.dim)
-    report = memory.estimate(problem.module, problem.criterion, *batch, layout=layout_of(flags.devices), **settings)
+    report = memory.estimate(**vars(problem.with_rows(rows)), layout=layout_of(flags.devices), **settings)
     request, peak = report.batches.request, max(report.allocated)
-    saved = saved_bytes(request, request.rows, peak, all_savings())
+    saved = {planned.saving: size for planned, size in saved_bytes(request, request.rows, peak, PLANNED).items()}
     items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
     lines = [[saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost] for saving, size in saved.items()]
     table = tabulate(lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True)
-    others = ", ".join(saving.name for saving in all_savings() if saving not in saved)
+    others = ", ".join(planned.saving.name for planned in PLANNED if planned.saving not in saved)
     text = f"peak without tricks: {format_bytes(peak)} on the busiest device\n\n{table}\n\nnot traced for this step: {others}"
     data = json.dumps({"peak": peak, "tricks": items}, indent=2)
     _show(flags, data if flags.json else text, report, find_kind(report.device_kind).capacity)
@@ -203,18 +195,18 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
 
 
-def _build(flags: argparse.Namespace) -> tuple["Problem", int, dict[str, Any]]:
+def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail before the model is built."""
     settings = {"optimizer": find_optimizer(flags.optimizer)}
-    settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind", "dim", "scalar")}
+    settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind")}
     find_kind(flags.device_kind)
     if flags.html:
         load_plotly()
         flags.html.parent.mkdir(parents=True, exist_ok=True)
     _log.info("building %s", flags.problem)
-    problem = build_problem(flags.problem)
+    problem = dataclasses.replace(build_problem(flags.problem), dim=flags.dim, scalar=flags.scalar)
     _log.info("tracing %s", type(problem.module).__name__)
-    return problem, flags.batch_size or problem.rows(flags.dim), settings
+    return problem, flags.batch_size or problem.rows, settings
 
 
 def _show(
@@ -271,25 +263,6 @@ def logs_of_a_command() -> Iterator[None]:
 
 # Files of torch, of this package and of Python: their lines do not show the mistake of a user
 _NOT_THE_USERS = (*(str(Path(place).parent) for place in (torch.__file__, __file__, traceback.__file__)), "<")
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Arguments of :func:`estimate` and :func:`plan`."""
-
-    module: nn.Module
-    criterion: Callable[..., object]
-    inputs: object
-    targets: object
-
-    def rows(self, dim: int) -> int:
-        """Returns the number of rows of the batch."""
-        return rows_of(as_arguments(self.inputs), dim)
-
-    def with_rows(self, rows: int, dim: int) -> tuple[object, object]:
-        """Returns inputs and targets with ``rows`` rows along ``dim``."""
-        batch: tuple[object, object] = with_rows((self.inputs, self.targets), rows, self.rows(dim), dim)
-        return batch
 
 
 def build_problem(place: str) -> Problem:

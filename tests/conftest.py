@@ -12,7 +12,6 @@ from helpers.nets import NETS
 from helpers.ranks import kill_pools
 from hypothesis import settings
 
-from balanced_parallel.memory.trace import fakes
 from balanced_parallel.replicas import buckets as gradient_buckets
 
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
@@ -94,7 +93,7 @@ def trace_in_this_process(monkeypatch):
     Torch caches the results of fake tensors, so that a trace takes a third of the time if one before ran the same operators
     in this process. ``tests/memory/test_fakes.py``, and the command line as a process, keep the children.
     """
-    monkeypatch.setattr(fakes, "FORKS", False)
+    monkeypatch.setattr("balanced_parallel.memory.trace.fakes.FORKS", False)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -1,5 +1,6 @@
 """Problems that the command line names: functions of a file that return module, criterion, inputs and targets."""
 
+import dataclasses
 import textwrap
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from balanced_parallel import Rows, Whole
-from balanced_parallel.__main__ import Problem, build_problem
+from balanced_parallel.__main__ import build_problem
+from balanced_parallel.memory.problem import Problem
 
 
 def test_problems_are_built_on_the_meta_device_if_possible(nets):
@@ -19,19 +21,21 @@ def test_problems_are_built_on_the_meta_device_if_possible(nets):
 def test_a_function_returns_all_four(nets):
     problem = build_problem(nets("pair"))
     assert isinstance(problem.criterion, nn.BCEWithLogitsLoss)
-    assert problem.rows(0) == 6
-    inputs, targets = problem.with_rows(64, 0)
+    assert problem.rows == 6
+    problem = problem.with_rows(64)
+    inputs, targets = problem.inputs, problem.targets
     assert (inputs.shape, targets.shape, inputs.device.type) == ((64, 4), (64, 1), "meta")
 
 
 def test_rows_are_along_dim(nets):
-    problem = build_problem(nets("time_major"))
-    assert problem.rows(1) == 6
-    assert [tensor.shape for tensor in problem.with_rows(8, 1)] == [(7, 8, 3), (7, 8)]
+    problem = dataclasses.replace(build_problem(nets("time_major")), dim=1)
+    assert problem.rows == 6
+    problem = problem.with_rows(8)
+    assert [tensor.shape for tensor in (problem.inputs, problem.targets)] == [(7, 8, 3), (7, 8)]
 
 
 def test_keyword_arguments_and_nested_inputs_get_the_rows(nets):
-    inputs, _ = build_problem(nets("keywords")).with_rows(2, 0)
+    inputs = build_problem(nets("keywords")).with_rows(2).inputs
     assert [tensor.shape for tensor in inputs["pair"]] == [(2, 4), (2, 4)]
     assert (inputs["mask"].shape, inputs["extra"]["shift"].shape) == ((2,), (2, 4))
 
@@ -74,9 +78,10 @@ def test_files_import_their_neighbours_and_run_once(tmp_path):
 def test_marked_inputs_and_lists_get_the_rows():
     images, sizes = Rows([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]), torch.tensor([[8, 8], [9, 9]])
     problem = Problem(nn.Flatten(), nn.MSELoss(), (images, Whole(torch.zeros(3, 4)), sizes, ["a", "b"]), torch.zeros(4, 1))
-    (images, anchors, sizes, names), targets = problem.with_rows(3, 0)
+    problem = problem.with_rows(3)
+    images, anchors, sizes, names = problem.inputs
     assert [image.shape[-1] for image in images.entries] == [8, 9, 8]
     assert anchors.value.shape == (3, 4)
     assert sizes.tolist() == [[8, 8], [9, 9], [8, 8]]
     assert names == ["a", "b", "a"]
-    assert targets.shape == (6, 1)
+    assert problem.targets.shape == (6, 1)

@@ -90,6 +90,30 @@ def test_torch_only_files_import_no_other_module(path):
     assert not imported_modules((PACKAGE / path).read_text(), path.parts[:-1])
 
 
+OF_ANY_PROGRAM = {
+    "allocator",
+    "devices",
+    "lines",
+    "operators",
+    "problem",
+    "allocations",
+    "doubles",
+    "fakes",
+    "stacks",
+    "tracer",
+    "values",
+}
+
+
+@pytest.mark.parametrize("name", sorted(OF_ANY_PROGRAM))
+def test_what_traces_any_program_does_not_know_the_layouts(name):
+    """It knows batches, and the savings that it applies; ``memory/trace/layouts.py`` knows the engine."""
+    (path,) = (PACKAGE / "memory").rglob(f"{name}.py")
+    imported = imported_modules(path.read_text(), path.relative_to(PACKAGE).parts[:-1])
+    modules = {module for module in imported if module.split(".")[0] not in ("batch", "runtime", "savings")}
+    assert {module for module in modules if set(module.split(".")).isdisjoint(OF_ANY_PROGRAM)} == set()
+
+
 def test_forbidden_imports_are_found():
     assert forbidden_imports("from ..replicas.model import DataParallelModel", ("batch",)) == {"replicas.model.DataParallelModel"}
     assert forbidden_imports("from ..strategies import ddp", ("training",)) == {"strategies.ddp"}
@@ -192,7 +216,7 @@ def test_import_has_no_side_effects():
 LOADED_AT_FIRST_USE = """
 import sys
 import balanced_parallel
-late = ("memory.", "simulation", "diagnostics")
+late = ("memory", "simulation", "diagnostics")
 loaded = [name for name in sys.modules if name.startswith(tuple(f"balanced_parallel.{part}" for part in late))]
 assert not loaded, loaded
 assert set(balanced_parallel.__all__) <= set(dir(balanced_parallel))
@@ -313,6 +337,7 @@ def test_names_of_classes_and_types_have_one_owner():
 
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
     "memory.allocator": "the rules of the allocator of torch",
+    "memory.trace.doubles": "savings; the tracer runs updates",
     "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",

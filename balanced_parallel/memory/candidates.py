@@ -9,18 +9,17 @@ import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import batch_norms
 from ..runtime.values import format_bytes
-from ..savings.offloading import OFFLOAD_OPTIMIZER
-from ..savings.saving import BALANCED, SHARDED, Saving, savings_of
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
-from .trace.layouts import OptimizerChoice, Request, is_coupled
+from .problem import Request
+from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, savings_of, with_savings
+from .trace.layouts import OptimizerChoice, is_coupled
 from .trace.tracer import try_traces
 
 _log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class Choice:
         return self.operations + self.traffic * OPERATIONS_PER_BYTE[self.precision]
 
     @property
-    def cost(self) -> tuple[Any, ...]:
+    def cost(self) -> tuple[bool, bool, int, int, int]:
         """Orders choices: exact ones first, then by time, micro-batches, and number of savings."""
         return self.optimizer is not None, self.changes_result, self.work, self.micro_batches, self.name.count(",")
 
@@ -128,7 +127,7 @@ class Option:
     trace is that of one of them, and ``capacity`` has an entry per rank.
     """
 
-    def __init__(self, savings: Sequence[Saving], request: Request, capacity: Sequence[int], batch_size: int) -> None:
+    def __init__(self, savings: Sequence[PlannedSaving], request: Request, capacity: Sequence[int], batch_size: int) -> None:
         self.savings, self.batch_size, self.capacity = tuple(savings), batch_size, tuple(capacity)
         self.is_distributed = request.layout.is_distributed
         limits = [min(capacity)] * request.devices if self.is_distributed else capacity
@@ -141,15 +140,15 @@ class Option:
     @property
     def name(self) -> str:
         """The savings as text."""
-        names = [saving.option for saving in self.savings]
-        if SHARDED in self.savings and self.request.balanced:  # of whole parameters
-            names.insert(self.savings.index(SHARDED) + 1, BALANCED.option)
+        names = [each.saving.option for each in self.savings]
+        if SHARDS in self.savings and self.request.balanced:  # of whole parameters
+            names.insert(self.savings.index(SHARDS) + 1, SPREAD.saving.option)
         return ", ".join(names) or self.request.layout.name
 
     @property
     def optimizer(self) -> str | None:
         """The name of an optimizer in the place of the given one."""
-        return next((saving.option for saving in self.savings if saving.result == "another optimizer"), None)
+        return next((each.saving.option for each in self.savings if each.saving.result == "another optimizer"), None)
 
     @property
     def is_unequal(self) -> bool:
@@ -259,7 +258,7 @@ class Option:
             operations=int(performed * self.batch_size / len(self.capacity)),
             recomputed=max(0.0, performed / operations - 1) if operations else 0.0,
             traffic=traffic,
-            changes_result=any(saving.result == "other arithmetic" for saving in self.savings),
+            changes_result=any(each.saving.result == "other arithmetic" for each in self.savings),
             fits=fits,
             statistics=statistics_of(self.request.module, len(self.capacity), count),
             optimizer=self.optimizer,
@@ -283,7 +282,7 @@ class Option:
             return moved * (devices - 1) // devices, whole
         # gradients and parameters to the host, parameters back; a reduce-scatter and an all-gather, or the first device's copies
         # and gradients of the others
-        of_host = 3 * parameters if OFFLOAD_OPTIMIZER.name in self.request.savings else 0
+        of_host = 3 * parameters if ON_HOST.saving.name in self.request.savings else 0
         is_ring = self.request.balanced or self.is_distributed
         return of_host + (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), 0
 
@@ -311,13 +310,13 @@ class Search:
         self.request, self.capacity, self.batch_size, self.hosts = request, tuple(capacity), batch_size, hosts
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
-        self._failing: set[Saving] = set()
-        self._options: dict[tuple[Saving, ...], Option] = {}
-        savings = [saving for saving in savings_of("layout") if request.with_savings([saving])]
-        layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in savings if saving is not OFFLOAD_OPTIMIZER)]
+        self._failing: set[PlannedSaving] = set()
+        self._options: dict[tuple[PlannedSaving, ...], Option] = {}
+        savings = [saving for saving in savings_of("layout") if with_savings(request, [saving])]
+        layouts: list[tuple[PlannedSaving, ...]] = [(), *((saving,) for saving in savings if saving is not ON_HOST)]
         self._groups = [layouts]  # those of a group are tried together
-        if OFFLOAD_OPTIMIZER in savings and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
-            self._groups.append([(OFFLOAD_OPTIMIZER,)])
+        if ON_HOST in savings and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
+            self._groups.append([(ON_HOST,)])
         self._least = layouts[-1]
         self._traffic = min(option.traffic(1, 0)[0] for option in self._make(layouts))
         # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much. On one
@@ -341,7 +340,7 @@ class Search:
         if any(self._climb(layouts, ladder) for ladder in ladders for layouts in self._groups if layouts):
             return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
-        others = [saving for saving in savings_of("optimizer") if self.request.with_savings([saving])]
+        others = [saving for saving in savings_of("optimizer") if with_savings(self.request, [saving])]
         for option in self._make([(saving, *self._least, *exact) for saving in others]):
             self._fits(option)
 
@@ -368,20 +367,20 @@ class Search:
         least = {name: dataclasses.replace(first, traffic=self._traffic, precision=name).work for name in OPERATIONS_PER_BYTE}
         return any(choice.fits and choice.work <= 1.5 * least[choice.precision] for choice in choices)
 
-    def _ladders(self) -> list[list[tuple[Saving, ...]]]:
+    def _ladders(self) -> list[list[tuple[PlannedSaving, ...]]]:
         """Returns combinations of savings: exact ones, and the same with each that computes otherwise."""
-        steps: list[tuple[Saving, ...]] = [()]
+        steps: list[tuple[PlannedSaving, ...]] = [()]
         for saving in savings_of("exact"):
-            others = [each for each in steps[-1] if each.name not in saving.instead_of]
-            steps += [(*others, saving)] if self.request.with_savings([saving]) else []
+            others = [each for each in steps[-1] if each.saving.name not in saving.instead_of]
+            steps += [(*others, saving)] if with_savings(self.request, [saving]) else []
         if len(steps[-1]) > 1:  # what runs twice may need more with offloaded activations than these alone
             steps.append(steps[-1][-1:])
-        arithmetic: list[Saving] = []
+        arithmetic: list[PlannedSaving] = []
         for saving in savings_of("arithmetic"):
-            arithmetic += [saving] if self.request.with_savings([*arithmetic, saving]) else []
+            arithmetic += [saving] if with_savings(self.request, [*arithmetic, saving]) else []
         return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]
 
-    def _climb(self, layouts: list[tuple[Saving, ...]], ladder: list[tuple[Saving, ...]]) -> bool:
+    def _climb(self, layouts: list[tuple[PlannedSaving, ...]], ladder: list[tuple[PlannedSaving, ...]]) -> bool:
         """Traces a ladder until a step fits and is fast. After its first step, the layout of the least memory comes first."""
         if self._fit_fast(layouts, ladder[0]):
             return True
@@ -399,7 +398,7 @@ class Search:
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
 
-    def _fit_fast(self, layouts: Sequence[tuple[Saving, ...]], step: Sequence[Saving]) -> bool:
+    def _fit_fast(self, layouts: Sequence[tuple[PlannedSaving, ...]], step: Sequence[PlannedSaving]) -> bool:
         """Traces a step of a ladder with some layouts until a choice is fast. A saving that cannot be traced is left out."""
         combination = tuple(saving for saving in step if saving not in self._failing)
         options = self._make([(*layout, *combination) for layout in layouts])
@@ -409,11 +408,11 @@ class Search:
             self._failing.add(combination[-1])
         return False
 
-    def _make(self, combinations: Iterable[Sequence[Saving]]) -> list[Option]:
+    def _make(self, combinations: Iterable[Sequence[PlannedSaving]]) -> list[Option]:
         """Returns an option for each of the combinations that suit the request."""
         options = []
         for savings in dict.fromkeys(map(tuple, combinations)):
-            if savings not in self._options and (changed := self.request.with_savings(savings)):
+            if savings not in self._options and (changed := with_savings(self.request, savings)):
                 if changed.layout.is_sharded:
                     changed = dataclasses.replace(changed, devices=self._shards(changed.devices))
                 self._options[savings] = Option(savings, changed, self.capacity, self.batch_size)
@@ -433,7 +432,7 @@ class Search:
         """
         least = min((option for option in self.choices if option.optimizer is None), key=Option.needs)
         functions = [saving for saving in least.savings if saving.stage != "layout"]
-        layouts = [saving for saving in (SHARDED, BALANCED) if saving.option not in self.skipped]
+        layouts = [saving for saving in (SHARDS, SPREAD) if saving.saving.option not in self.skipped]
         capacity, devices = max(self.capacity), len(self.capacity)
 
         @functools.cache
@@ -454,7 +453,7 @@ class Search:
             return least.needs(), None
         count = max(devices + 1, -(-spread // free))
         for _ in range(4):  # shards are rounded up
-            if (count > TRACED_DEVICES and layouts[0] is not SHARDED) or (needs(count) or 0) <= capacity:
+            if (count > TRACED_DEVICES and layouts[0] is not SHARDS) or (needs(count) or 0) <= capacity:
                 break
             count += 1
         while devices + 1 < count <= TRACED_DEVICES and (needs(count - 1) or capacity + 1) <= capacity:

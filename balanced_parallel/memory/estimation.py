@@ -6,32 +6,35 @@ module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
-from ..batch.rows import Arguments, as_arguments, count_rows, spread
+from ..batch.rows import as_arguments, spread
 from ..replicas.module_tree import check_module
 from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision, check_number
-from ..savings.saving import sorted_names
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, SOURCE, UnknownMemory
+from .problem import Layout, Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
-from .trace.layouts import LAYOUTS, OptimizerChoice, Request, is_coupled, plain_criterion
+from .savings import sorted_names
+from .trace.layouts import LAYOUTS, OptimizerChoice, is_coupled, plain_criterion
 from .trace.tracer import run_traces
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
 def estimate(
     module: torch.nn.Module,
-    criterion: Callable[..., Any],
-    inputs: Any,
-    targets: Any,
+    criterion: Callable[..., torch.Tensor],
+    inputs: object,
+    targets: object,
     *,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",
     micro_batch_size: int | None = None,
     layout: str = "single",
@@ -86,11 +89,7 @@ def estimate(
         >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
         (10280, 20568)
     """
-    request = make_request(
-        module,
-        plain_criterion(criterion),
-        inputs,
-        targets,
+    setup = Setup(
         optimizer=optimizer,
         precision=precision,
         micro_batch_size=micro_batch_size,
@@ -100,11 +99,10 @@ def estimate(
         savings=savings,
         device_kind=device_kind,
         split=split,
-        dim=dim,
-        scalar=scalar,
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
     )
+    request = make_request(Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar), setup)
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
 
@@ -115,75 +113,66 @@ _CALLS = {
 }
 
 
-def make_request(
-    module: torch.nn.Module,
-    criterion: Callable[..., Any],
-    inputs: Any,
-    targets: Any,
-    *,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    precision: str = "fp32",
-    layout: str = "single",
-    devices: int = 1,
-    device_kind: str | None = None,
-    dim: int = 0,
-    scalar: int | float | bool | None = None,
-    micro_batch_size: int | None = None,
-    balanced_optimizer: bool = False,
-    split: Sequence[float] | None = None,
-    savings: Iterable[str] = (),
-    whole_gradients: bool = False,
-    expandable_segments: bool = False,
-) -> Request:
+@dataclass(frozen=True)
+class Setup:
+    """Arguments of :func:`estimate` that say how an update of a problem runs."""
+
+    optimizer: MakeOptimizer = torch.optim.AdamW
+    precision: str = "fp32"
+    micro_batch_size: int | None = None
+    layout: str = "single"
+    devices: int = 1
+    balanced_optimizer: bool = False
+    savings: Iterable[str] = ()
+    device_kind: str | None = None
+    split: Sequence[float] | None = None
+    whole_gradients: bool = False
+    expandable_segments: bool = False
+
+
+def make_request(problem: Problem, setup: Setup) -> Request:
     """Checks the arguments of :func:`estimate`, and makes a request of them."""
-    check_module(module)
-    for name, function in {"criterion": criterion, "optimizer": optimizer}.items():
+    check_module(problem.module)
+    for name, function in {"criterion": problem.criterion, "optimizer": setup.optimizer}.items():
         if not callable(function):
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
-    kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
-    Precision(precision)
-    for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
+    kind = dataclasses.replace(find_kind(setup.device_kind), expandable=setup.expandable_segments)
+    Precision(setup.precision)
+    for name, number in {"devices": setup.devices, "micro_batch_size": setup.micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    chosen = LAYOUTS[layout]
-    for text, is_given, needs in (
-        (f"{devices=}", devices > 1, "takes_several_devices"),
-        (f"{whole_gradients=}", whole_gradients, "is_sharded"),
-        (f"{balanced_optimizer=}", balanced_optimizer, "takes_balanced_optimizer"),
-    ):
-        if is_given and not getattr(chosen, needs):
-            others = " or ".join(repr(name) for name, other in LAYOUTS.items() if getattr(other, needs))
-            raise ValueError(f"{text} with layout={layout!r}, expected layout={others}")
-    arguments = as_arguments(inputs)
-    rows = rows_of(arguments, dim)
-    count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
+    layout = _find_layout(setup)
+    rows_per_device = setup.micro_batch_size
+    count = count_micro_batches(problem.rows, rows_per_device, setup.split or layout.devices_per_process(setup.devices))
+    arguments = {"inputs": as_arguments(problem.inputs), "targets": spread(problem.targets)}
     return Request(
-        module=module,
-        criterion=criterion,
-        inputs=arguments,
-        targets=spread(targets),
-        rows=rows,
-        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
-        precision=precision,
+        **{**vars(problem), **arguments},
+        optimizer=OptimizerChoice(setup.optimizer, foreach=kind.like_cuda),
+        precision=setup.precision,
         micro_batches=count,
-        layout=chosen,
-        devices=devices,
-        balanced=balanced_optimizer,
-        split=None if split is None else tuple(split),
+        layout=layout,
+        devices=setup.devices,
+        balanced=setup.balanced_optimizer,
+        split=None if setup.split is None else tuple(setup.split),
         kind=kind,
-        dim=dim,
-        scalar=scalar,
-        savings=sorted_names(savings),
-        whole_gradients=whole_gradients,
+        savings=sorted_names(setup.savings),
+        whole_gradients=setup.whole_gradients,
     )
 
 
-def rows_of(arguments: Arguments, dim: int) -> int:
-    """Returns the number of rows of a batch, which has some."""
-    if rows := count_rows(arguments, dim):
-        return rows
-    raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
+def _find_layout(setup: Setup) -> type[Layout]:
+    """Returns the layout of a name, which takes the other arguments."""
+    if setup.layout not in LAYOUTS:
+        raise ValueError(f"layout={setup.layout!r}, expected one of {', '.join(LAYOUTS)}")
+    for argument, default, needs in (
+        ("devices", 1, "takes_several_devices"),
+        ("whole_gradients", False, "is_sharded"),
+        ("balanced_optimizer", False, "takes_balanced_optimizer"),
+    ):
+        value = getattr(setup, argument)
+        if value != default and not getattr(LAYOUTS[setup.layout], needs):
+            others = " or ".join(repr(name) for name, other in LAYOUTS.items() if getattr(other, needs))
+            raise ValueError(f"{argument}={value!r} with layout={setup.layout!r}, expected layout={others}")
+    return LAYOUTS[setup.layout]
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:

@@ -20,29 +20,25 @@ from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
 from ..runtime.torch_private import storage_id
 from ..runtime.values import format_bytes, parse_each
-from ..savings.offloading import OFFLOAD_OPTIMIZER, is_offloaded
-from ..savings.saving import SHARDED, Saving, savings_of
+from ..savings.offloading import is_offloaded
 from ..strategies.fsdp import ShardedModel
 from ..training.optimizers import each_optimizer
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .devices import DeviceKind, find_kind
-from .estimation import lines_of, make_report, make_request
+from .estimation import Setup, lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
+from .problem import Problem, Request
 from .report import Holder, MemoryReport, OtherBatches
-from .trace.layouts import (
-    ExistingOptimizers,
-    Request,
-    copies_of,
-    gradients_of,
-    inner_optimizers,
-    is_coupled,
-    states_of,
-)
-from .trace.tracer import Trace, try_traces
+from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
+from .trace.allocations import Trace
+from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, inner_optimizers, is_coupled
+from .trace.tracer import states_of, try_traces
 
 
-def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Sequence[int | str] | None = None) -> MemoryReport:
+def fit(
+    step: TrainStep, inputs: object, targets: object, *, capacity: int | str | Sequence[int | str] | None = None
+) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
 
     One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with their settings and state, the
@@ -136,9 +132,9 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     report = make_report(request, rows, plain, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
-    savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDED]
+    savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDS]
     measured = saved_bytes(request, rows, max(report.allocated), savings)
-    size, best = max(((size, saving.name) for saving, size in measured.items()), default=(0, ""))
+    size, best = max(((size, planned.saving.name) for planned, size in measured.items()), default=(0, ""))
     advice = f"{best} would save most, {format_bytes(size)}" if size > 0 else "no known saving would help"
     return (
         f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
@@ -151,7 +147,7 @@ def _place(holder: Holder) -> str:
     return f" ({where})" if where else ""
 
 
-def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
+def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request:
     """Returns the request of one update of a step, with the whole batch in one micro-batch."""
     model: Any = step.model
     criterion = step.criterion
@@ -170,23 +166,24 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         )
     kind = kind_of(model.devices[0])
     optimizers = each_optimizer(step.optimizer)
-    request = make_request(
+    problem = Problem(
         model.module,
         criterion if is_local or is_coupled(criterion) else criterion.module,
         arguments.kwargs or arguments.inputs,
         mark_leaves(marked.inputs, dim, "targets"),
+        model.dim,
+    )
+    setup = Setup(
         precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),
         layout="replicas" if is_local else "ddp",
         devices=len(model.devices) if is_local else world_size(),
         device_kind=kind.name,
-        dim=model.dim,
         balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
         split=model.split,
     )
     existing = ExistingOptimizers(optimizers, foreach=kind.like_cuda)
-    return dataclasses.replace(
-        request, optimizer=existing, savings=(OFFLOAD_OPTIMIZER.name,) if all(map(is_offloaded, optimizers)) else ()
-    )
+    savings = (ON_HOST.saving.name,) if all(map(is_offloaded, optimizers)) else ()
+    return dataclasses.replace(make_request(problem, setup), optimizer=existing, savings=savings)
 
 
 def kind_of(device: torch.device) -> DeviceKind:
@@ -210,13 +207,13 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
     updated = [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
     tensors = [*updated, *(tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))]
     replicas = [part.replicas for part in parts if isinstance(part, (DataParallelModel, DataParallelCriterion))]
-    others = [*copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(optimizers)]
+    others = [*copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(inner_optimizers(optimizers))]
     return tensors + [other for other in others if isinstance(other, Tensor)]
 
 
-def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[Saving]) -> dict[Saving, int]:
+def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[PlannedSaving]) -> dict[PlannedSaving, int]:
     """Traces ``rows`` rows with each of ``savings`` that suits the request. Returns the bytes that each takes off ``peak``."""
-    options = {saving: option for saving in savings if (option := request.with_savings([saving]))}
+    options = {saving: option for saving in savings if (option := with_savings(request, [saving]))}
     traces = try_traces([(option, _rows_of(option, request, rows)) for option in options.values()])
     return {
         saving: peak - max(Lines(option, trace).allocated_by_device())

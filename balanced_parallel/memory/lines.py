@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
-from .trace.allocations import MAYBE, Block
+from .problem import Request
+from .trace.allocations import MAYBE, Block, Trace
 from .trace.fakes import fake_devices
-from .trace.layouts import Request
-from .trace.tracer import Trace, run_traces
+from .trace.tracer import run_traces
 
 _UNBOUNDED = 2**40  # rows
 Numbers = NDArray[np.int64]

@@ -14,7 +14,8 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from types import FrameType
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ _FP32_UNLESS_TOLD = (  # noqa: SIM905
 @contextlib.contextmanager
 def cuda_choices(fuses: bool) -> Iterator[None]:
     """Gives fake CPU tensors in this block the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
-    fused: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, **RECURRENCE}
+    fused: dict[str, Callable[..., object]] = {"scaled_dot_product_attention": _attention, **RECURRENCE}
     # no public function reads or changes the lists of autocast
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -62,13 +63,13 @@ def cuda_choices(fuses: bool) -> Iterator[None]:
         yield
 
 
-def _in_float32(operator: Any, unless_told: bool) -> Callable[..., Any]:
+def _in_float32(operator: Callable[..., object], unless_told: bool) -> Callable[..., object]:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # no public name
 
     def widen(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: object, **kwargs: object) -> object:
         with torch._C._ExcludeDispatchKeyGuard(keys):  # torch.autocast(enabled=False) would also change the code of the model
             if unless_told and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
                 return operator(*args, **kwargs)
@@ -110,7 +111,7 @@ CONVOLUTIONS = (
 )
 
 
-def convolution_workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
+def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> int:
     """Returns the most bytes that cuDNN takes for a convolution of size 3 in float32: 2.25 times its input and output in 2D.
 
     They are those of Winograd's method, whose tiles of 6 x 6 values are for 4 x 4 results, also in 3D (6 for 4 once more) and
@@ -128,11 +129,11 @@ def convolution_workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
     return int((input.nbytes + output.nbytes) * 1.5 ** len(sizes))
 
 
-def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_attention(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
-def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, mask, *_results = ctx.saved_tensors
     of_mask = mask.new_empty(mask.shape) if ctx.needs_input_grad[3] else None
     gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
@@ -193,7 +194,7 @@ IN_PLACE = {
 }
 
 
-def is_in_place(func: Any, *, is_of_node: bool) -> bool:
+def is_in_place(func: object, *, is_of_node: bool) -> bool:
     """Returns True if autograd calls ``func``, one of ``IN_PLACE``, in place, provided nothing else has its first argument.
 
     The engine adds gradients, those of earlier nodes or of two edges to one tensor. All else are writes of a node to its own
@@ -201,10 +202,11 @@ def is_in_place(func: Any, *, is_of_node: bool) -> bool:
     """
     if (node := current_node()) is None or torch.is_grad_enabled():
         return False
-    frame: Any = sys._getframe()  # the caller of the operator is the innermost frame that does not belong to a dispatch mode
-    while frame.f_code.co_filename.startswith(_MODES):
+    # The caller of the operator is the innermost frame that does not belong to a dispatch mode.
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_MODES):
         frame = frame.f_back
-    if frame.f_code.co_name != "_engine_run_backward":
+    if frame is None or frame.f_code.co_name != "_engine_run_backward":
         return False
     edges = node.next_functions
     return not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
@@ -229,7 +231,7 @@ SOURCE = (
 )
 
 
-def _refuse(name: str, *_: Any) -> Any:
+def _refuse(name: str, *_: object) -> NoReturn:
     raise UnknownMemory(
         f"{name} runs other operators on simulated devices, which are not counted: estimate it for a kind of GPU, such as "
         "device_kind='h200'"
@@ -272,13 +274,13 @@ def _(
     return out, torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), reserve
 
 
-def _save_recurrence(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_recurrence(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     input, hidden, weights, _, _ = inputs
     ctx.states = len(hidden)
     ctx.save_for_backward(input, *hidden, *weights, output[0], output[3])
 
 
-def _recurrence_backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+def _recurrence_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[object, ...]:
     """Allocates the gradients: of the input, of the states, and of all weights in one tensor."""
     input, *tensors, _, _ = ctx.saved_tensors
     hidden, weights = tensors[: ctx.states], tensors[ctx.states :]
@@ -301,7 +303,7 @@ RECURRENCE = {f"{name}.input": functools.partial(_padded, name) for name in KEPT
 
 
 @contextlib.contextmanager
-def autograd_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[torch.library.Library]:
+def autograd_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[torch.library.Library]:
     """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward. Yields the library."""
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -312,7 +314,7 @@ def autograd_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[torc
         library._destroy()
 
 
-def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: Any) -> Tensor:
+def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: object) -> Tensor:
     """Makes tensors of the lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
     loss: Tensor = _aten.ctc_loss.Tensor(scores, targets, torch.tensor(steps), torch.tensor(lengths), *settings)
     return loss
@@ -324,8 +326,12 @@ READS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
 def answer(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
-) -> Any:
+    func: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, object],
+    scalar: int | float | bool | None,
+    user_line: Callable[[], str],
+) -> object:
     """Returns the result if there is a rule for this call, else ``NotImplemented``. Selections select every element.
 
     A value that an optimizer or this package reads is one. If the model reads it, in ``user_line()``, it is ``scalar``.
@@ -355,7 +361,7 @@ def answer(
     return NotImplemented if rule is None else rule(*args, **kwargs)
 
 
-def selected(func: Any, args: tuple[Any, ...]) -> int:
+def selected(func: object, args: tuple[Any, ...]) -> int:
     """Returns the bytes that an operator takes for itself: indices of boolean masks, and the second table of the CTC loss."""
     if func in _CTC_BACKWARD:
         return int(args[6].nbytes)
@@ -374,7 +380,7 @@ def _integers(tensor: Tensor, *shape: int) -> Tensor:
     return tensor.new_empty(shape, dtype=torch.int64)
 
 
-def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Any:
+def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> object:
     if not any(map(_is_mask, indices)):
         return NotImplemented
     expanded: list[Tensor | None] = []
@@ -383,7 +389,7 @@ def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return _aten.index.Tensor(tensor, expanded)
 
 
-def _ctc(scores: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+def _ctc(scores: Tensor, targets: Tensor, *settings: object) -> tuple[Tensor, Tensor]:
     steps, rows, _ = scores.shape
     longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
     return scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1))
@@ -397,7 +403,7 @@ def _group_norm_backward(gradient: Tensor, inputs: Tensor, *settings: Any) -> tu
     return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
 
 
-def _grouped_products(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any) -> Tensor:
+def _grouped_products(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: object) -> Tensor:
     """Returns the products of groups of rows with a matrix each, as of experts. The fake kernel of torch takes bfloat16 alone."""
     groups = ends.numel() if ends is not None else len(left)
     shape = [left.shape[-2], right.shape[-1]]
@@ -407,7 +413,7 @@ def _grouped_products(left: Tensor, right: Tensor, ends: Tensor | None = None, *
 _CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
 _WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 _INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
-SELECTIONS: dict[Any, Callable[..., Any]] = {
+SELECTIONS: dict[object, Callable[..., object]] = {
     _aten.nonzero.default: lambda mask: _integers(mask, mask.numel(), mask.dim()),
     _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel()),
     _aten.index.Tensor: _index,
@@ -417,7 +423,7 @@ SELECTIONS: dict[Any, Callable[..., Any]] = {
         _integers(tensor, tensor.numel()),
     ),
 }
-_RULES = {
+_RULES: dict[object, Callable[..., object]] = {
     **SELECTIONS,
     _aten._ctc_loss.default: _ctc,
     _aten._ctc_loss.Tensor: _ctc,
@@ -431,7 +437,7 @@ _RULES = {
 _LOSSES = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default}
 
 
-def keep_elements(func: Any, args: tuple[Any, ...], result: Any) -> None:
+def keep_elements(func: object, args: Sequence[object], result: Any) -> None:
     """Enlarges the fake storage of such a result to that of its elements."""
     if func in _LOSSES and result.dim() == 0:
         tensors = [argument for argument in args[:2] if isinstance(argument, Tensor)]

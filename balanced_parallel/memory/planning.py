@@ -29,18 +29,19 @@ from ..loss.rules import is_known
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
 from ..runtime.values import check_number, format_bytes, parse_each
-from ..savings.saving import around_update, change_module, change_optimizers, find_saving, savings_of
+from ..savings.saving import Saving, around_update, change_module, change_optimizers, find_savings
 from ..strategies.launch import TorchrunEnvironment
 from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import lines_of, make_report, make_request, parts_at_peak
+from .estimation import MakeOptimizer, Setup, lines_of, make_report, make_request, parts_at_peak
+from .problem import Problem
 from .report import MemoryReport, write_page
+from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, plain_criterion
 from .trace.tracer import keeping_children
 
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _NOTES = {
     "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
     "convert_sync_batchnorm(module) makes it use all rows of a forward",
@@ -138,11 +139,11 @@ class MemoryPlan:
     def apply(
         self,
         module: torch.nn.Module,
-        criterion: Callable[..., Any],
+        criterion: Callable[..., torch.Tensor],
         *,
         optimizer: MakeOptimizer = torch.optim.AdamW,
         device_ids: Sequence[DeviceLike] | None = None,
-        weight: Callable[..., Any] | None = None,
+        weight: Callable[..., torch.Tensor] | None = None,
         max_grad_norm: float | None = None,
         **defaults: Any,
     ) -> tuple[Model, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
@@ -172,7 +173,8 @@ class MemoryPlan:
             if environment is not None and environment.world_size != self.devices:
                 raise ValueError(f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for")
             options |= {"strategy": chosen.layout, "precision": chosen.precision}
-        change_module(module, chosen.savings)
+        savings = find_savings(chosen.savings)
+        change_module(module, savings)
         is_wrapped = isinstance(criterion, DataParallelCriterion)
         wrapped: Any = criterion if is_wrapped else DataParallelCriterion(criterion, dim=self.dim, weight=weight)
         model: Model
@@ -181,7 +183,7 @@ class MemoryPlan:
         is_balanced = chosen.balanced_optimizer
         make: Any = optimizer
         trained = BalancedOptimizer(model, make, learned, **defaults) if is_balanced else optimizer(learned, **defaults)
-        change_optimizers([trained], chosen.savings)
+        change_optimizers([trained], savings)
         step = SurroundedStep(
             model,
             wrapped,
@@ -190,7 +192,7 @@ class MemoryPlan:
             precision=chosen.precision,
             max_grad_norm=max_grad_norm,
         )
-        step.savings = chosen.savings
+        step.savings = savings
         return model, wrapped, trained, step
 
     def save_html(self, path: Path | str) -> None:
@@ -267,9 +269,9 @@ def _with_tuples(value: Any) -> Any:
 
 def plan(
     module: torch.nn.Module,
-    criterion: Callable[..., Any],
-    inputs: Any,
-    targets: Any,
+    criterion: Callable[..., torch.Tensor],
+    inputs: object,
+    targets: object,
     *,
     batch_size: int,
     capacity: int | str | Sequence[int | str] | None = None,
@@ -315,19 +317,14 @@ def plan(
     """
     for name, number in {"devices": devices, "hosts": hosts}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    request = make_request(
-        module,
-        plain_criterion(criterion),
-        inputs,
-        targets,
+    setup = Setup(
         optimizer=optimizer,
         precision=precision,
         layout="replicas" if hosts == 1 else "ddp",
         devices=devices * hosts,
         device_kind=device_kind,
-        dim=dim,
-        scalar=scalar,
     )
+    request = make_request(Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar), setup)
     if capacity is None and (capacity := request.kind.capacity) is None:
         raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
     limits = parse_each(capacity, devices) * hosts
@@ -372,11 +369,12 @@ def _remarks(option: Option) -> tuple[str, ...]:
     lines = next(iter(option.traced.values()))
     parts = parts_at_peak(lines, 0, option.request.row_step)
     texts = []
-    for saving in savings_of("by hand", "optimizer"):
-        if saving.bytes_of is not None and option.request.with_savings([saving]) is None and (size := saving.bytes_of(parts)):
-            texts.append(f"{saving.name} saves {format_bytes(size)} ({saving.cost})")
-        elif saving.change is None and saving.bytes_of is None:
-            texts.append(f"{saving.name} ({saving.cost})")
+    for planned in savings_of("by hand", "optimizer"):
+        name, cost = planned.saving.name, planned.saving.cost
+        if planned.bytes_of is not None and (size := planned.bytes_of(parts)):
+            texts.append(f"{name} saves {format_bytes(size)} ({cost})")
+        elif planned.change is None and planned.bytes_of is None:
+            texts.append(f"{name} ({cost})")
     return tuple(texts)
 
 
@@ -398,38 +396,41 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool, is_m
     A module that ``is_meta`` gets memory first.
     """
     chosen = plan.chosen
-    functions = [find_saving(name) for name in chosen.savings]
-    settings = "".join(f", {saving.name}" for saving in functions if not saving.lines)
-    blocks = [line for saving in functions if saving.surround for line in saving.lines]
+    functions = [planned for planned in PLANNED if planned.saving.name in chosen.savings]
+    settings = "".join(f", {planned.saving.name}" for planned in functions if not planned.lines)
+    of_module = [line for planned in functions if planned.saving.change_module for line in planned.lines]
+    of_optimizer = [line for planned in functions if planned.saving.change_optimizer for line in planned.lines]
+    blocks = [line for planned in functions if planned.saving.surround for line in planned.lines]
     maker = OptimizerChoice(optimizer, foreach=False)
     name = f"torch.optim.{maker.name}" if getattr(torch.optim, maker.name, None) is maker.plain_make else maker.name
     learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
-    parallel: dict[str, Any] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
+    parallel: dict[str, object] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
     parallel |= {"dim": plan.dim} if plan.dim else {}
     parallel |= {"strategy": chosen.layout, "precision": chosen.precision} if chosen.layout != "replicas" else {}
-    training: dict[str, Any] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
+    training: dict[str, object] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
     is_balanced = chosen.balanced_optimizer
     arguments = f"model, {name}, {learned}" if is_balanced else learned
-    names = ["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced]
+    names = sorted(["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced])
+    names += ["savings"] if any(planned.lines for planned in functions) else []
     hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
     launch = f"# torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
     torchrun = [f"{launch}; every rank passes its own rows, {plan.batch_size} in all"]
     return (
         *(torchrun if chosen.layout != "replicas" else []),
         "import torch",
-        f"from balanced_parallel import {', '.join([*sorted(names), *['savings'] * any(saving.lines for saving in functions)])}",
+        f"from balanced_parallel import {', '.join(names)}",
         "",
         *([MATERIALIZE] if is_meta else []),
-        *(line for saving in functions if saving.change_module for line in saving.lines),
+        *of_module,
         f"model, criterion = parallelize(module, criterion{_text(parallel)})",
         f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(maker.settings)}{settings})",
-        *(line for saving in functions if saving.change_optimizer for line in saving.lines),
+        *of_optimizer,
         f"step = TrainStep(model, criterion, optimizer{_text(training)})",
         *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),
     )
 
 
-def _text(settings: Mapping[str, Any]) -> str:
+def _text(settings: Mapping[str, object]) -> str:
     """Returns keyword arguments as they are written, without those that have their defaults."""
     texts = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in settings.items()}
     return "".join(f", {name}={text}" for name, text in texts.items() if text != '"fp32"')
@@ -438,7 +439,7 @@ def _text(settings: Mapping[str, Any]) -> str:
 class SurroundedStep(TrainStep):
     """A :class:`TrainStep` inside of the savings that surround an update."""
 
-    savings: tuple[str, ...] = ()
+    savings: Sequence[Saving] = ()
 
     @contextlib.contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, contextlib.ExitStack]]:

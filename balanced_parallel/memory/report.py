@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 from ..runtime.values import UNITS, check_number, format_bytes, parse_each
 from .lines import Lines, most_that_fit, trace_exactly
-from .trace.layouts import Request
+from .problem import Request
 
 _HOLDERS = 12  # of a peak, the largest
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, overrides
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch has no public module of fake tensors
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base class of batch norms
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
@@ -212,11 +212,6 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS
 
 # The tables of the hooks of a module's backward, and of those before it.
 backward_hooks_of: Callable[[nn.Module], tuple[HookTable, HookTable]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Returns True for a tensor of an estimate, which has a shape and no memory. The compiler's fake tensors are others."""
-    return isinstance(tensor, FakeTensor) and not torch.compiler.is_compiling()
 
 
 def shared_id(module: nn.Module) -> int:

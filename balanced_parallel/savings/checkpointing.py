@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import buffers_of, children_of, parameters_of, versions
 from ..runtime.values import check_type
-from .saving import Saving
 
 EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
 
@@ -47,7 +46,7 @@ def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Modu
     return names
 
 
-def _kind(module: Any) -> Any:
+def _kind(module: nn.Module) -> Any:
     return module.made_from[0] if isinstance(module, Checkpointed) else type(module)
 
 
@@ -56,7 +55,7 @@ class Checkpointed:
 
     made_from: tuple[Any, int, bool]  # the class of the module, its number of segments, and True if they are selective
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Returns the parts for ``pickle`` and ``copy``, which do not find a class that was made at run time."""
         parts: Any = super().__reduce_ex__(protocol)
         return _new, self.made_from, *parts[2:]
@@ -72,7 +71,7 @@ def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
     """Returns a checkpointed subclass. A ``forward`` set on the instance would still run the original after a copy."""
 
     @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         settings: dict[str, Any] = {"name": kind.__name__, "selective": selective}
         if segments == 1:
             return run_checkpointed([self], functools.partial(kind.forward, self), args, kwargs, **settings)
@@ -92,7 +91,7 @@ def _segment_places(module: nn.Module, segments: int) -> list[tuple[int, int]]:
     return [(start, start + size) for start in range(0, size * (segments - 1), size)]
 
 
-def _run_layers(layers: Iterable[nn.Module], value: Any) -> Any:
+def _run_layers(layers: Iterable[nn.Module], value: object) -> object:
     for layer in layers:
         value = layer(value)
     return value
@@ -159,7 +158,7 @@ def checkpoint_activations(
         for child in dict.fromkeys(modules[name] for name in names):
             child.__class__ = _checkpointed(_kind(child), 1, selective)
         return CheckpointHandle([modules[name] for name in names], tuple(names))
-    sequentials = _outermost_sequentials(module)
+    sequentials = outermost_sequentials(module)
     if not sequentials:
         raise ValueError(f"{type(module).__name__} has neither repeated blocks nor an nn.Sequential to checkpoint, {EXPECTED}")
     parts: list[str] = []
@@ -170,7 +169,8 @@ def checkpoint_activations(
     return CheckpointHandle(list(sequentials.values()), tuple(parts))
 
 
-def _outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
+def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns each ``nn.Sequential`` of several modules that is not inside of another one, by name."""
     sequentials: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         is_outermost = not any(name.startswith(f"{other}." if other else "") for other in sequentials)
@@ -189,7 +189,7 @@ def run_checkpointed(
         return function(*args, **kwargs)
     leaves = without_empty_cache(leaves, name)
 
-    def run(*again: Any) -> Any:
+    def run(*again: object) -> object:
         positional, named = rebuild(list(again))
         return function(*positional, **named)
 
@@ -214,7 +214,7 @@ def run_checkpointed(
 class _Rerun:
     """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
 
-    def __init__(self, owners: list[nn.Module], devices: list[torch.device], inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, owners: list[nn.Module], devices: list[torch.device], inner: AbstractContextManager[object]) -> None:
         self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
         self._random = RandomState(devices)
         self._inner = inner
@@ -222,7 +222,9 @@ class _Rerun:
         self._entered: list[ExitStack] = []
 
     @classmethod
-    def contexts(cls, owners: list[nn.Module], devices: list[torch.device], selective: bool) -> tuple[Any, "_Rerun"]:
+    def contexts(
+        cls, owners: list[nn.Module], devices: list[torch.device], selective: bool
+    ) -> tuple[AbstractContextManager[None], "_Rerun"]:
         """Returns the contexts of the first run of a forward, and of each further one."""
         first, again = _make_selective() if selective else noop_context_fn()
         if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
@@ -231,7 +233,7 @@ class _Rerun:
         return rerun.first_run(first), rerun
 
     @contextmanager
-    def first_run(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    def first_run(self, inner: AbstractContextManager[object]) -> Iterator[None]:
         """Records the buffers that the block writes to, with their values before."""
         before = []
         for owner, buffers in self._owners:
@@ -266,7 +268,7 @@ class _Rerun:
 _MULTIPLICATIONS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")}
 
 
-def _keep_expensive(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_expensive(_context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_expensive, place = operator in _MULTIPLICATIONS, torch_private.ATTENTION_KERNELS.get(operator)
     if place is not None:  # attention that draws random numbers has to run again, to draw them again
         is_expensive = not (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
@@ -279,14 +281,14 @@ _make_selective = functools.partial(create_selective_checkpoint_contexts, _keep_
 _CACHE = "get_seq_length"  # of a cache of transformers
 
 
-def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
+def without_empty_cache(leaves: list[Any], name: str) -> list[object]:
     """Returns the arguments of a block with None in place of a cache, to which a recomputation would append once more.
 
     Keys of earlier tokens change the result, so such a cache is refused. The first tensor has the shape ``[rows, tokens, ...]``.
     """
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
     tokens = 0 if hidden is None else hidden.shape[1]
-    outputs: list[Any] = []
+    outputs: list[object] = []
     for leaf in leaves:
         length = leaf.get_seq_length() if hasattr(leaf, _CACHE) else None
         if length not in (None, 0, tokens):  # blocks before this one may have appended the tokens of this call
@@ -296,28 +298,3 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
             )
         outputs.append(leaf if length is None else None)
     return outputs
-
-
-def _has_parts(step: Any) -> bool:
-    return bool(find_blocks(step.module) or _outermost_sequentials(step.module))
-
-
-SELECTIVE = Saving(
-    name="checkpoint_activations(selective=True)",
-    option="selective checkpoints",
-    cost="a second run of the cheap operations of these blocks",
-    order=300,
-    suits=_has_parts,
-    change_module=functools.partial(checkpoint_activations, selective=True),
-    lines=("savings.checkpoint_activations(module, selective=True)",),
-)
-CHECKPOINT = Saving(
-    name="checkpoint_activations",
-    option="checkpointed blocks",
-    cost="a second forward of these blocks",
-    order=310,
-    suits=_has_parts,
-    change_module=checkpoint_activations,
-    instead_of=(SELECTIVE.name,),
-    lines=("savings.checkpoint_activations(module)",),
-)

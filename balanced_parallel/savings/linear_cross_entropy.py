@@ -11,11 +11,9 @@ the model passes them on to its loss function in place of the logits.
 """
 
 import contextvars
-import copy
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..runtime.torch_private import is_traced, keeps_graph
-from .saving import Saving
+from ..runtime.torch_private import keeps_graph
 
 
 class LinearCrossEntropy(nn.Module):
@@ -66,7 +63,7 @@ class LinearCrossEntropy(nn.Module):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         reduction: str = "mean",
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -208,23 +205,18 @@ def _run(
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
         weight_there, bias_there = weight.to(dtype), None if bias is None else bias.to(dtype)
-        chunks = _chunks(hidden, weight, labels.target, factors)
-        linear: Callable[..., Tensor] = F.linear
-        if is_traced(hidden):
-            chunks = _one_chunk(hidden, weight, labels.target, factors, 1 + wanted[0] + wanted[1])
-            linear = _empty_linear
-        for rows, chunk, target, factor in chunks:
+        for rows, chunk, target, factor in _chunks(hidden, weight, labels.target, factors):
             chunk = chunk.to(dtype)
-            logits = linear(chunk, weight_there, bias_there).to(wide)
-            losses[rows] = _loss_and_gradient_(logits, labels._replace(target=target), any(wanted), factor)[: rows.stop]
+            logits = F.linear(chunk, weight_there, bias_there).to(wide)
+            _write(losses, rows, _loss_and_gradient_(logits, labels._replace(target=target), any(wanted), factor))
             gradient = logits.to(dtype)
             del logits  # a wider copy of the gradient
             if of_hidden is not None:
-                of_hidden[rows] = linear(gradient, weight_there.t())[: rows.stop]
+                _write(of_hidden, rows, F.linear(gradient, weight_there.t()))
             if of_weight is not None and wide == dtype:
                 of_weight.addmm_(gradient.t(), chunk)
             elif of_weight is not None:
-                of_weight += linear(gradient.t(), chunk.t())
+                of_weight += F.linear(gradient.t(), chunk.t())
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=wide)
             del gradient  # before the next logits are made
@@ -242,23 +234,8 @@ def _chunks(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | No
         yield rows, hidden[rows], target[rows], None if factors is None else factors[rows]
 
 
-traced_share = 0.0  # a traced batch as a part of the largest one that may come; 0 if that is not known
-
-
-def _one_chunk(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None, products: int) -> Chunks:
-    """Yields one chunk for a trace, as large as those of the largest batch: the operators of every number of rows are the same.
-
-    A product with a single result has the operations of all rows: ``products`` with the weight. Nothing is written.
-    """
-    size, operations = rows_per_chunk(weight.size(1)), len(hidden) * weight.numel() * products
-    size = min(size, math.ceil(len(hidden) / traced_share)) if traced_share else size
-    torch.mm(hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1))
-    factor = None if factors is None else factors[:1].expand(size)
-    yield slice(0, 0), hidden[:1].expand(size, -1), target[:1].expand(size), factor
-
-
-def _empty_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return rows.new_empty(len(rows), len(weight))
+def _write(results: Tensor, rows: slice, values: Tensor) -> None:
+    results[rows] = values
 
 
 def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:
@@ -284,29 +261,6 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
         if uniform:
             logits.addr_(uniform * counts * scale, class_weight, alpha=-1)
     return losses.masked_fill_(ignored, 0)  # of rows that may be nan
-
-
-def _without_logits(step: Any) -> dict[str, Any] | None:
-    """Puts the last linear layer into a :class:`LinearCrossEntropy`, if the loss of the step follows one."""
-    module = copy.deepcopy(step.module)
-    linear = [name for name, child in module.named_modules() if type(child) is nn.Linear and name]
-    if type(step.criterion) is not nn.CrossEntropyLoss or not linear:
-        return None
-    path, _, name = linear[-1].rpartition(".")
-    head: Any = module.get_submodule(linear[-1])
-    setattr(module.get_submodule(path), name, nn.Identity())
-    fused = LinearCrossEntropy(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
-    return {"module": module, "criterion": fused}
-
-
-FUSED_HEAD = Saving(
-    name="LinearCrossEntropy",
-    option="loss without logits",
-    cost="nothing; the logits do not exist",
-    order=210,
-    stage="by hand",
-    change=_without_logits,
-)
 
 
 def replace_lm_head(model: Any) -> None:
@@ -373,7 +327,7 @@ class _Call:
         num_items_in_batch: Tensor | float | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """Computes what ``ForCausalLMLoss`` of transformers does, with hidden states in place of logits."""
         if self.head is None or logits is not self.hidden:
@@ -427,7 +381,7 @@ def _change_heads(model: Any, name: str) -> None:
         layer.__class__ = _Head
 
 
-def _check_loss(function: Any, name: str) -> None:
+def _check_loss(function: object, name: str) -> None:
     if getattr(function, "__name__", "") != "ForCausalLMLoss":
         raise TypeError(f"the loss function of {name} is {function!r}, expected ForCausalLMLoss of transformers")
 
@@ -438,7 +392,7 @@ def _class_without_logits(kind: Any) -> Any:
     signature = inspect.signature(kind.forward)
 
     @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         if signature.bind(self, *args, **kwargs).arguments.get("labels") is None:
             return kind.forward(self, *args, **kwargs)
         _check_loss(kind.loss_function.fget(self), kind.__name__)
@@ -455,20 +409,9 @@ def _class_without_logits(kind: Any) -> Any:
             return tuple(entry for entry in result if entry is not call.hidden)
         return type(result)(**{name: entry for name, entry in result.items() if entry is not call.hidden})
 
-    def get_loss_function(self: Any) -> Any:
+    def get_loss_function(self: object) -> object:
         call = _running.get()
         return kind.loss_function.fget(self) if call is None else call.loss
 
     body = {"forward": forward, "loss_function": property(get_loss_function, kind.loss_function.fset)}
     return type(kind.__name__, (WithoutLogits, kind), {**body, "__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-LOGITS = Saving(
-    name="replace_lm_head",
-    option="loss without logits",
-    cost="nothing; the logits do not exist",
-    order=200,
-    suits=lambda step: "labels" in step.inputs.kwargs,
-    change_module=replace_lm_head,
-    lines=("savings.replace_lm_head(module)",),
-)

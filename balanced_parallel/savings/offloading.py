@@ -24,16 +24,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..runtime.devices import current_stream, on_device
-from ..runtime.torch_private import StorageReference, base_of, is_sharded, is_traced, map_tensors, versions
+from ..runtime.torch_private import StorageReference, base_of, is_sharded, map_tensors, versions
 from ..runtime.values import parse_bytes
-from .saving import Saving
 
 AHEAD = 2
 
@@ -167,6 +166,8 @@ class Offloaded(NamedTuple):
 class Offload:
     """The hooks of one block. Workers of replicas and threads of autograd call them at the same time."""
 
+    kinds: tuple[type, ...] = (Tensor, nn.Parameter)  # classes of tensors that can be copied as bytes
+
     def __init__(self, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self._lock = threading.Lock()
@@ -236,7 +237,7 @@ class Offload:
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
         parameter = isinstance(base_of(tensor), nn.Parameter)
-        plain = (type(tensor) in (Tensor, nn.Parameter) or is_traced(tensor)) and tensor.layout == torch.strided
+        plain = type(tensor) in self.kinds and tensor.layout == torch.strided
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
         return tensor.untyped_storage().nbytes() < self.min_bytes
@@ -247,63 +248,6 @@ def _modified(shape: torch.Size) -> RuntimeError:
         f"a tensor of shape {tuple(shape)} that the backward needs was modified by an in-place operation after the forward saved "
         "it: replace the operation by one that is not in place"
     )
-
-
-class _TracedOffload(Offload):
-    """The hooks of one block on fake devices, which have one stream each. Everything on it is in order."""
-
-    def __init__(self, host: torch.device) -> None:
-        super().__init__(parse_bytes(MIN_BYTES))
-        self._host = host
-
-    def stream_of(self, device: torch.device) -> Any:
-        return None if device == self._host else _STREAM
-
-    def refer(self, storage: torch.UntypedStorage) -> Hashable:
-        return weakref.ref(storage)  # lets the Python object of a storage end, whose end a trace counts as a release
-
-    def make_link(self, device: torch.device) -> Link:
-        return _TracedLink(device, _STREAM, self._host)
-
-    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
-        # a view: the fake mode keeps every storage that ``set_`` was given
-        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
-
-
-class _TracedLink(Link):
-    def __init__(self, device: torch.device, side: Any, host: torch.device) -> None:
-        super().__init__(device, side)
-        self._host = host
-
-    def bytes_of(self, tensor: Tensor) -> Tensor:
-        count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
-
-    def empty_on_host(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._host)
-
-
-class _Stream(contextlib.nullcontext[None]):
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self) -> "_Stream":
-        return self
-
-
-_STREAM = _Stream()
-
-
-OFFLOAD = Saving(
-    name="offload_activations",
-    option="offloaded activations",
-    cost="traffic to the host and back",
-    order=400,
-    suits=lambda step: step.kind.like_cuda,  # nothing is offloaded from a CPU
-    surround=lambda host: offload_activations() if host is None else _TracedOffload(host).surrounding(),
-    lines=("with savings.offload_activations():",),
-)
 
 
 def offload_optimizer(optimizer: Optimizer) -> None:
@@ -340,7 +284,7 @@ def offload_optimizer(optimizer: Optimizer) -> None:
         raise TypeError("the parameters are shards of FSDP2, expected whole ones: the ranks share the state already")
     if is_offloaded(optimizer):
         raise ValueError("the state of this optimizer is on the host already, expected one call of offload_optimizer")
-    _HostStep(optimizer)
+    HostStep(optimizer)
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
@@ -348,14 +292,16 @@ def is_offloaded(optimizer: Optimizer) -> bool:
     return optimizer in _offloaded
 
 
+# A set of this process: torch has no public list of an optimizer's hooks, which a copy of the optimizer does not have either.
 _offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
-class _HostStep:
-    """The hooks of an optimizer, and the copies of its parameters on the host. In a trace, ``host`` is a fake device."""
+class HostStep:
+    """The hooks of an optimizer, and the copies of its parameters on the host."""
 
-    def __init__(self, optimizer: Optimizer, host: torch.device | None = None) -> None:
-        self._is_traced, self._host = host is not None, host or torch.device("cpu")
+    host = torch.device("cpu")
+
+    def __init__(self, optimizer: Optimizer) -> None:
         self._copies: dict[Tensor, Tensor] = {}
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
@@ -364,7 +310,7 @@ class _HostStep:
         _offloaded.add(optimizer)
 
     @torch.no_grad()
-    def _begin(self, optimizer: Optimizer, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+    def _begin(self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]) -> None:
         if any(value is not None for value in (*arguments[1:], settings.get("closure"))):
             raise TypeError("step() got a closure, whose backward does not reach the copies on the host: expected step()")
         self._to_host(optimizer)
@@ -373,7 +319,7 @@ class _HostStep:
             copy.grad = self._gradient(parameter)
 
     @torch.no_grad()
-    def _end(self, optimizer: Optimizer, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+    def _end(self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]) -> None:
         self._to_devices(optimizer)
         for parameter, copy in self._copies.items():
             if copy.grad is not None:
@@ -382,24 +328,28 @@ class _HostStep:
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
-            return None if gradient is None else gradient.to(self._host)
-        return self._empty(gradient).copy_(gradient)
+            return None if gradient is None else gradient.to(self.host)
+        return self.empty(gradient).copy_(gradient)
 
-    def _empty(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=self._host, pin_memory=not self._is_traced)
+    def empty(self, tensor: Tensor) -> Tensor:
+        """Allocates pinned memory of the host for a copy of a tensor."""
+        return torch.empty_like(tensor, device=self.host, pin_memory=True)
 
-    def _to_host(self, optimizer: Optimizer, state_dict: Any = None) -> None:
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Returns True for a tensor that needs no copy on the host."""
+        return tensor.is_cpu
+
+    def _to_host(self, optimizer: Optimizer, state_dict: object = None) -> None:
         """Lets copies take the place of the parameters, in the groups and as keys of the state."""
         self._to_devices(optimizer)  # after a step that raised an error
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
-            is_there = parameter.device == self._host if self._is_traced else parameter.is_cpu
-            if not is_there and parameter not in self._copies:
-                self._copies[parameter] = nn.Parameter(self._empty(parameter.detach()), parameter.requires_grad)
+            if not self.is_on_host(parameter) and parameter not in self._copies:
+                self._copies[parameter] = nn.Parameter(self.empty(parameter.detach()), parameter.requires_grad)
         _replace(optimizer, self._copies)
         for copy in self._copies.values():
             if copy in optimizer.state:
-                optimizer.state[copy] = map_tensors(lambda tensor: tensor.to(self._host), optimizer.state[copy])
+                optimizer.state[copy] = map_tensors(lambda tensor: tensor.to(self.host), optimizer.state[copy])
 
     def _to_devices(self, optimizer: Optimizer) -> None:
         _replace(optimizer, {copy: parameter for parameter, copy in self._copies.items()})
@@ -412,15 +362,3 @@ def _replace(optimizer: Optimizer, others: dict[Tensor, Tensor]) -> None:
     state = {others.get(key, key): value for key, value in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
-
-
-OFFLOAD_OPTIMIZER = Saving(
-    name="offload_optimizer",
-    option="optimizer on the host",
-    cost="traffic of gradients and parameters; the CPU updates",
-    order=105,
-    stage="layout",
-    suits=lambda step: step.kind.like_cuda and not step.balanced and not step.layout.is_sharded,
-    change_optimizer=_HostStep,
-    lines=("savings.offload_optimizer(optimizer)",),
-)

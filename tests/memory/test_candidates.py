@@ -9,8 +9,9 @@ from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import memory, simulate
-from balanced_parallel.memory import candidates
-from balanced_parallel.savings.saving import all_savings
+from balanced_parallel.memory import candidates, planning
+from balanced_parallel.memory import savings as savings_of_plans
+from balanced_parallel.savings import saving
 
 WIDTH = 64
 
@@ -199,16 +200,24 @@ def test_the_number_of_devices_is_solved_for():
 
 
 @pytest.mark.slow
-def test_a_new_saving_is_one_object(monkeypatch):
+def test_a_new_saving_is_two_objects(monkeypatch):
     """It is tried, skipped or chosen, and its lines are written, although nothing else knows it."""
-    from balanced_parallel.savings import saving
 
     def shrink(module):
         module.layers = module.layers[:1]
 
     line = "module.layers = module.layers[:1]"
-    fewer = saving.Saving("shrink", "fewer layers", "another model", 305, change_module=shrink, lines=(line,))
-    monkeypatch.setattr(saving, "all_savings", lambda: tuple(sorted((*all_savings(), fewer), key=lambda each: each.order)))
+    fewer = saving.Saving("shrink", "fewer layers", "another model", change_module=shrink)
+    place = next(place for place, each in enumerate(savings_of_plans.PLANNED) if each.saving is saving.CHECKPOINT)
+    with_fewer = (
+        *savings_of_plans.PLANNED[:place],
+        savings_of_plans.PlannedSaving(fewer, lines=(line,)),
+        *savings_of_plans.PLANNED[place:],
+    )
+    for module in (savings_of_plans, planning):
+        monkeypatch.setattr(module, "PLANNED", with_fewer)
+    for module in (saving, savings_of_plans):
+        monkeypatch.setattr(module, "SAVINGS", (*saving.SAVINGS, fewer))
     plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity=int(0.4 * STATE), batch_size=64, device_kind="sim")
     assert "fewer layers" in plan.chosen.name
     assert line in plan.lines

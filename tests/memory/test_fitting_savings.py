@@ -11,7 +11,7 @@ from torch import nn
 from balanced_parallel import memory, simulate
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory.fitting import saved_bytes
-from balanced_parallel.savings.saving import all_savings
+from balanced_parallel.memory.savings import PLANNED
 
 
 def table_of(problem, devices=1, **settings):
@@ -21,8 +21,8 @@ def table_of(problem, devices=1, **settings):
     settings |= {"devices": devices, "layout": layout, "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(16), **settings)
     peak = max(report.allocated)
-    saved = saved_bytes(report.batches.request, 16, peak, all_savings())
-    return peak, {saving.name: size for saving, size in saved.items()}
+    saved = saved_bytes(report.batches.request, 16, peak, PLANNED)
+    return peak, {planned.saving.name: size for planned, size in saved.items()}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_bytes_are_those_of_simulated_devices(table):
 def test_every_saving_that_suits_the_step_is_traced(table):
     _, saved = table
     _, several = table_of("perceptron", devices=2)
-    assert list(several) == [saving.name for saving in all_savings() if saving.name in several]
+    assert list(several) == [each.saving.name for each in PLANNED if each.saving.name in several]
     assert several["BalancedOptimizer"] > 0
     assert several['strategy="fsdp"'] > 0
     assert several["offload_optimizer"] > 0
@@ -75,7 +75,7 @@ def test_the_command_prints_the_table(nets, capsys):
     traced = [re.split(" {2,}", row)[0] for row in rows]
     start, _, names = others.strip().partition(": ")
     assert start == "not traced for this step"
-    assert sorted([*traced, *names.split(", ")]) == sorted(saving.name for saving in all_savings())
+    assert sorted([*traced, *names.split(", ")]) == sorted(each.saving.name for each in PLANNED)
     assert "another optimizer: SGD" not in traced
     assert main(["tricks", *flags, "--json", "--devices", "2"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ class Block:
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
 
 
+@dataclass(frozen=True)
+class Trace:
+    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and has ``flops`` operations."""
+
+    rows: int
+    micro_batches: int
+    blocks: list[Block]
+    events: list[int]
+    marks: dict[str, int]
+    flops: int
+
+
 MAYBE = "workspace of cuDNN"  # memory that is taken or not: not part of a report but of its upper bound
 _GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
@@ -63,7 +76,7 @@ class Count(TorchDispatchMode):
         self.flops = 0
         self.values = Values()
         self.assumed = ""  # what the last operator that selects by values was assumed to find
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._node: int | None = None  # the one that runs in a backward
         self._older = 0  # blocks that were there before it
         self._reused: tuple[int, int] | None = None  # a block, and the place of its release among the events
@@ -78,7 +91,9 @@ class Count(TorchDispatchMode):
         finally:
             self._is_paused = before
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if func is _DEVICE:  # every access to .device: two thirds of all calls
             fake = args[0]
             if type(fake) is FakeTensor and not fake.fake_mode.in_kernel_invocation:
@@ -103,7 +118,7 @@ class Count(TorchDispatchMode):
         for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
-        if func in IN_PLACE:
+        if func in IN_PLACE and isinstance(result, Tensor):
             self._reuse(func, args[0], result)
         if (
             func in MATRIX_PRODUCTS
@@ -117,7 +132,7 @@ class Count(TorchDispatchMode):
         self._take(convolution_workspace(func, args, result) if self.fuses else 0, MAYBE, func, args)
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         result = answer(func, args, kwargs, self.scalar, _user_line)
         if result is NotImplemented:
             return func(*args, **kwargs)
@@ -126,7 +141,7 @@ class Count(TorchDispatchMode):
             self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
         return result
 
-    def _take(self, size: int, kind: str, func: Any, args: Any) -> None:
+    def _take(self, size: int, kind: str, func: object, args: Sequence[Any]) -> None:
         """Records memory that an operator allocates, and releases before it returns."""
         if size:
             self.blocks.append(Block(str(args[0].device), size, kind, str(func), *_where(self.names)))
@@ -142,14 +157,14 @@ class Count(TorchDispatchMode):
             elif kind != "temporaries":
                 self.blocks[entry[1] - 1].kind = kind
 
-    def resize(self, storage: Any) -> None:
+    def resize(self, storage: torch.UntypedStorage) -> None:
         """Records another size of a storage."""
         if (entry := self._live.get(storage_id(storage))) is not None:
             block = self.blocks[entry[1] - 1]
             self._release(storage_id(storage))
             self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
 
-    def see_all(self, tensors: Iterable[Any], kind: str) -> None:
+    def see_all(self, tensors: Iterable[object], kind: str) -> None:
         """Records each tensor among ``tensors``."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -170,7 +185,7 @@ class Count(TorchDispatchMode):
         """Names the next event."""
         self.marks[name] = len(self.events)
 
-    def _reuse(self, func: Any, argument: Tensor, result: Tensor) -> None:
+    def _reuse(self, func: object, argument: Tensor, result: Tensor) -> None:
         """Takes the memory of ``argument`` for ``result`` if it is released before the next operator: not that of a view."""
         if argument._is_view() or argument.layout != torch.strided or result.layout != torch.strided:
             return
@@ -179,7 +194,7 @@ class Count(TorchDispatchMode):
         if has_result and is_in_place(func, is_of_node=old > self._older):
             self._reused = old, place
 
-    def _allocate(self, storage: Any, block: Block) -> None:
+    def _allocate(self, storage: torch.UntypedStorage, block: Block) -> None:
         key = storage_id(storage)
         block.stream = int(on_side_stream())
         self.blocks.append(block)
@@ -192,7 +207,7 @@ class Count(TorchDispatchMode):
         self.events.insert(place if reused == number else len(self.events), -number)
 
 
-def _storages(tensor: Tensor) -> list[Any]:
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if is_sharded(tensor):
         return _storages(tensor._local_tensor)
     if tensor.layout == torch.sparse_coo:
@@ -209,7 +224,7 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
     node = current_node()
     if node is not None:
         return "", f"backward: {node.name()}"
-    frame: Any = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (module and line):
         code = frame.f_code
         if not line and not code.co_filename.startswith((_TORCH, _HERE, "<")):
@@ -224,7 +239,7 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
 
 def _user_line() -> str:
     """Returns the line of the model or the criterion that reads a value; empty if an optimizer or this package does."""
-    frame: Any = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     line = ""
     while frame is not None:
         name = frame.f_code.co_filename

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 from ...batch.containers import map_leaves
 from ...batch.rows import Along, count_rows, map_marked, take
 from ...runtime.torch_private import leaves_of_tree, shared_id
-from ...savings import linear_cross_entropy
 from .allocations import Count
 from .values import is_small
 
@@ -35,7 +34,7 @@ from .values import is_small
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on ``device``. Ties stay."""
 
-    def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
+    def fake(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
         if id(tensor) not in memo:
             memo[id(tensor)] = fake_like(tensor, mode, device)
         return memo[id(tensor)]
@@ -47,7 +46,7 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
             return copy.deepcopy(thing, _shared(thing))
 
 
-def _shared(thing: Any) -> dict[int, Any]:
+def _shared(thing: object) -> dict[int, object]:
     """Returns a memo for ``deepcopy`` that shares attributes of modules, except modules, tensors and plain containers."""
     copied = (nn.Module, Tensor, list, dict, tuple, set)
     parts = thing if isinstance(thing, tuple) else (thing,)
@@ -56,7 +55,7 @@ def _shared(thing: Any) -> dict[int, Any]:
     return {id(value): value for value in values}
 
 
-def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Any:
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Returns a tensor without memory, like another one but for its device."""
     settings: dict[str, Any] = {"dtype": tensor.dtype, "device": device}
     with mode, torch.no_grad():
@@ -69,10 +68,10 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Any
         return copied.requires_grad_(tensor.requires_grad)
 
 
-def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int, count: Count) -> Any:
+def fake_batch(batch: object, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int, count: Count) -> Any:
     """Returns a fake copy of ``batch`` as :func:`with_rows` makes it. ``count`` gets the values of small ones."""
 
-    def fake(leaf: Any) -> Any:
+    def fake(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         copied = fake_like(leaf, mode, device)
@@ -83,13 +82,13 @@ def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: tor
     return map_marked(fake, with_rows(batch, rows, of, dim))
 
 
-def with_rows(batch: Any, rows: int, of: int, dim: int) -> Any:
+def with_rows(batch: object, rows: int, of: int, dim: int) -> Any:
     """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``. Tensors are on the meta device.
 
     Those that are small, and lists, repeat their rows.
     """
 
-    def resize(leaf: Any, dim: int = dim) -> Any:
+    def resize(leaf: object, dim: int = dim) -> object:
         if type(leaf) is Along:
             return Along(resize(leaf.leaf, leaf.dim), leaf.dim)
         if not (present := count_rows(leaf, dim)):
@@ -104,7 +103,7 @@ def with_rows(batch: Any, rows: int, of: int, dim: int) -> Any:
     return map_leaves(resize, batch)
 
 
-def names_of(modules: Mapping[str, Any]) -> dict[int, str]:
+def names_of(modules: Mapping[str, object]) -> dict[int, str]:
     """Returns the names of all modules under some roots, by :func:`shared_id`."""
     names: dict[int, str] = {}
     for root, part in modules.items():
@@ -146,7 +145,7 @@ def undisturbed() -> Iterator[None]:
                 gc.enable()
 
 
-Context = contextlib.AbstractContextManager[Any]
+Context = contextlib.AbstractContextManager[object]
 
 
 def counting_random_states(count: Count) -> Context:
@@ -165,7 +164,7 @@ def counting_resizes(count: Count) -> Context:
     """Records storages of FSDP, which frees and allocates them by a change of their size."""
     before = torch.UntypedStorage.resize_
 
-    def resize(storage: Any, size: int) -> Any:
+    def resize(storage: torch.UntypedStorage, size: int) -> object:
         result = before(storage, size)
         count.resize(storage)
         return result
@@ -177,9 +176,10 @@ def shapes_of_shards_uncounted(count: Count) -> Context:
     """Leaves out the operators that ``DTensor`` runs on whole fake tensors to learn shapes. No public hook surrounds them."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator  # there is no public name
 
-    compute: Any = ShardingPropagator._propagate_tensor_meta_non_cached  # the function that the hook would surround
+    # The hook would surround this function.
+    compute: Callable[..., object] = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def compute_uncounted(*args: Any) -> Any:
+    def compute_uncounted(*args: object) -> object:
         with count.paused():
             return compute(*args)
 
@@ -188,9 +188,9 @@ def shapes_of_shards_uncounted(count: Count) -> Context:
 
 def devices_that_mix() -> Context:
     """Lets an operator mix fake tensors of ``cpu``, such as ``torch.tensor(data, device="cpu:1")``, and ``cpu:1``."""
-    find: Any = FakeTensor._find_common_device  # the hook that is missing
+    find: Callable[..., object] = FakeTensor._find_common_device  # the hook that is missing
 
-    def find_common_device(func: Any, args: Any) -> Any:
+    def find_common_device(func: object, args: object) -> object:
         try:
             return find(func, args)
         except RuntimeError:  # two devices; a FakeTensorDeviceMismatchError from torch 2.13 on
@@ -214,11 +214,6 @@ def rows_of_one_sequence() -> Context:
     return patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
-def part_of_batch(share: float) -> Context:
-    """Tells the loss without logits that the traced batch is this part of the largest one, which may be less than a chunk."""
-    return patch.object(linear_cross_entropy, "traced_share", share)
-
-
 FORKS = sys.platform == "linux"
 PATIENCE = 20.0  # seconds
 
@@ -230,7 +225,7 @@ class Child:
     fork, and if the child hangs: a fork copies locks that other threads hold, and nothing releases them there.
     """
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], object]) -> None:
         self._function, self._process = function, 0
         if not FORKS:
             return
@@ -244,7 +239,7 @@ class Child:
             _serve(function, end)
         end.close()
 
-    def start(self, value: Any) -> Callable[[], Any]:
+    def start(self, value: object) -> Callable[[], Any]:
         """Starts a call. Returns a function that waits for it, and returns its result or its exception."""
         if self._process:
             self._connection.send(value)
@@ -258,7 +253,7 @@ class Child:
             self._connection.close()
             self._process = 0
 
-    def _finish(self, value: Any) -> Any:
+    def _finish(self, value: object) -> Any:
         if self._process and not _answers(self._connection, self._process):
             self.close()
         if not self._process:
@@ -288,7 +283,7 @@ def runs_in_parent_only(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "Autograd-and-Fork" in str(error)
 
 
-def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
+def _serve(function: Callable[[Any], object], connection: Connection) -> None:
     """Answers until the parent closes the connection, and ends this process without running exit handlers."""
     status = 1
     try:
@@ -299,7 +294,7 @@ def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
             while True:
                 value = connection.recv()
                 try:
-                    result: Any = function(value)
+                    result: object = function(value)
                 except BaseException as error:  # noqa: BLE001 - the parent raises it
                     result = error
                 connection.send_bytes(_pickled(result))
@@ -308,7 +303,7 @@ def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
         os._exit(status)
 
 
-def _pickled(result: Any) -> bytes:
+def _pickled(result: object) -> bytes:
     try:
         message = pickle.dumps(result)
         if isinstance(result, BaseException):

@@ -1,8 +1,7 @@
-"""One step to trace, and the layouts that run it on fake devices: one class each, with the facts that an estimate needs.
+"""The layouts that run a request on fake devices: one class each, with the facts that an estimate needs.
 
 ::
 
-    Request           a step as data: module, criterion, batch, optimizer, layout, devices
     SingleDevice      the plain program, and what all layouts share
       DDP             one rank; its reducer is written in C++ and does not run on fake tensors, so this class imitates it
       FSDP            one rank of torch's FSDP2, on a process group that sends nothing
@@ -13,9 +12,9 @@ two passes, or in one, as in :class:`TrainStep`.
 """
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -32,17 +31,16 @@ from ...loss.criterion import DataParallelCriterion
 from ...loss.kinds import MeansInside
 from ...loss.sums import add_up
 from ...optim.balanced import BalancedOptimizer, Recipe, assign_owners, is_elementwise, refuse_closures
+from ...replicas.buckets import BucketOwners, make_buckets
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
-from ...runtime.torch_private import leaves_of_tree
 from ...runtime.values import Precision
-from ...savings.saving import Saving
 from ...strategies.fsdp import shard
-from ..devices import DeviceKind
 from ..operators import UnknownMemory
+from ..problem import Layout, Request, TracedBatch
 from .fakes import HOME, fake_devices
 
 
@@ -50,6 +48,7 @@ from .fakes import HOME, fake_devices
 class OptimizerChoice:
     """The optimizer of an update, to be made. ``foreach`` selects the multi-tensor kernels, torch's default on a GPU."""
 
+    has_state: ClassVar[bool] = False
     make: Callable[..., torch.optim.Optimizer]
     foreach: bool
 
@@ -73,7 +72,7 @@ class OptimizerChoice:
         """True for classes that are not elementwise, such as Muon and Adafactor: shards are not enough for them."""
         return isinstance(self.plain_make, type) and not is_elementwise(self.plain_make)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerChoice":
+    def __deepcopy__(self, memo: dict[int, object]) -> "OptimizerChoice":
         return self  # its settings keep their values in a trace
 
     def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
@@ -117,20 +116,10 @@ def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> N
                 group["foreach"] = True
 
 
-def refuse_merges(optimizers: Iterable[torch.optim.Optimizer], gradients: Iterable[Any]) -> None:
-    """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients, as all do but SGD without momentum."""
-    if not any(isinstance(each, Tensor) and each.layout == torch.sparse_coo for each in gradients):
-        return
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
-            raise UnknownMemory(
-                f"{type(optimizer).__name__} merges the rows of a sparse gradient, and how many differ depends on values: give "
-                "memory.estimate the module with sparse=False, or SGD without momentum"
-            )
-
-
 class ExistingOptimizers:
     """The optimizers of a step with their state, of which a trace has fake copies. Balanced ones are made anew there."""
+
+    has_state: ClassVar[bool] = True
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], foreach: bool) -> None:
         self.foreach = foreach
@@ -163,68 +152,6 @@ class ExistingOptimizers:
             group["capturable"] = False  # torch refuses it for the CPUs of a trace
         use_kernels(inner, self.foreach)
         return optimizers
-
-
-@dataclass(frozen=True)
-class Request:
-    """One update to trace."""
-
-    module: torch.nn.Module
-    criterion: Callable[..., Any]
-    inputs: Arguments
-    targets: tuple[Any, ...]  # the arguments of the criterion after the output
-    rows: int
-    optimizer: OptimizerChoice | ExistingOptimizers
-    precision: str
-    micro_batches: int
-    layout: "type[SingleDevice]"
-    devices: int
-    balanced: bool
-    split: tuple[float, ...] | None
-    kind: DeviceKind
-    dim: int
-    scalar: int | float | bool | None  # the result of every read of a tensor's value in the module
-    savings: tuple[str, ...] = ()
-    update_rows: int | None = None  # over all devices of a process; None for those of the batch
-    whole_gradients: bool = False  # of FSDP, until the last micro-batch
-
-    @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows of the largest micro-batch over all devices of a process."""
-        return -(-self.rows // self.micro_batches)
-
-    @property
-    def rows_of_update(self) -> int:
-        """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True`` needs."""
-        ranks = self.devices if self.layout.is_distributed else 1
-        return (self.update_rows or self.rows) * ranks
-
-    @property
-    def row_step(self) -> int:
-        """Numbers of rows are rounded up to a multiple of this, so that all devices have as many."""
-        return 1 if self.split is not None else self.layout.devices_per_process(self.devices)
-
-    def round_up(self, rows: int) -> int:
-        """Returns the next multiple of :attr:`row_step`."""
-        return -(-rows // self.row_step) * self.row_step
-
-    def with_savings(self, savings: Iterable[Saving]) -> "Request | None":
-        """Returns the request with all of ``savings``, or None if one of them does not suit it."""
-        request = self
-        for saving in savings:
-            if (changes := saving.changes(request)) is None:
-                return None
-            layout = LAYOUTS[changes.get("layout", request.layout.name)]
-            request = dataclasses.replace(request, **{**changes, "layout": layout})
-        return request
-
-    @property
-    def traced_devices(self) -> list[int]:
-        """The traced device that stands for each of the devices."""
-        return [0] * self.devices if self.layout.is_distributed else list(range(self.devices))
-
-
-TracedBatch = tuple[Arguments, tuple[Any, ...]]
 
 
 def plain_criterion(criterion: Any) -> Any:
@@ -284,6 +211,7 @@ def _rows(piece: Arguments) -> int:
 
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Tensor)
 
 
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
@@ -294,44 +222,41 @@ def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.
 class TracedModel(DataParallelModel):
     """A :class:`DataParallelModel` of a fake module on fake devices."""
 
-    def __init__(self, module: nn.Module, replicas: Replicas, request: "Request") -> None:
+    def __init__(self, module: nn.Module, replicas: Replicas, request: Request) -> None:
         nn.Module.__init__(self)
         devices = fake_devices(request.devices)
         self._set_up(devices, replicas, request.dim, request.precision, request.split)
         self.module = module
 
 
-class SingleDevice:
+class SingleDevice(Layout):
     """The plain program on one device, and the base of the other layouts. An instance runs one update on fake tensors."""
 
-    name: ClassVar[str] = "single"
-    is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
-    batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
-    takes_several_devices: ClassVar[bool] = False
-    takes_balanced_optimizer: ClassVar[bool] = False
-    is_sharded: ClassVar[bool] = False  # the parameters are DTensors
+    name = "single"
     replicas: Sequence[Replicas] = ()  # of the model and of the criterion
 
-    @classmethod
-    def devices_per_process(cls, devices: int) -> int:
-        """Returns the number of devices over which a process divides the rows of its batch."""
-        return 1 if cls.is_distributed else devices
-
-    def __init__(self, request: Request, module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
         of_criterion: Iterable[Tensor] = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
-        self.buckets: list[Tensor] = []  # flat tensors of the communication, allocated once
+        self.buckets = []
         self.optimizers = self.make_optimizers()
+
+    @classmethod
+    def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
+        """Yields the parameters that the busiest rank owns."""
+        if request.devices > 1 and request.balanced:
+            _, owned = busiest_owner(trained(request.module.parameters()), request.devices)
+            yield from (((), parameter) for parameter in owned)
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
         optimizer = self.request.optimizer
         return optimizer.balanced(self.module, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
 
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             (output,) = self.outputs(arguments)
@@ -379,20 +304,20 @@ class SingleDevice:
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
-        return contextlib.nullcontext()
-
-    def window(self) -> contextlib.AbstractContextManager[Any]:
-        """Surrounds an update, in which parameters are written to by the optimizer alone."""
-        return contextlib.nullcontext()
-
     def zero_grad(self) -> None:
         """Begins an update."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def gradients(self) -> Iterator[Any]:
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns the optimizers of torch."""
+        return inner_optimizers(self.optimizers)
+
+    def copies(self) -> Iterator[Tensor]:
+        """Yields the copies of the parameters on other devices."""
+        return copies_of(self.replicas)
+
+    def gradients(self) -> Iterator[Tensor | None]:
         """Yields every gradient that exists, those that the replicas hold too."""
         return gradients_of(self.parameters, self.replicas, self.optimizers)
 
@@ -418,13 +343,6 @@ def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
         yield from tensors
 
 
-def states_of(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Any]:
-    """Yields the state of every parameter in the optimizers."""
-    for optimizer in inner_optimizers(optimizers):
-        for state in optimizer.state.values():
-            yield from leaves_of_tree(state)
-
-
 class ReplicaLayout(SingleDevice):
     """:class:`DataParallelModel` and :class:`DataParallelCriterion` of this package."""
 
@@ -433,12 +351,22 @@ class ReplicaLayout(SingleDevice):
     batch_on_host = True
     takes_balanced_optimizer = True
 
-    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         # gradients on devices with streams live until another stream has read them
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
         self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], request)
         super().__init__(request, TracedModel(module, self.replicas[0], request), criterion)
+
+    @classmethod
+    def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
+        """Yields the pieces of the parameters by bucket and owner."""
+        if request.devices > 1:
+            owners = fake_devices(request.devices if request.balanced else 1)
+            for bucket in make_buckets(trained(request.module.parameters())):
+                parts: list[dict[torch.device, Tensor]] = [dict.fromkeys(owners, parameter) for parameter in bucket.parameters]
+                for piece in BucketOwners(bucket.parameters, parts).pieces:
+                    yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter
 
     def coupled_criterion(self) -> Any:
         """Returns the criterion on fake devices."""
@@ -448,16 +376,16 @@ class ReplicaLayout(SingleDevice):
         """Runs the forward of one micro-batch."""
         return self.module(*arguments.inputs, **arguments.kwargs)
 
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+    def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
         total: Tensor = self.parallel_criterion(self.outputs(arguments), *targets)
         return total
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Leaves gradients with the replicas."""
         return window(self.module, self.parallel_criterion, deferred=True)
 
-    def window(self) -> contextlib.AbstractContextManager[Any]:
+    def window(self) -> AbstractContextManager[None]:
         """Refreshes the copies of the parameters once."""
         return window(self.module, self.parallel_criterion, in_step=True)
 
@@ -474,10 +402,10 @@ class DDP(SingleDevice):
     takes_several_devices = True
     takes_balanced_optimizer = True
 
-    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
-        parameters = self._trained if request.devices > 1 else []
+        parameters = trained(self.parameters) if request.devices > 1 else []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
             flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device)
@@ -488,10 +416,12 @@ class DDP(SingleDevice):
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the parameters that the rank owns."""
-        _, owned = busiest_owner(self._trained, self.request.devices) if self.request.balanced else (0, self.parameters)
+        owned = self.parameters
+        if self.request.balanced:
+            _, owned = busiest_owner(trained(owned), self.request.devices)
         return self.request.optimizer.plain(owned)
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""
         for parameter, view in self._views.items():
             if parameter.grad is None:
@@ -503,10 +433,6 @@ class DDP(SingleDevice):
         super().zero_grad()
         if self.request.balanced:  # zero_grad() of a balanced optimizer covers the parameters of all ranks
             self.module.zero_grad()
-
-    @property
-    def _trained(self) -> list[Tensor]:
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
 def copy_gradient(view: Tensor, parameter: Tensor) -> None:
@@ -525,7 +451,7 @@ class FSDP(SingleDevice):
     takes_balanced_optimizer = True
     is_sharded = True
 
-    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend, in private code only
@@ -536,8 +462,7 @@ class FSDP(SingleDevice):
                 "layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere"
             )
         with _disable_current_modes():
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            rank, _ = busiest_owner(trained, request.devices) if request.balanced else (0, trained)
+            rank, _ = busiest_owner(trained(module.parameters()), request.devices) if request.balanced else (0, [])
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
         self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
@@ -558,6 +483,11 @@ class FSDP(SingleDevice):
 
 
 LAYOUTS: dict[str, type[SingleDevice]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
+
+
+def trained(parameters: Iterable[P]) -> list[P]:
+    """Returns the parameters that get gradients."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def busiest_owner(parameters: Sequence[Tensor], ranks: int) -> tuple[int, list[Tensor]]:

@@ -18,21 +18,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from ...replicas.buckets import BucketOwners, make_buckets
 from ...runtime.torch_private import children_of, parameters_of
-from .allocations import Block
-from .fakes import fake_devices
-from .layouts import ReplicaLayout, Request, busiest_owner
+from ..problem import Request
+from .allocations import Block, Trace
 
 FEWEST = 3  # blocks in the shorter of two traces: one of them is neither the first nor the last
 SHORTEST = 8  # a shorter stack is traced as it is: this takes as long as seven blocks
-T = TypeVar("T")
 _COUNT = re.compile(r"(^|_)(num|n)_?(hidden_|encoder_|decoder_)?(layers?|blocks?)$|^depth$")
 
 
@@ -225,7 +222,7 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Ent
 _MARKS = ("first", "second", "backward", "update")  # in their order
 
 
-def entries_of(trace: Any, stack: Stack) -> list[Entry]:
+def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
     """Returns the allocations and the marks of a trace in their order."""
     marks = sorted(trace.marks, key=lambda name: (trace.marks[name], _MARKS.index(name)), reverse=True)
     entries: list[Entry] = []
@@ -244,7 +241,7 @@ def entries_of(trace: Any, stack: Stack) -> list[Entry]:
     return entries
 
 
-def replace_entries(trace: T, entries: Sequence[Entry], flops: int) -> T:
+def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace:
     """Returns a trace with other allocations and operations."""
     released: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
     blocks: list[Block] = []
@@ -259,7 +256,7 @@ def replace_entries(trace: T, entries: Sequence[Entry], flops: int) -> T:
             if entry.released is not None:
                 released[entry.released].append(-len(blocks))
         events += released.pop(place, [])
-    return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)  # type: ignore[type-var]
+    return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:
@@ -275,17 +272,8 @@ def divides_evenly(request: Request, stack: Stack) -> bool:
 
 
 def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:
-    """Yields the pieces of the parameters: by bucket and owner, or those of the rank with the most."""
+    """Yields the pieces of the parameters."""
     names = {id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()}
-    parameters = [parameter for parameter in request.module.parameters() if parameter.requires_grad]
-    owners = fake_devices(request.devices if request.balanced else 1)
-    if request.devices > 1 and request.layout is ReplicaLayout:
-        for bucket in make_buckets(parameters):
-            for piece in BucketOwners(bucket.parameters, [dict.fromkeys(owners, each) for each in bucket.parameters]).pieces:
-                name, number = names[id(piece.parameter)]
-                yield Entry((name, piece.index == 0, piece.owner, piece.values.numel()), number)
-    elif request.devices > 1 and request.balanced:
-        _, owned = busiest_owner(parameters, request.devices)
-        for parameter in owned:
-            name, number = names[id(parameter)]
-            yield Entry((name,), number)
+    for facts, parameter in request.layout.pieces(request):
+        name, number = names[id(parameter)]
+        yield Entry((name, *facts), number)

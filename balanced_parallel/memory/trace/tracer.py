@@ -7,8 +7,7 @@ import gc
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,32 +17,23 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.optim import Optimizer
 
 from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch, move_leaves
-from ...savings.saving import around_update, change_module, change_optimizers
+from ...runtime.torch_private import leaves_of_tree
+from ...savings.saving import Saving, around_update, change_module, change_optimizers
 from ..operators import CUDA_KERNELS, HINT, VALUE_KERNELS, UnknownMemory, autograd_kernels, cuda_choices
+from ..problem import Layout, Request, TracedBatch
 from . import fakes
-from .allocations import Block, Count
+from .allocations import Count, Trace
+from .doubles import one_chunk, traced_savings
 from .fakes import HOME, Child, host_of
-from .layouts import ExistingOptimizers, Request, SingleDevice, TracedBatch, copies_of, inner_optimizers, refuse_merges, states_of
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 Job = tuple[Request, int]  # the rows of a micro-batch
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and has ``flops`` operations."""
-
-    rows: int
-    micro_batches: int
-    blocks: list[Block]
-    events: list[int]
-    marks: dict[str, int]
-    flops: int
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
@@ -130,7 +120,7 @@ def _trace(request: Request, rows: int) -> Trace:
 def _trace_repeated(request: Request, rows: int) -> Trace | None:
     """Returns the trace of a module with many equal blocks, from traces with few of them; None if they do not show it."""
     stack = find_stack(request.module)
-    if stack is None or isinstance(request.optimizer, ExistingOptimizers) or not divides_evenly(request, stack):
+    if stack is None or request.optimizer.has_state or not divides_evenly(request, stack):
         return None
     # a block of FSDP2 is released while the next but one is gathered; offloaded inputs of checkpoints wait for two more blocks
     waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
@@ -161,8 +151,10 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
     if cut:
         cut[0].correct_counts(module, cut[1])
     request = dataclasses.replace(request, optimizer=optimizer)
+    host = host_of(request.devices) if request.kind.like_cuda else None  # nothing is offloaded from a CPU
+    savings = traced_savings(request.savings, host)
     with fakes.undisturbed():
-        change_module(module, request.savings)
+        change_module(module, savings)
     whole = rows * request.micro_batches
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
@@ -172,18 +164,20 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         fakes.undisturbed(),
         fakes.devices_that_mix(),
         fakes.rows_of_one_sequence(),
-        fakes.part_of_batch(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
+        one_chunk(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
         autograd_kernels(CUDA_KERNELS | VALUE_KERNELS),
         choices,
         mode,
         _unknown_memory(count),
     ):
-        _run(request, count, module, criterion, batch, rows)
+        _run(request, count, module, criterion, batch, rows, savings)
     traced = min(request.micro_batches, TRACED)
     return Trace(rows, traced, count.blocks, count.events, count.marks, count.flops)
 
 
-def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:
+def _run(
+    request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int, savings: list[Saving]
+) -> None:
     arguments, targets = batch
     count.see_all((leaf for _, leaf in leaves(move_leaves(batch, None))), "inputs")
     modules = [part for part in (module, criterion) if isinstance(part, torch.nn.Module)]
@@ -193,7 +187,6 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
     pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
     micro_batches = pieces[:TRACED]
-    host = host_of(request.devices) if request.kind.like_cuda else None  # nothing is offloaded from a CPU
     with (
         count,
         fakes.counting_resizes(count),
@@ -202,7 +195,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
     ):
         with count.paused() if is_sharded else contextlib.nullcontext():  # whole parameters, released before the first update
             layout = request.layout(request, module, criterion)
-        change_optimizers(layout.optimizers, request.savings, host)
+        change_optimizers(layout.optimizers, savings)
         count.see_all(_tensors_of(modules), "parameters")
         try:
             # the first update makes the state of the optimizer
@@ -210,8 +203,10 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
                 gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
                 count.mark(name)
                 count.flops = 0
-                with around_update(request.savings, host), layout.window():
-                    _update(layout, count, update, host)
+                with around_update(savings), layout.window():
+                    _update(layout, count, update)
+                if request.kind.like_cuda:
+                    _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
         finally:
             layout.close()
 
@@ -220,7 +215,7 @@ def _tensors_of(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
-def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch], host: torch.device | None) -> None:
+def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> None:
     count.see_all(layout.buckets, "communication buckets")
     layout.zero_grad()
     losses = layout.losses(micro_batches)
@@ -229,20 +224,42 @@ def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch]
         with layout.accumulating() if losses else contextlib.nullcontext():
             loss = compute()
             count.turn("temporaries", "saved activations")
-            count.see_all(copies_of(layout.replicas), "parameters")
+            count.see_all(layout.copies(), "parameters")
             count.mark("backward")
             loss.backward()
             count.see_all(layout.gradients(), "gradients")
             del loss, compute
     count.mark("update")
-    refuse_merges(layout.optimizers, layout.gradients())
+    _refuse_merges(layout.optimizers, layout.gradients())
     for optimizer in layout.optimizers:
         optimizer.step()
-    count.see_all(states_of(layout.optimizers), "optimizer state")
-    on_host = [each for each in inner_optimizers(layout.optimizers) if not each.param_groups[0].get("fused")]
-    for state in states_of(on_host):
-        if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
-            count.move(state, host)  # the step count of AdamW, which stays on the host
+    count.see_all(states_of(layout.inner_optimizers()), "optimizer state")
+
+
+def states_of(optimizers: Iterable[Optimizer]) -> Iterator[object]:
+    """Yields the state of every parameter in optimizers of torch."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            yield from leaves_of_tree(state)
+
+
+def _move_counts(optimizers: Iterable[Optimizer], count: Count, host: torch.device) -> None:
+    """Moves the step counts of AdamW, which stay on the host."""
+    for state in states_of(each for each in optimizers if not each.param_groups[0].get("fused")):
+        if isinstance(state, torch.Tensor) and state.dim() == 0:
+            count.move(state, host)
+
+
+def _refuse_merges(optimizers: Iterable[Optimizer], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients, as all do but SGD without momentum."""
+    if not any(each is not None and each.layout == torch.sparse_coo for each in gradients):
+        return
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
+            raise UnknownMemory(
+                f"{type(optimizer).__name__} merges the rows of a sparse gradient, and how many differ depends on values: give "
+                "memory.estimate the module with sparse=False, or SGD without momentum"
+            )
 
 
 def _ordered(events: list[int]) -> list[int]:

@@ -35,7 +35,7 @@ class Values:
         """Keeps the values of a fake tensor."""
         self._real[fake] = real.clone()
 
-    def follow(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def follow(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], run: Callable[[], object]) -> object:
         """Returns what ``run`` returns for an operator. If all values are known, a number, or a result of any size, is theirs."""
 
         tensors, writes = _tensors((args, kwargs)), func._schema.is_mutable
@@ -57,14 +57,14 @@ class Values:
                     self._real[leaf] = real
         return result
 
-    def _forget(self, tree: Any) -> None:
+    def _forget(self, tree: object) -> None:
         """Forgets the values of tensors, and of all that share their storage."""
         written = {_storage(leaf) for leaf in _tensors(tree) if leaf in self._real}
         for fake in [fake for fake in self._real if _storage(fake) in written]:
             del self._real[fake]
 
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def value(tensor: Tensor) -> Any:
+    def _compute(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        def value(tensor: Tensor) -> object:
             return self._real.get(tensor, tensor)
 
         with _disable_current_modes():
@@ -75,7 +75,7 @@ def _storage(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in leaves_of_tree(tree) if isinstance(leaf, Tensor)]
 
 

@@ -1,0 +1,161 @@
+"""A problem, and the request to trace one update of it, both as data.
+
+::
+
+    Problem    module, criterion and batch, as a user gives them
+    Request    the same for one update: with its optimizer, its layout over devices, and its savings
+    Layout     a class that runs such an update on fake devices; ``trace/layouts.py`` has those of this package
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..batch.rows import Arguments, as_arguments, count_rows
+from .devices import DeviceKind
+from .trace.fakes import with_rows
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of :func:`estimate` and :func:`plan` that say what is computed."""
+
+    module: nn.Module
+    criterion: Callable[..., Tensor]
+    inputs: object
+    targets: object
+    dim: int = 0
+    scalar: int | float | bool | None = None  # the result of every read of a tensor's value in the module
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch, which has some."""
+        if rows := count_rows(as_arguments(self.inputs), self.dim):
+            return rows
+        raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {self.dim}")
+
+    def with_rows(self, rows: int) -> "Problem":
+        """Returns the problem with ``rows`` rows in its batch."""
+        inputs, targets = with_rows((self.inputs, self.targets), rows, self.rows, self.dim)
+        return dataclasses.replace(self, inputs=inputs, targets=targets)
+
+
+TracedBatch = tuple[Arguments, tuple[object, ...]]
+
+
+class Layout(Protocol):
+    """One update on fake devices, and the facts about its kind that an estimate needs."""
+
+    name: ClassVar[str]
+    is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
+    batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
+    takes_several_devices: ClassVar[bool] = False
+    takes_balanced_optimizer: ClassVar[bool] = False
+    is_sharded: ClassVar[bool] = False  # the parameters are DTensors
+    buckets: list[Tensor]  # flat tensors of the communication, allocated once
+    optimizers: list[Optimizer]
+
+    def __init__(self, request: "Request", module: nn.Module, criterion: Callable[..., Tensor]) -> None: ...
+
+    @classmethod
+    def devices_per_process(cls, devices: int) -> int:
+        """Returns the number of devices over which a process divides the rows of its batch."""
+        return 1 if cls.is_distributed else devices
+
+    @classmethod
+    def pieces(cls, request: "Request") -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
+        """Yields a parameter for each of its pieces on devices or ranks that own it, with the facts that tell pieces apart."""
+        ...
+
+    def inner_optimizers(self) -> list[Optimizer]:
+        """Returns the optimizers of torch, those inside of balanced ones."""
+        ...
+
+    def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
+        """Begins an update. Returns a function for the loss of each micro-batch."""
+        ...
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
+        return nullcontext()
+
+    def window(self) -> AbstractContextManager[None]:
+        """Surrounds an update, in which parameters are written to by the optimizer alone."""
+        return nullcontext()
+
+    def zero_grad(self) -> None:
+        """Begins an update."""
+
+    def copies(self) -> Iterator[Tensor]:
+        """Yields the copies of the parameters on other devices."""
+        ...
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        """Yields every gradient that exists, those that the replicas hold too."""
+        ...
+
+    def close(self) -> None:
+        """Ends the process group of the layout, if it has one."""
+
+
+class OptimizerMaker(Protocol):
+    """The optimizers of an update, which a trace makes once there are parameters."""
+
+    has_state: ClassVar[bool]
+
+    def plain(self, parameters: Iterable[Tensor]) -> list[Optimizer]:
+        """Makes the optimizers."""
+        ...
+
+    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[Optimizer]:
+        """Makes the optimizers, with a :class:`BalancedOptimizer` for ``model``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Problem):
+    """One update of a problem to trace. Inputs and targets are arguments of the module, and of the criterion after the output."""
+
+    inputs: Arguments
+    targets: tuple[object, ...]
+    optimizer: OptimizerMaker
+    precision: str
+    micro_batches: int
+    layout: type[Layout]
+    devices: int
+    balanced: bool
+    split: tuple[float, ...] | None
+    kind: DeviceKind
+    savings: tuple[str, ...] = ()
+    update_rows: int | None = None  # over all devices of a process; None for those of the batch
+    whole_gradients: bool = False  # of FSDP, until the last micro-batch
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of the largest micro-batch over all devices of a process."""
+        return -(-self.rows // self.micro_batches)
+
+    @property
+    def rows_of_update(self) -> int:
+        """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True`` needs."""
+        ranks = self.devices if self.layout.is_distributed else 1
+        return (self.update_rows or self.rows) * ranks
+
+    @property
+    def row_step(self) -> int:
+        """Numbers of rows are rounded up to a multiple of this, so that all devices have as many."""
+        return 1 if self.split is not None else self.layout.devices_per_process(self.devices)
+
+    def round_up(self, rows: int) -> int:
+        """Returns the next multiple of :attr:`row_step`."""
+        return -(-rows // self.row_step) * self.row_step
+
+    @property
+    def traced_devices(self) -> list[int]:
+        """The traced device that stands for each of the devices."""
+        return [0] * self.devices if self.layout.is_distributed else list(range(self.devices))

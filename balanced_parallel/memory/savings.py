@@ -1,0 +1,223 @@
+"""The savings that a plan knows: those of ``savings/``, those to apply by hand, and which updates they suit.
+
+:data:`PLANNED` has them in their order. ``memory.plan`` tries them, the command ``tricks`` measures each, and ``memory.fit``
+advises them. A saving without an entry is never tried.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn, optim
+
+from ..savings import saving as applied
+from ..savings.checkpointing import find_blocks, outermost_sequentials
+from ..savings.linear_cross_entropy import LinearCrossEntropy
+from ..savings.saving import SAVINGS, Saving
+from .problem import Request
+from .trace.layouts import FSDP, OptimizerChoice
+
+# Where a plan tries it: how devices share the work, what leaves the result as it is, what rounds otherwise, other optimizers.
+# The last kind is a change of the user's program, which a plan only names.
+Stage = Literal["layout", "exact", "arithmetic", "optimizer", "by hand"]
+
+
+@dataclass(frozen=True)
+class PlannedSaving:
+    """A saving as a plan sees it.
+
+    Attributes:
+        saving: its name, its cost, and the functions that apply it.
+        stage: where a plan tries it.
+        suits: returns True for a request that it can be added to.
+        change: returns the request with it. ``None`` for a function, whose name is added, and for what no trace can run.
+        instead_of: names of savings that it replaces.
+        lines: the lines of a program that apply it to ``module``. Without them, the name is an argument of the optimizer.
+        bytes_of: for a saving that no trace can run: the bytes that it saves, from the parts of the peak.
+    """
+
+    saving: Saving
+    stage: Stage = "exact"
+    suits: Callable[[Request], bool] = lambda request: True
+    change: Callable[[Request], Request] | None = None
+    instead_of: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    bytes_of: Callable[[Mapping[str, int]], int] | None = None
+
+    def apply(self, request: Request) -> Request | None:
+        """Returns the request with the saving, or None if it does not suit it, or is applied already."""
+        if not self.suits(request):
+            return None
+        if self.change is not None:
+            return self.change(request)
+        if not self.saving.is_function or self.saving.name in request.savings:
+            return None
+        return dataclasses.replace(request, savings=sorted_names([*request.savings, self.saving.name]))
+
+
+def with_savings(request: Request, savings: Iterable[PlannedSaving]) -> Request | None:
+    """Returns the request with all of ``savings``, or None if one of them does not suit it."""
+    for saving in savings:
+        if (changed := saving.apply(request)) is None:
+            return None
+        request = changed
+    return request
+
+
+def savings_of(*stages: Stage) -> list[PlannedSaving]:
+    """Returns the savings of these stages, in their order."""
+    return [planned for planned in PLANNED if planned.stage in stages]
+
+
+def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of functions in the order in which they are applied, if a trace can apply all of them."""
+    requested = [names] if isinstance(names, str) else list(names)
+    functions = [saving.name for saving in SAVINGS if saving.is_function]
+    for name in requested:
+        if name not in functions:
+            raise ValueError(f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(functions)}")
+    return tuple(name for name in functions if name in requested)
+
+
+def _is_spreadable(request: Request) -> bool:
+    return request.devices > 1 and request.layout.takes_balanced_optimizer and not request.balanced
+
+
+def _is_shardable(request: Request) -> bool:
+    return request.devices > 1 and not request.layout.is_sharded and not request.balanced
+
+
+def _shard(request: Request) -> Request:
+    optimizer = request.optimizer
+    balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters  # of matrices
+    return dataclasses.replace(request, layout=FSDP, split=None, balanced=balanced)
+
+
+def _has_whole_state(request: Request) -> bool:
+    return request.kind.like_cuda and not request.balanced and not request.layout.is_sharded
+
+
+def _makes_temporaries(classes: tuple[type[optim.Optimizer], ...], request: Request) -> bool:
+    """Returns True if the update makes one of ``classes``, which on a GPU have temporaries of all parameters by default."""
+    choice = request.optimizer
+    if not isinstance(choice, OptimizerChoice) or choice.plain_make not in classes:
+        return False
+    return request.kind.like_cuda and choice.settings.keys().isdisjoint(["fused", "foreach"])
+
+
+def _has_parts(request: Request) -> bool:
+    return bool(find_blocks(request.module) or outermost_sequentials(request.module))
+
+
+def _heads(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_modules() if type(child) is nn.Linear and name]
+
+
+def _remove_logits(request: Request) -> Request:
+    """Puts the last linear layer into a :class:`LinearCrossEntropy`."""
+    module = copy.deepcopy(request.module)
+    place = _heads(module)[-1]
+    path, _, name = place.rpartition(".")
+    head: Any = module.get_submodule(place)
+    setattr(module.get_submodule(path), name, nn.Identity())
+    criterion = LinearCrossEntropy(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    return dataclasses.replace(request, module=module, criterion=criterion)
+
+
+def _has_more_state(smaller: tuple[str, ...], request: Request) -> bool:
+    """Returns True for an optimizer that is not among those with as little state. Those of an existing step stay."""
+    choice = request.optimizer
+    if not isinstance(choice, OptimizerChoice) or choice.name in smaller:
+        return False
+    return choice.name != "SGD" or choice.plain([nn.Parameter(torch.zeros(1))])[0].param_groups[0]["momentum"] != 0
+
+
+def _use_optimizer(make: type[optim.Optimizer], request: Request) -> Request:
+    return dataclasses.replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
+
+
+SPREAD = PlannedSaving(applied.BALANCED, "layout", _is_spreadable, lambda request: dataclasses.replace(request, balanced=True))
+ON_HOST = PlannedSaving(applied.OFFLOAD_OPTIMIZER, "layout", _has_whole_state, lines=("savings.offload_optimizer(optimizer)",))
+SHARDS = PlannedSaving(applied.SHARDED, "layout", _is_shardable, _shard)
+PLANNED = (
+    PlannedSaving(
+        Saving("2 micro-batches", "micro-batches", "smaller kernels"),
+        "by hand",
+        change=lambda request: dataclasses.replace(request, micro_batches=2),
+    ),
+    *(SPREAD, ON_HOST, SHARDS),
+    PlannedSaving(applied.FUSED, suits=functools.partial(_makes_temporaries, (optim.Adam, optim.AdamW, optim.Adagrad))),
+    PlannedSaving(
+        applied.ONE_BY_ONE,
+        suits=functools.partial(_makes_temporaries, (optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta)),
+    ),
+    PlannedSaving(
+        applied.LOGITS,
+        suits=lambda request: "labels" in request.inputs.kwargs,
+        lines=("savings.replace_lm_head(module)",),
+    ),
+    PlannedSaving(
+        Saving("LinearCrossEntropy", applied.LOGITS.option, applied.LOGITS.cost),
+        "by hand",
+        suits=lambda request: type(request.criterion) is nn.CrossEntropyLoss and bool(_heads(request.module)),
+        change=_remove_logits,
+    ),
+    PlannedSaving(applied.SELECTIVE, suits=_has_parts, lines=("savings.checkpoint_activations(module, selective=True)",)),
+    PlannedSaving(
+        applied.CHECKPOINT,
+        suits=_has_parts,
+        instead_of=(applied.SELECTIVE.name,),
+        lines=("savings.checkpoint_activations(module)",),
+    ),
+    PlannedSaving(
+        Saving(
+            "nn.LeakyReLU(inplace=True)",
+            "activations in place",
+            "an error or other numbers where something else reads that input",
+        ),
+        "by hand",
+    ),
+    PlannedSaving(
+        Saving("register_post_accumulate_grad_hook", "updates in the backward", "no clipping, no accumulation"), "by hand"
+    ),
+    PlannedSaving(
+        applied.OFFLOAD,
+        suits=lambda request: request.kind.like_cuda,  # nothing is offloaded from a CPU
+        lines=("with savings.offload_activations():",),
+    ),
+    PlannedSaving(
+        applied.BF16,
+        "arithmetic",
+        suits=lambda request: request.precision == "fp32",
+        change=lambda request: dataclasses.replace(request, precision="bf16"),
+    ),
+    PlannedSaving(
+        applied.BF16_PARAMETERS,
+        "arithmetic",
+        suits=lambda request: (
+            request.precision != "fp16" and any(each.dtype == torch.float32 for each in request.module.parameters())
+        ),
+        lines=("module.to(torch.bfloat16)",),
+    ),
+    PlannedSaving(
+        Saving("another optimizer: SGD", "SGD", "another result", "another optimizer"),
+        "optimizer",
+        functools.partial(_has_more_state, ()),
+        functools.partial(_use_optimizer, optim.SGD),
+    ),
+    PlannedSaving(
+        Saving("another optimizer: Adafactor", "Adafactor", "another result", "another optimizer"),
+        "optimizer",
+        functools.partial(_has_more_state, ("Adafactor",)),
+        functools.partial(_use_optimizer, optim.Adafactor),
+    ),
+    PlannedSaving(
+        Saving("another optimizer: AdamW8bit", "AdamW8bit", "another result", "another optimizer"),
+        "optimizer",
+        bytes_of=lambda parts: parts["optimizer state"] * 3 // 4,
+    ),
+)

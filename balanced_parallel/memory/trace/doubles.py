@@ -1,0 +1,150 @@
+"""Savings on fake tensors: doubles of those that wait for streams of a device, read a device's kind, or loop over chunks.
+
+All others are applied as they are. The engine has no word of these doubles, which replace names of its modules in a trace.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # torch has no public module of fake tensors
+from torch.optim import Optimizer
+
+from ...runtime.values import parse_bytes
+from ...savings import linear_cross_entropy
+from ...savings.linear_cross_entropy import Chunks, Labels, rows_per_chunk
+from ...savings.offloading import MIN_BYTES, HostStep, Link, Offload, Offloaded
+from ...savings.saving import OFFLOAD, OFFLOAD_OPTIMIZER, Saving, find_savings
+
+
+def traced_savings(names: Iterable[str], host: torch.device | None) -> list[Saving]:
+    """Returns savings for a trace. ``host`` is the fake device of the host; without it, nothing is offloaded."""
+    savings = find_savings(names)
+    if host is None:
+        return savings
+    doubles = {
+        OFFLOAD: dataclasses.replace(OFFLOAD, surround=lambda: TracedOffload(host).surrounding()),
+        OFFLOAD_OPTIMIZER: dataclasses.replace(OFFLOAD_OPTIMIZER, change_optimizer=lambda each: TracedHostStep(each, host)),
+    }
+    return [doubles.get(saving, saving) for saving in savings]
+
+
+class TracedOffload(Offload):
+    """The hooks of one block on fake devices, which have one stream each. Everything on it is in order."""
+
+    kinds = (*Offload.kinds, FakeTensor)
+
+    def __init__(self, host: torch.device) -> None:
+        super().__init__(parse_bytes(MIN_BYTES))
+        self._host = host
+
+    def stream_of(self, device: torch.device) -> Any:
+        """Returns the stream of a device; None for the host."""
+        return None if device == self._host else _STREAM
+
+    def refer(self, storage: torch.UntypedStorage) -> Hashable:
+        """Returns a reference that lets the Python object of a storage end, whose end a trace counts as a release."""
+        return weakref.ref(storage)
+
+    def make_link(self, device: torch.device) -> Link:
+        """Makes the copies between a device and the host."""
+        return TracedLink(device, self._host)
+
+    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+        """Returns a saved tensor as a view: the fake mode keeps every storage that ``set_`` was given."""
+        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+
+class TracedLink(Link):
+    """The copies between a fake device and the host."""
+
+    def __init__(self, device: torch.device, host: torch.device) -> None:
+        side: Any = _STREAM
+        super().__init__(device, side)
+        self._host = host
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Returns a storage as bytes."""
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+    def empty_on_host(self, size: int) -> Tensor:
+        """Allocates bytes of the host."""
+        return torch.empty(size, dtype=torch.uint8, device=self._host)
+
+
+class _Stream(contextlib.nullcontext[None]):
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> "_Stream":
+        return self
+
+
+_STREAM = _Stream()
+
+
+class TracedHostStep(HostStep):
+    """The hooks of an optimizer whose parameters are on fake devices."""
+
+    def __init__(self, optimizer: Optimizer, host: torch.device) -> None:
+        self.host = host
+        super().__init__(optimizer)
+
+    def empty(self, tensor: Tensor) -> Tensor:
+        """Allocates memory of the host for a copy of a tensor."""
+        return torch.empty_like(tensor, device=self.host)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Returns True for a tensor that needs no copy on the host."""
+        return tensor.device == self.host
+
+
+@contextlib.contextmanager
+def one_chunk(share: float) -> Iterator[None]:
+    """Makes the loss without logits run one chunk, as large as those of the largest batch, whatever the number of rows.
+
+    The operators of every number of rows are the same. ``share`` is the traced batch as a part of the largest one; 0 if that is
+    not known. The names of the module are replaced for the whole process, since a replica's criterion has no word of the trace.
+    """
+    run = linear_cross_entropy._run
+
+    def run_one(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        dtype: torch.dtype,
+        wanted: tuple[bool, ...],
+        factors: Tensor | None,
+    ) -> object:
+        products = 1 + wanted[0] + wanted[1]
+        chunks = functools.partial(_one_chunk, share, products)
+        empty = SimpleNamespace(linear=_empty_linear)
+        with patch.multiple(linear_cross_entropy, _chunks=chunks, F=empty, _write=lambda *_: None):
+            return run(hidden, weight, bias, labels, dtype, wanted, factors)
+
+    with patch.object(linear_cross_entropy, "_run", run_one):
+        yield
+
+
+def _one_chunk(share: float, products: int, hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None) -> Chunks:
+    """Yields one chunk. A product with a single result has the operations of all rows: ``products`` with the weight."""
+    size, operations = rows_per_chunk(weight.size(1)), len(hidden) * weight.numel() * products
+    size = min(size, math.ceil(len(hidden) / share)) if share else size
+    torch.mm(hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1))
+    factor = None if factors is None else factors[:1].expand(size)
+    yield slice(0, size), hidden[:1].expand(size, -1), target[:1].expand(size), factor
+
+
+def _empty_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return rows.new_empty(len(rows), len(weight))
