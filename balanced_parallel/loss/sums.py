@@ -277,3 +277,13 @@ def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
         for loss in roots
     ]
     torch.autograd.backward(roots, gradients)
+
+
+def power_of_two(number: Weight) -> Weight:
+    """Returns the power of two nearest to a number, on a logarithmic scale; 1 for 0, negative and infinite ones."""
+    if not isinstance(number, Tensor):
+        return 2.0 ** round(math.log2(number)) if 0 < number < math.inf else 1.0
+    number = number.float()
+    mantissa, _ = torch.frexp(number)  # number = mantissa * 2**exponent, and 0.5 <= mantissa < 1
+    power = number / torch.where(mantissa < math.sqrt(0.5), 2 * mantissa, mantissa)
+    return torch.where((number > 0) & (number < math.inf), power, 1.0)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, ModelOfRows, Shard, count_rows, take
-from ..loss.sums import LossSum, Weight, add_up, hand_back
+from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import collectives, devices, row_random, torch_private
 from ..runtime.collectives import OnCollective
@@ -24,7 +24,7 @@ from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import is_compiled, is_differentiable
 from ..runtime.values import Precision
-from ..training.sync import GradientSync, UpdateSync, power_of_two
+from ..training.sync import GradientSync, UpdateSync
 
 
 class RowSettings(TypedDict, total=False):

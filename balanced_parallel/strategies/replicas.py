@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight, run_backward
+from ..loss.sums import LossSum, Weight, power_of_two, run_backward
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
 from ..runtime.torch_private import foreach_multiply_
 from ..training.settings import Settings
-from ..training.sync import GradientSync, UpdateSync, gradient_sync, power_of_two
+from ..training.sync import GradientSync, UpdateSync, gradient_sync
 
 
 class _ReplicaSync(GradientSync, UpdateSync):

@@ -24,7 +24,7 @@ from ..runtime.torch_private import TorchDispatchMode
 from ..savings.saving import advice
 from .settings import Settings
 from .snapshot import Snapshot, explain_writes, record_versions
-from .sync import GradientSync, UpdateSync
+from .sync import GradientSync
 from .update import Attempt, BatchRun, Forwards, Limit, Reduced
 
 _log = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ class Recovery:
     """Runs the batches of an update, and after an out of memory runs all of them again in smaller micro-batches.
 
     Args:
-        attempt: returns an attempt.
+        attempt: returns an attempt, with the synchronisation that it is given, or a new one.
         before: for the state that an attempt changes.
         limit: of micro-batches, which is lowered.
     """
 
     def __init__(
         self,
-        attempt: Callable[[UpdateSync], Attempt],
+        attempt: Callable[..., Attempt],
         strategy: GradientSync,
         forwards: Forwards,
         before: Snapshot,
@@ -62,7 +62,7 @@ class Recovery:
         self._is_local = False  # in a forward or a backward of this rank
         with RetriedAllocations():
             before.take()
-        self._work = attempt(strategy.open())
+        self._work = attempt()
 
     def add(self, run: BatchRun) -> None:
         """Runs a batch, unless memory was too small before."""

@@ -12,7 +12,7 @@ on each other goes through the plan twice.
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, cast, overload
 
@@ -205,18 +205,17 @@ class TrainStep:
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
         optimizers = ParameterUpdate(each_optimizer(self.optimizer), self._trained)
-        if self._by_row is not None:
-            open_work = functools.partial(self._open_work, optimizers)
-            return Update(NumberedRows(self._by_row, self._forwards, self._kind, open_work), optimizers)
-        return Update(self._open_work(optimizers), optimizers)
-
-    def _open_work(self, optimizers: ParameterUpdate) -> Work:
-        attempt = functools.partial(self._open_attempt, optimizers)
+        attempt: Callable[..., Attempt] = functools.partial(self._attempt, optimizers)
+        open_work: Callable[[], Work] = attempt
         if self._is_auto:
-            return Recovery(attempt, self._strategy, self._forwards, self._before_update, self._limit)
-        return attempt(self._strategy.open())
+            open_work = functools.partial(Recovery, attempt, self._strategy, self._forwards, self._before_update, self._limit)
+        if self._by_row is None:
+            return Update(open_work(), optimizers)
+        return Update(NumberedRows(self._by_row, self._forwards, self._kind, open_work), optimizers)
 
-    def _open_attempt(self, optimizers: ParameterUpdate, sync: UpdateSync) -> Attempt:
+    def _attempt(self, optimizers: ParameterUpdate, sync: UpdateSync | None = None) -> Attempt:
+        """Returns the work of one attempt at an update, with ``sync`` or a new synchronisation."""
+        sync = sync or self._strategy.open()
         optimizers.forget_gradients()
         accumulation = Accumulation(self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before)
         if self._kind.passes == 1:

@@ -1,21 +1,21 @@
-"""The protocol by which a strategy brings the gradients of an update together. ::
+"""The protocol by which a strategy brings the gradients of an update together.
 
-sync = gradient_sync(model, criterion).open()     # one for each update
-with sync.accumulating():
-    sync.backward(losses, divisor, None)          # micro-batches before the last
-sync.backward(losses, divisor, loss_sum)          # gradients are reduced while it runs
-loss_sum = sync.finish(loss_sum, settings)        # everything is summed
+The code below is one update::
+
+    sync = gradient_sync(model, criterion).open()
+    with sync.accumulating():
+        sync.backward(losses, divisor, None)          # micro-batches before the last
+    sync.backward(losses, divisor, loss_sum)          # gradients are reduced while it runs
+    loss_sum = sync.finish(loss_sum, settings)        # everything is summed
 """
 
 import abc
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
@@ -109,13 +109,3 @@ def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
     raise TypeError(
         f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns{advice}"
     )
-
-
-def power_of_two(number: Weight) -> Weight:
-    """Returns the power of two nearest to a number, on a logarithmic scale; 1 for 0, negative and infinite ones."""
-    if not isinstance(number, Tensor):
-        return 2.0 ** round(math.log2(number)) if 0 < number < math.inf else 1.0
-    number = number.float()
-    mantissa, _ = torch.frexp(number)  # number = mantissa * 2**exponent, and 0.5 <= mantissa < 1
-    power = number / torch.where(mantissa < math.sqrt(0.5), 2 * mantissa, mantissa)
-    return torch.where((number > 0) & (number < math.inf), power, 1.0)
