@@ -15,7 +15,7 @@ RUN = (
     "batch/test_outputs_gathering.py",
     "loss/test_overlap.py",
     "loss/test_sums_settings.py",
-    "training/test_accumulation.py",
+    "training/test_update_accumulation.py",
     "training/test_state.py",
     "training/test_update_hooks.py",
 )

@@ -197,7 +197,7 @@ def loss_in_parts(output: object, wrapped: DataParallelCriterion, targets: objec
         wrapped.float()
     output, targets = containers.map_leaves(_in_float32, (output, spread(targets)))
     whole, *cuts = _cuts(output, dims)
-    expected = scalar_of(wrapped.copies.run(ShardLoss.call, *wrapped.cut(whole, targets, {}))[0])
+    expected = scalar_of(wrapped.cut(whole, targets, {}).run(ShardLoss.call)[0])
     try:
         losses = [scalar_of(copy_of(wrapped)(parts, *targets)).to(expected) for parts in cuts]
     except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
@@ -221,7 +221,7 @@ def weight_in_parts(output: object, wrapped: DataParallelCriterion, targets: obj
     whole, first, others = (
         sum(flat_weights(count))
         for parts in (all_rows, first_row)
-        for count in wrapped.copies.run(weigh, *wrapped.cut(parts, spread(targets), {}))
+        for count in wrapped.cut(parts, spread(targets), {}).run(weigh)
     )
     if abs(first + others - whole) > _ROUNDING * whole:
         entries = len(spread(output))

@@ -1,10 +1,12 @@
 """Copies of a criterion on the devices of the outputs, and what calls of them have shown."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -139,104 +141,41 @@ def loss_of(result: object) -> Any:
     return result if isinstance(result, Tensor) else getattr(result, "loss", result)
 
 
+@dataclass(frozen=True, eq=False)
 class CriterionCopies:
-    """A criterion and its copies, one on the device of each output, which run functions of shards.
+    """A criterion and its copies, one on the device of each output.
 
-    ``checks`` and ``collectives`` note what the calls have shown. A second user of the criterion has notes of its own
-    (:meth:`without_notes`). Traces have no checks.
-
-    Args:
-        devices: the devices that outputs may be on; ``None`` allows all.
-        output_device: device of a loss; ``None`` is that of the first output.
-        dim: the dimension of the rows in targets that are not marked.
+    ``halves`` and ``collectives`` note what the calls have shown. A second user of the criterion has notes of its own
+    (:meth:`without_notes`). Traces do not compare halves.
     """
 
-    def __init__(
-        self,
-        criterion: Criterion,
-        devices: Sequence[torch.device] | None,
-        output_device: torch.device | None,
-        dim: int,
-        precision: Precision,
-        replicas: Replicas,
-        collectives: OwnCollectives,
-        checks: Checks | None,
-    ) -> None:
-        self.criterion, self.devices, self.output_device, self.dim = criterion, devices, output_device, dim
-        self.precision, self.replicas, self.collectives = precision, replicas, collectives
-        self._checks = checks
+    criterion: Criterion
+    devices: Sequence[torch.device] | None  # that outputs may be on; ``None`` allows all
+    output_device: torch.device | None  # of a loss; ``None`` is that of the first output
+    dim: int  # of the rows in targets that are not marked
+    precision: Precision
+    replicas: Replicas
+    collectives: OwnCollectives
+    halves: Checks | None
 
     def without_notes(self) -> "CriterionCopies":
         """Returns the same copies for another user."""
-        return CriterionCopies(
-            self.criterion,
-            self.devices,
-            self.output_device,
-            self.dim,
-            self.precision,
-            self.replicas,
-            self.collectives.anew(),
-            self._checks and Checks(),
-        )
+        return dataclasses.replace(self, collectives=self.collectives.anew(), halves=self.halves and Checks())
 
     @property
     def checks(self) -> Checks | None:
         """The times when a loss is compared with that of halves, or None for one that is averaged over the ranks."""
-        return None if self.collectives.is_used else self._checks
-
-    def agree(self, shards: Sequence[Shard]) -> None:
-        """Tells the other ranks whether this one has rows in its only call. All ranks call this."""
-        self.collectives.agree(int(any(shard.target_rows for shard in shards)))
+        return None if self.collectives.is_used else self.halves
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the criterion."""
         return list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
 
-    def run(
-        self,
-        function: Callable[[ShardLoss], T],
-        outputs: PerReplica,
-        shards: Sequence[Shard],
-        weights: Sequence[Any] | None = None,
-    ) -> list[T]:
-        """Returns the result of ``function`` for each replica, computed on the device of its output.
-
-        ``weights`` are passed on to the function.
-        """
-        devices = devices_of(outputs, self.devices)
-        weights = weights or [None] * len(shards)
-        with self.precision.autocast(devices), self.on(devices) as criteria:
-            replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            work = [functools.partial(self._run, function, *replica) for replica in replicas]
-            return self.replicas.run(work, devices, together=False)
-
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""
         with self.precision.autocast([device]), self.on([device]) as (criterion,):
             return self.replicas.run([functools.partial(function, criterion)], [device], together=False)[0]
-
-    def _run(
-        self,
-        function: Callable[[ShardLoss], T],
-        criterion: Criterion,
-        output: object,
-        shard: Shard,
-        weights: Any,
-        device: torch.device,
-    ) -> T:
-        targets, kwargs = move_arguments(shard.targets, device)
-        with shard.context():
-            try:
-                return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, self.collectives, weights))
-            except (RuntimeError, IndexError) as error:
-                if names := _tensors_outside(criterion):
-                    error.add_note(
-                        f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved "
-                        f"to {device}: pass a tensor of all rows as a target, another as a buffer of a module or by "
-                        "functools.partial"
-                    )
-                raise
 
     def on(self, devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
         """Yields a copy for each device. A module on another device is moved to that of the first output."""
@@ -255,6 +194,54 @@ class CriterionCopies:
             copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
             return contextlib.nullcontext(copies)
         return contextlib.nullcontext([criterion] * len(devices))
+
+
+class Calls(NamedTuple):
+    """The calls of a criterion in one forward: a copy, an output and a shard of the targets for each replica."""
+
+    copies: CriterionCopies
+    outputs: PerReplica
+    shards: Sequence[Shard]
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each output."""
+        return devices_of(self.outputs, self.copies.devices)
+
+    def agree(self) -> None:
+        """Tells the other ranks whether this one has rows in its only forward. All ranks call this."""
+        self.copies.collectives.agree(int(any(shard.target_rows for shard in self.shards)))
+
+    def run(self, function: Callable[[ShardLoss], T], weights: Sequence[Any] | None = None) -> list[T]:
+        """Returns the result of ``function`` for each replica, computed on the device of its output, which gets ``weights``."""
+        copies, devices = self.copies, devices_of(self.outputs, self.copies.devices)
+        weights = weights or [None] * len(self.shards)
+        with copies.precision.autocast(devices), copies.on(devices) as criteria:
+            replicas = zip(criteria, self.outputs, self.shards, weights, devices, strict=True)
+            work = [functools.partial(_call, function, copies.collectives, *replica) for replica in replicas]
+            return copies.replicas.run(work, devices, together=False)
+
+
+def _call(
+    function: Callable[[ShardLoss], T],
+    collectives: OwnCollectives,
+    criterion: Criterion,
+    output: object,
+    shard: Shard,
+    weights: Any,
+    device: torch.device,
+) -> T:
+    targets, kwargs = move_arguments(shard.targets, device)
+    with shard.context():
+        try:
+            return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives, weights))
+        except (RuntimeError, IndexError) as error:
+            if names := _tensors_outside(criterion):
+                error.add_note(
+                    f"the criterion reads {', '.join(names)} beside its arguments, which is neither split by rows nor moved to "
+                    f"{device}: pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
+                )
+            raise
 
 
 def _tensors_outside(criterion: Criterion) -> list[str]:

@@ -37,7 +37,7 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .copies import Criterion, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
+from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
 from .rules import refuse_coupled
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
@@ -57,7 +57,7 @@ class CoupledLoss(abc.ABC):
         self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # with the derivatives of the loss
 
     @abc.abstractmethod
-    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+    def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch, with the graph of its outputs."""
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class CoupledLoss(abc.ABC):
         """Computes the loss of all parts on all ranks, and its derivative at each, from a scaled loss. Every rank calls this."""
 
     @abc.abstractmethod
-    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+    def _parts(self, calls: Calls) -> list[Any]:
         """Returns the part of each replica."""
 
     @abc.abstractmethod
@@ -76,15 +76,15 @@ class CoupledLoss(abc.ABC):
     def _take(self, part: Any) -> list[tuple[Tensor, Tensor | None]]:
         """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
 
-    def collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+    def collect(self, calls: Calls) -> list[Any]:
         """Collects the parts of a micro-batch in the first pass. Returns them with their graph."""
-        parts = self._parts(outputs, shards)
+        parts = self._parts(calls)
         self._collect(parts)
         return parts
 
-    def hand_back(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def hand_back(self, calls: Calls) -> list[LossSum]:
         """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything is the loss."""
-        return self.hand_back_parts(self._parts(outputs, shards))
+        return self.hand_back_parts(self._parts(calls))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns the result of :meth:`hand_back` for parts with a graph."""
@@ -151,9 +151,9 @@ class LossOfSums(CoupledLoss):
         self._slopes: dict[Any, Tensor | None] = {}
         self._rows_checked = 0  # rows of this update whose statistics were compared with those of halves
 
-    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+    def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
-        parts = self._parts(outputs, shards)
+        parts = self._parts(calls)
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
         if not ranks:
@@ -179,12 +179,12 @@ class LossOfSums(CoupledLoss):
         tensors = {place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)}
         return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
-    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        parts: list[ShardStatistics] = self.copies.run(self._statistics, outputs, shards)
-        self.check([part.tensors for part in parts], outputs, shards)
+    def _parts(self, calls: Calls) -> list[ShardStatistics]:
+        parts: list[ShardStatistics] = calls.run(self._statistics)
+        self.check([part.tensors for part in parts], calls)
         return parts
 
-    def check(self, statistics: Sequence[dict[Any, Tensor] | None], outputs: PerReplica, shards: Sequence[Shard]) -> None:
+    def check(self, statistics: Sequence[dict[Any, Tensor] | None], calls: Calls) -> None:
         """Compares the statistics of shards with each other, and those of the first rows with those of their halves.
 
         Raises:
@@ -198,7 +198,8 @@ class LossOfSums(CoupledLoss):
             return
         form = [place[0].kind if self.has_names else place for place in tensors[0]]
         is_due = self._rows_checked > 0 or checks.are_due((*form, *_flags(self.copies.criterion)))
-        for output, size, shard in zip(outputs, outputs.sizes, shards if is_due else (), strict=False):
+        outputs = calls.outputs
+        for output, size, shard in zip(outputs, outputs.sizes, calls.shards if is_due else (), strict=False):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += size or 0
                 self._check_halves(PerReplica([output], [size], outputs.dim), shard)
@@ -307,7 +308,7 @@ class LossOfSums(CoupledLoss):
         for part in (output, halves):
             target_rows = count_rows(targets, self.copies.dim, rows, "targets")
             shards = shards_of_targets(part, targets, target_rows, self.copies.dim, self.copies.devices)
-            result += self.copies.run(self._statistics, part, shards)
+            result += Calls(self.copies, part, shards).run(self._statistics)
         set_generators(states, devices)
         return result
 
@@ -395,9 +396,9 @@ class WholeLoss(CoupledLoss):
         self._outputs = 1  # number of leading arguments that the outputs fill
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
 
-    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+    def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
-        self.pieces = self._parts(outputs, shards)
+        self.pieces = self._parts(calls)
         whole, device = self._join()
         loss = self._call(gather_ranks(whole, device, self._refusal).batch, device)
         return containers.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
@@ -433,10 +434,11 @@ class WholeLoss(CoupledLoss):
         parts = zip(pieces, derivative.narrow(leaf.dim, start, sum(sizes)).split(sizes, leaf.dim), strict=True)
         return [part.to(piece.leaf.device, copy=True) for piece, part in parts]  # copies, so that the whole can be freed
 
-    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+    def _parts(self, calls: Calls) -> list[Any]:
+        outputs = calls.outputs
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
         function, parts = self.copies.criterion, []
-        for output, shard in zip(outputs, shards, strict=True):
+        for output, shard in zip(outputs, calls.shards, strict=True):
             marked = spread(mark_leaves(output, outputs.dim, "the output"))
             targets, kwargs = mark(shard.targets, self.copies.dim, function)
             parts.append(Arguments((*marked, *targets), kwargs))

@@ -9,12 +9,12 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, Shard, count_rows, mark, parameters_of, spread
+from ..batch.rows import Arguments, count_rows, mark, parameters_of, spread
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import explain_unwatched, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
-from .copies import Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
+from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
 from .kinds import Divisor, kind_of
 from .rules import find_torch_loss
 from .sums import is_structure
@@ -128,10 +128,10 @@ class DataParallelCriterion(nn.Module):
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
         kind, kwargs = self.kind.called_with(kwargs)
-        entries, shards = self.cut(outputs, targets, kwargs)
+        calls = self.cut(outputs, targets, kwargs)
         if world_size() > 1 and torch.is_grad_enabled():
-            self._check_shared(entries)
-        loss = kind.value(self.copies, entries, shards)
+            self._check_shared(calls.outputs)
+        loss = kind.value(calls)
         self.kind = self.kind.learned(self.copies)
         return loss
 
@@ -167,8 +167,8 @@ class DataParallelCriterion(nn.Module):
         leading = leading or _count_leading(function, len(targets))
         return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
 
-    def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PerReplica, list[Shard]]:
-        """Cuts the arguments behind the outputs as the outputs' shards. Returns the outputs, and the shards."""
+    def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Calls:
+        """Cuts the arguments behind the outputs as the outputs' shards. Returns the call of each shard."""
         entries = _as_per_replica(outputs, self._output_dim)
         if entries.order is not None:
             raise ValueError(
@@ -181,7 +181,7 @@ class DataParallelCriterion(nn.Module):
         has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes
         if not has_sizes and not all(isinstance(part, PerReplica) for part in outputs):
             _check_rows_of_list(entries, rows)
-        return entries, shards_of_targets(entries, batch, rows, dim, self.devices)
+        return Calls(self.copies, entries, shards_of_targets(entries, batch, rows, dim, self.devices))
 
 
 def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:

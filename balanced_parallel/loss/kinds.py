@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica
-from ..batch.rows import Shard, move_leaves, parameters_of, spread
+from ..batch.rows import move_leaves, parameters_of, spread
 from ..runtime.collectives import sum_over_ranks, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
 from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
-from .copies import Criterion, CriterionCopies, ShardLoss, call_spread, devices_of
+from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .means import LossOfMeans, single_mean
 from .rules import add_loss, counts_classes, find_torch_loss, has_sum, is_known, loss_weight, reduction_in, reduction_of, unwrap
@@ -69,11 +69,11 @@ class Kind(abc.ABC):
     weight: Weight = 0.0  # of a batch on this process, if the parts leave it out
 
     @abc.abstractmethod
-    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+    def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch, with the graph of its outputs. All ranks call this."""
 
     @abc.abstractmethod
-    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica, for a kind of one pass. :class:`TrainStep` divides their sum later."""
 
     @abc.abstractmethod
@@ -133,27 +133,26 @@ class _OfOnePass(_OfRows):
     def _part(self, shard: ShardLoss) -> Any:
         """Returns the :class:`LossSum` of a shard, or a structure of them. It runs in the thread of the replica."""
 
-    def _parts(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        return copies.run(self._part, outputs, shards)
+    def _parts(self, calls: Calls) -> list[Any]:
+        return calls.run(self._part)
 
-    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+    def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
-        copies.agree(shards)
-        parts = self._parts(copies, outputs, shards)
-        minimum = self.settings.minimum
-        return merge(parts, lambda sums: divide_once(sums, copies.output_device or sums[0].total.device, minimum))
+        calls.agree()
+        minimum, device = self.settings.minimum, calls.copies.output_device
+        return merge(self._parts(calls), lambda sums: divide_once(sums, device or sums[0].total.device, minimum))
 
-    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
-        return [add_means(part) for part in self._parts(copies, outputs, shards)]
+        return [add_means(part) for part in self._parts(calls)]
 
 
 class Unreduced(_OfOnePass):
     """A criterion with ``reduction="none"``: the losses of each replica as they are."""
 
-    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> PerReplica:
+    def value(self, calls: Calls) -> PerReplica:
         """Returns the loss of a batch."""
-        return PerReplica(copies.run(ShardLoss.call, outputs, shards), outputs.sizes, outputs.dim)
+        return PerReplica(calls.run(ShardLoss.call), calls.outputs.sizes, calls.outputs.dim)
 
     def _part(self, shard: ShardLoss) -> Any:
         raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
@@ -207,9 +206,9 @@ class KnownMean(_Mean):
         counted._is_counted, counted.weight = True, sum(counts, 0.0)
         return counted
 
-    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
-        return copies.run(self._part, outputs, shards)
+        return calls.run(self._part)
 
     def _part(self, shard: ShardLoss) -> LossSum:
         """Returns the sum of the terms. There is no division, so no nan without counted targets."""
@@ -242,25 +241,25 @@ class WeighedMean(_Mean):
         bounds = bounds_of(self.settings.minimum, weight)
         return DividedMeans(self, [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)])
 
-    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
-        is_merged = any(shard.is_joined and shard.target_rows < len(shard.rows or ()) for shard in shards)
+        is_merged = any(shard.is_joined and shard.target_rows < len(shard.rows or ()) for shard in calls.shards)
         if is_merged and self.settings.weight == "rows":
             raise ValueError(
                 "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
             )
-        return super().sums(copies, outputs, shards)
+        return super().sums(calls)
 
-    def _parts(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        return copies.run(self._part, outputs, shards, self._weights_in_place(copies, outputs, shards))
+    def _parts(self, calls: Calls) -> list[Any]:
+        return calls.run(self._part, self._weights_in_place(calls))
 
-    def _weights_in_place(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Sequence[Any] | None:
+    def _weights_in_place(self, calls: Calls) -> Sequence[Any] | None:
         """Returns the weights of all shards, from targets that are not moved, or None if the replicas compute them."""
-        if all(device.type == "cpu" for device in devices_of(outputs, copies.devices)):
+        if all(device.type == "cpu" for device in calls.devices):
             return None
         unmoved = [
-            ShardLoss(copies.criterion, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
-            for output, shard in zip(outputs, shards, strict=True)
+            ShardLoss(calls.copies.criterion, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
+            for output, shard in zip(calls.outputs, calls.shards, strict=True)
         ]
         try:
             return self._read(unmoved)
@@ -295,12 +294,12 @@ class DividedMeans(_OfOnePass):
         super().__init__(means.settings, means.reduction)
         self._means, self._divisors, self.least = means, divisors, means.least
 
-    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
         factors = [1 / divisor if divisor else 0.0 for divisor in self._divisors]
         weight = None if any(self._divisors) else 0.0
         sums = []
-        for part in self._means._parts(copies, outputs, shards):
+        for part in self._means._parts(calls):
             pairs = zip(containers.leaves(part), factors, strict=True)
             quotients = [mean.total * factor for (_, mean), factor in pairs if mean is not None]
             sums.append(LossSum(functools.reduce(torch.add, quotients), weight))
@@ -318,10 +317,10 @@ class OneCount(_OfOnePass):
     def _part(self, shard: ShardLoss) -> LossSum:
         return single_mean(shard)
 
-    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
-        parts = copies.run(self._part, outputs, shards)
-        LossOfMeans(copies, _HOST).check([part.terms for part in parts], outputs, shards)
+        parts = calls.run(self._part)
+        LossOfMeans(calls.copies, _HOST).check([part.terms for part in parts], calls)
         return [add_means(part) for part in parts]
 
 
@@ -331,12 +330,12 @@ class _OfTwoPasses(Kind):
     passes = 2
     loss: ClassVar[type[CoupledLoss]]
 
-    def value(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+    def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
-        copies.agree(shards)
-        return self.open(copies, _HOST, is_split=len(shards) > 1 or world_size() > 1).value(outputs, shards)
+        calls.agree()
+        return self.open(calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1).value(calls)
 
-    def sums(self, copies: CriterionCopies, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
         raise TypeError(f"{type(self).__name__} takes two passes")
 

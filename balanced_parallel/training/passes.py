@@ -8,12 +8,11 @@ Batches are kept until the update. An update of one micro-batch takes one pass.
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
-from ..batch.outputs import PerReplica
-from ..batch.rows import Shard
+from ..loss.copies import Calls
 from ..loss.coupled import CoupledLoss
 from ..loss.sums import LossSum
 from .recovery import ElsewhereOutOfMemory, retrying_allocations
@@ -52,7 +51,7 @@ class TwoPasses:
             self._loss = loss = kind.open(self._forwards.copies, home, is_split=self._may_split or not is_single)
             self._is_single = bool(self.sync.smallest(is_single))
             if self._is_single:
-                self._accumulation.run(self._runs[0], self._losses_at_once)
+                self._accumulation.run(self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once)
                 return
             with self._undone():
                 for run in self._runs:
@@ -60,7 +59,7 @@ class TwoPasses:
                         self._forwards.run(shards, self._collect)
             self._differentiate(loss)
         for run in self._runs:
-            self._accumulation.run(run, loss.hand_back)
+            self._accumulation.run(run, self._accumulation.plan(run), loss.hand_back)
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Runs what was kept, and reduces all gradients."""
@@ -76,15 +75,15 @@ class TwoPasses:
         """Drops all gradients."""
         self._accumulation.discard(error)
 
-    def _collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def _collect(self, calls: Calls) -> list[LossSum]:
         assert self._loss is not None
-        self._loss.collect(outputs, shards)
+        self._loss.collect(calls)
         return []
 
-    def _losses_at_once(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def _losses_at_once(self, calls: Calls) -> list[LossSum]:
         """Returns the losses of the only micro-batch of the update."""
         assert self._loss is not None
-        parts = self._loss.collect(outputs, shards)
+        parts = self._loss.collect(calls)
         self._differentiate(self._loss)
         return self._loss.hand_back_parts(parts)
 

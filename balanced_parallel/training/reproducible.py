@@ -8,14 +8,14 @@ of each kind runs in two small forwards, of two and three rows: the dimension th
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from ..batch import containers
-from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, ParallelModel, Shard
+from ..loss.copies import Calls
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum
 from ..runtime.collectives import gather_objects, rank, world_size
@@ -118,9 +118,9 @@ class NumberedRows:
             self._end()
             torch.set_rng_state(self._state_before)
 
-    def _losses(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+    def _losses(self, calls: Calls) -> list[LossSum]:
         """Computes losses in the small forwards, for the random numbers that the criterion draws."""
-        return self._kind.sums(self._forwards.copies, outputs, shards) if self._kind.passes == 1 else []
+        return self._kind.sums(calls) if self._kind.passes == 1 else []
 
     def _opened(self) -> Work:
         if self._work is None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..batch.containers import describe
 from ..batch.outputs import PerReplica, detach_outputs
 from ..batch.rows import Batch, MicroBatch, ParallelModel, Shard, copy_views
-from ..loss.copies import CriterionCopies
+from ..loss.copies import Calls, CriterionCopies
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.devices import move, start_copy
@@ -36,7 +36,7 @@ from .optimizers import ParameterUpdate
 from .settings import Settings
 from .sync import UpdateSync
 
-Compute = Callable[[PerReplica, Sequence[Shard]], list[LossSum]]
+Compute = Callable[[Calls], list[LossSum]]
 
 
 class BatchRun(NamedTuple):
@@ -119,7 +119,7 @@ class Forwards:
                 if collected is not None:
                     order = [row for shard in shards for row in shard.rows or ()] if self.keeps_order else None
                     collected.append(detach_outputs(outputs, order))
-                return compute(outputs, shards)
+                return compute(Calls(self.copies, outputs, shards))
         except (TypeError, AttributeError, RuntimeError) as error:
             _explain(error, shards[0])
             raise
@@ -164,21 +164,21 @@ class Accumulation:
 
     def add(self, run: BatchRun) -> None:
         """Runs forward and backward of each micro-batch."""
+        plan = self.plan(run)  # the targets to count are known after it
         kind = self.kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
         if run.batch.pads:
             run.batch.check_weight(lambda *targets: kind.weight_of(targets))
         self._add_weight(kind.weight)
         self._is_mean = self._is_mean and kind.is_mean
-        self.run(run, functools.partial(kind.sums, self.forwards.copies))
+        self.run(run, plan, kind.sums)
 
-    def run(self, run: BatchRun, compute: Compute) -> None:
-        """Runs forward and backward of each micro-batch, with the losses that ``compute`` returns."""
-        plan = self.plan(run)
+    def run(self, run: BatchRun, plan: list[list[Shard]], compute: Compute) -> None:
+        """Runs forward and backward of each micro-batch of a plan, with the losses that ``compute`` returns."""
         before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
         with self.sync.accumulating():
             for number, shards in enumerate(before, start=1):
-                losses = self.forwards.run(shards, compute, run.outputs)
-                self._backward(losses, len(plan) - number, is_last=False)
+                # No variable keeps the losses, and their graph, during the next forward.
+                self._backward(self.forwards.run(shards, compute, run.outputs), len(plan) - number, is_last=False)
         for shards in last:
             self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 

@@ -146,7 +146,7 @@ def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
 
     output, target = torch.randn(6, 5), torch.randint(5, (6,))
     criterion = DataParallelCriterion(Halved())
-    sums = criterion.kind.sums(criterion.copies, *criterion.cut([output[:2], output[2:]], (target,), {}))
+    sums = criterion.kind.sums(criterion.cut([output[:2], output[2:]], (target,), {}))
     assert [one.weight for one in sums] == [1, 2]
     torch.testing.assert_close(sums[0].total, F.cross_entropy(output[:2], target[:2]))
     assert criterion.kind.weight_of((target,)) is None

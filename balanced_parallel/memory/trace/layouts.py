@@ -275,7 +275,7 @@ class SingleDevice(Layout):
             if self.request.micro_batches > 1:  # the first of two passes
                 with torch.no_grad():
                     for arguments, targets in micro_batches:
-                        loss.collect(*criterion.cut(self.outputs(arguments), targets, {}))
+                        loss.collect(criterion.cut(self.outputs(arguments), targets, {}))
                     fill(loss, self.request.rows_of_update)
                 loss.differentiate(None)
         return [functools.partial(self._coupled_loss, criterion, loss, *micro_batch) for micro_batch in micro_batches]
@@ -283,11 +283,11 @@ class SingleDevice(Layout):
     def _coupled_loss(
         self, criterion: DataParallelCriterion, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]
     ) -> Tensor:
-        outputs, shards = criterion.cut(self.outputs(arguments), targets, {})
+        calls = criterion.cut(self.outputs(arguments), targets, {})
         if self.request.micro_batches > 1:
-            sums = loss.hand_back(outputs, shards)
+            sums = loss.hand_back(calls)
         else:
-            parts = loss.collect(outputs, shards)
+            parts = loss.collect(calls)
             fill(loss, self.request.rows_of_update)
             loss.differentiate(None)
             sums = loss.hand_back_parts(parts)
