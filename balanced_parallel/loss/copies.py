@@ -39,7 +39,7 @@ class OwnCollectives:
     def __init__(self, *, is_possible: bool = False, is_mean: bool = False) -> None:
         self.is_used = False
         self.asks = is_possible
-        self.is_open = is_possible  # until the first call has come to its end
+        self.is_open = is_possible  # True until the first call has come to its end.
         self._is_possible, self._is_mean = is_possible, is_mean
         self._is_common = False  # each rank calls the criterion once
 
@@ -100,7 +100,7 @@ class ShardLoss(NamedTuple):
     output: Any
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
-    collectives: OwnCollectives = OwnCollectives()  # that the call may have
+    collectives: OwnCollectives = OwnCollectives()  # The call may have some.
     weights: Any = None  # numbers that are known before the replica runs
 
     def call(self, criterion: Criterion | None = None) -> Any:
@@ -150,9 +150,9 @@ class CriterionCopies:
     """
 
     criterion: Criterion
-    devices: Sequence[torch.device] | None  # that outputs may be on; ``None`` allows all
-    output_device: torch.device | None  # of a loss; ``None`` is that of the first output
-    dim: int  # of the rows in targets that are not marked
+    devices: Sequence[torch.device] | None  # Outputs may be on these; ``None`` allows all.
+    output_device: torch.device | None  # A loss is moved there; ``None`` is the device of the first output.
+    dim: int  # Unmarked targets have their rows in this dimension.
     precision: Precision
     replicas: Replicas
     collectives: OwnCollectives

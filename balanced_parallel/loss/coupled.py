@@ -41,7 +41,7 @@ from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread, d
 from .rules import refuse_coupled
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
-Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
+Shapes = dict[Any, tuple[int, ...]]  # The shapes of statistics by key path.
 
 
 class CoupledLoss(abc.ABC):
@@ -53,8 +53,8 @@ class CoupledLoss(abc.ABC):
 
     def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
         self.copies, self.home, self.is_split = copies, home, is_split
-        self._loss: Tensor | None = None  # of all ranks, until a part has handed it back
-        self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # with the derivatives of the loss
+        self._loss: Tensor | None = None  # The loss of all ranks. A part hands it back once.
+        self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # Each has the derivative of the loss.
 
     @abc.abstractmethod
     def value(self, calls: Calls) -> Any:
@@ -131,7 +131,7 @@ class CoupledLoss(abc.ABC):
 class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows."""
 
-    tensors: dict[Any, Tensor] | None  # by key path; None without rows
+    tensors: dict[Any, Tensor] | None  # Key paths are the keys; None without rows.
     structure: Any  # whose leaves the tensors are
     nothing: Tensor  # a zero on the device of the output, connected to it
 
@@ -392,7 +392,7 @@ class WholeLoss(CoupledLoss):
     def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
         super().__init__(copies, home, is_split=is_split)
         self.pieces: list[Arguments] = []  # detached outputs and targets of all replicas and micro-batches, marked
-        self._refusal: str | None = None  # of joining the outputs of several pieces
+        self._refusal: str | None = None  # An error for outputs of several pieces that cannot be joined.
         self._outputs = 1  # number of leading arguments that the outputs fill
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
 
@@ -564,7 +564,7 @@ class RankRows(NamedTuple):
 
     batch: Any  # None on a rank that has passed none
     starts: list[int]  # place of this rank's rows in each tensor with rows, in the order of the leaves
-    ranks: list[int]  # that have rows
+    ranks: list[int]  # Only those with rows.
 
 
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:

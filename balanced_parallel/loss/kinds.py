@@ -66,7 +66,7 @@ class Kind(abc.ABC):
     reduction: str = "sum"
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
     least: float = 0.0  # the smallest divisor
-    weight: Weight = 0.0  # of a batch on this process, if the parts leave it out
+    weight: Weight = 0.0  # The weight of a batch on this process. Zero if the parts have it.
 
     @abc.abstractmethod
     def value(self, calls: Calls) -> Any:
@@ -377,7 +377,7 @@ class LossSettings:
     criterion: Criterion
     weight: Divisor | None
     minimum: Any
-    reduction: str  # if the call does not select another
+    reduction: str  # A call may select another.
 
     def kind(self, reduction: str | None = None) -> Kind:
         """Returns the kind for a reduction."""

@@ -81,7 +81,7 @@ class MeanRecorder(TorchFunctionMode):
         self._has_graph = torch.is_grad_enabled()
         self._forms = WeakIdKeyDictionary()
         self._levels = WeakIdKeyDictionary()
-        self._clamps = WeakIdKeyDictionary()  # by the result, a count and its smallest value
+        self._clamps = WeakIdKeyDictionary()  # Counts with their smallest values, by the result of the clamp.
         self._selected = WeakIdKeyDictionary()  # tensors with rows that were selected by values
         self._knows_numbers = not _has_entries((output, targets), rows)  # no value of the batch is a Python number
         self.has_unknown_count = False
@@ -111,7 +111,9 @@ class MeanRecorder(TorchFunctionMode):
         self._note_numbers(name, tensors, result)
         if not isinstance(result, Tensor):
             return result
-        if name in _UNCHANGED and isinstance(args[0], Tensor):  # not that of a tensor whose type and device it takes
+        if name in _UNCHANGED and isinstance(
+            args[0], Tensor
+        ):  # The level of a tensor that gives only type and device does not count.
             self._levels[result] = level = self._level(args[0])
         if name in _NEW and not result.dim() and len(tensors) == 1:
             self._levels[result] = level = _OF_NOTHING
@@ -129,7 +131,9 @@ class MeanRecorder(TorchFunctionMode):
     def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
         """Notes values that become Python numbers, as the number of selected rows is one."""
         if name in _READS and not isinstance(result, Tensor):
-            is_loss = self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None  # as to print it
+            is_loss = (
+                self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None
+            )  # A loss may be read to print it.
             self._knows_numbers = self._knows_numbers and is_loss
         if _is_selection(name, tensors, result) or any(tensor in self._selected for tensor in tensors):
             self._knows_numbers = self._knows_numbers and type(result) not in (int, torch.Size)
@@ -304,7 +308,7 @@ def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Ten
         return None
     count = divisor(RULES[function], function, arguments)
     settings = {name: value for name, value in arguments.items() if name not in ("reduction", "size_average", "reduce")}
-    if function is F.ctc_loss:  # its sum omits the division by the length of each sequence
+    if function is F.ctc_loss:  # The sum omits the division by the length of each sequence.
         mean = function(**settings)
         return (widen(mean) * count if count else zero_of(mean)), count
     if any(isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in settings.values()):
@@ -315,7 +319,7 @@ def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Ten
 class MeanName(NamedTuple):
     """The name of a mean, equal in all shards."""
 
-    place: str  # of the loss in the result of the criterion
+    place: str  # The place of the loss in the result of the criterion.
     number: int
     kind: str
     has_several: bool  # the means of the criterion have several counts
@@ -461,7 +465,7 @@ class LossOfMeans(LossOfSums):
         return containers.zip_leaves(fill, [self._structure])
 
     def _tolerance(self, tensor: Tensor) -> float:
-        if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # as counts are
+        if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
             return 1e-7
         is_half = self.copies.precision.name != "fp32" or torch.is_autocast_enabled(tensor.device.type)
         return 2e-2 if is_half else 1e-3

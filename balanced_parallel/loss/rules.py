@@ -66,19 +66,19 @@ def refuse_coupled(criterion: Any) -> None:
         )
 
 
-_count = torch.tensor  # on the CPU: reading it does not wait for a device
+_count = torch.tensor  # Reading a number on the CPU does not wait for a device.
 
 
 def _broadcast(*tensors: Tensor) -> torch.Size:
     shapes = {tensor.shape for tensor in tensors}
-    return shapes.pop() if len(shapes) == 1 else torch.Size(torch.broadcast_shapes(*shapes))  # which is slow
+    return shapes.pop() if len(shapes) == 1 else torch.Size(torch.broadcast_shapes(*shapes))  # This is slow.
 
 
 def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any) -> Tensor:
     """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide by their number."""
     if target.is_floating_point():
         return _count(target.numel() // max(target.size(1 if target.dim() > 1 else 0), 1))
-    counted = target != (-100 if ignore_index is None else ignore_index)  # as linear_cross_entropy does with None
+    counted = target != (-100 if ignore_index is None else ignore_index)  # None is the default of linear_cross_entropy.
     if weight is None:
         return counted.sum()
     return (weight[target.masked_fill(~counted, 0)] * counted).sum()
@@ -263,7 +263,7 @@ def is_known(criterion: Any) -> bool:
 def has_sum(criterion: Any) -> bool:
     """Returns True if ``reduction="sum"`` gives the sum of the terms of the mean."""
     function = find_torch_loss(criterion)
-    return function is not None and function is not F.ctc_loss  # its sum omits the division by the length of each sequence
+    return function is not None and function is not F.ctc_loss  # The sum omits the division by the length of each sequence.
 
 
 def _name(criterion: Any) -> str:

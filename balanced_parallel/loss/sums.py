@@ -22,7 +22,7 @@ from ..runtime.devices import DeviceLike, move, resolve_device, widest_float
 from ..runtime.values import check_number, check_type
 
 Weight = Tensor | float
-MINIMUM = "the smallest divisor of the mean: finite, and not negative"  # what an argument is expected to be
+MINIMUM = "the smallest divisor of the mean: finite, and not negative"  # Part of an error.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class LossSum(Leaf):
     total: Tensor
     weight: Weight | None
     terms: dict[Any, Tensor] | None = None  # the totals of the means that were found in the loss
-    bound: "Bound | None" = None  # of the divisor, if the loss is one of several
+    bound: "Bound | None" = None  # The bound of the divisor of one of several losses.
 
 
 class Bound(NamedTuple):

@@ -137,7 +137,7 @@ class Checkpoints:
             self._is_starting = False
         if self._writing is None:
             return
-        wait([self._writing])  # after Ctrl-C here, it is still being written
+        wait([self._writing])  # It is still being written after Ctrl-C here.
         writing, self._writing = self._writing, None
         folder, error = _unreported.pop(writing), writing.exception()
         if error is None:
@@ -200,7 +200,7 @@ class Checkpoints:
         reader.fs = ListedFiles()
         try:
             load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
-        except CheckpointException as error:  # not an Exception
+        except CheckpointException as error:  # KeyboardInterrupt is no Exception.
             raise OSError(f"{folder} could not be read ({_reasons(error)})") from error
         for name, part in self.parts.items():
             if isinstance(part, nn.Module):
@@ -307,7 +307,7 @@ def tidy(parent: Path) -> list[int]:
     for path in parent.iterdir():
         if re.fullmatch(rf"step-[0-9]+({OLD}|{PARTIAL}|{REMOVED})", path.name):
             if path.suffix == OLD and not path.with_suffix("").exists():
-                path.rename(path.with_suffix(""))  # its successor did not get this far
+                path.rename(path.with_suffix(""))  # The next one did not get this far.
             else:
                 remove(path)
     return [step_of(path) for path in complete(parent)]
@@ -319,7 +319,7 @@ def complete(parent: Path) -> list[Path]:
         paths = sorted(path for path in parent.iterdir() if re.fullmatch(rf"step-[0-9]+({OLD})?", path.name) and path.is_dir())
     except FileNotFoundError:
         return []
-    by_number = {step_of(path): path for path in reversed(paths)}  # where there are both, without OLD
+    by_number = {step_of(path): path for path in reversed(paths)}  # Where both exist, the one without OLD.
     return [by_number[number] for number in sorted(by_number, reverse=True)]
 
 
@@ -371,7 +371,7 @@ def damage(folder: Path, rank: int, ranks: int) -> str:
                     raise ValueError(f"{name} has {length} bytes, expected {size}")
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     raise ValueError(f"{name} has other contents than were written")
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # or it is other JSON
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # It may be other JSON.
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -108,7 +108,7 @@ class ParameterUpdate:
             hooked = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
             if hooked:
                 self._call_hooks(hooked)
-            if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
+            if max_grad_norm is not None:  # An overflow in one optimizer makes the gradients of the others zero here.
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
                 self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
             if scaler is None:
@@ -152,7 +152,9 @@ class ParameterUpdate:
 # Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others. Several
 # steps, and loops by hand, may share optimizers and schedulers, so their states are of the process.
 _claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # after the last step, of any TrainStep
+_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = (
+    weakref.WeakKeyDictionary()
+)  # The epoch after the last step of any TrainStep.
 
 
 def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
@@ -227,7 +229,7 @@ def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler])
     trained = {id(tensor) for tensor in update.trained.values()}
     for number, optimizer in enumerate(update.optimizers):
         refuse_closures(type(optimizer), "TrainStep")
-        if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
+        if isinstance(optimizer, BalancedOptimizer):  # The groups have the shards.
             continue
         parameters = list(_parameters_of(optimizer))
         if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):

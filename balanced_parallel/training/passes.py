@@ -37,7 +37,7 @@ class TwoPasses:
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
         self._is_single = False  # there is one pass
-        self._has_agreed = False  # with the other ranks, on going on
+        self._has_agreed = False  # The ranks go on, or all of them run again.
 
     def add(self, run: BatchRun) -> None:
         """Keeps a batch."""
@@ -106,7 +106,7 @@ class TwoPasses:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
         self._agree("")
         devices, precision = self._forwards.model.devices, self._forwards.precision
-        # what follows the agreement of the ranks must not fail on one of them
+        # Ranks have agreed to go on, so none of them must fail from here on.
         with retrying_allocations(devices if self._is_auto else ()), precision.autocast(devices):
             loss.differentiate(precision.scaler)
 

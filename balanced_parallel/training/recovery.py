@@ -59,7 +59,7 @@ class Recovery:
         self._recorded: list[tuple[Tensor, int]] = []  # tensors of the batches, and their version counters
         self._tried: list[float] = []  # limits that were too large
         self._reason = ""  # why memory was too small in this attempt
-        self._is_local = False  # in a forward or a backward of this rank
+        self._is_local = False  # True for a forward or a backward of this rank.
         with RetriedAllocations():
             before.take()
         self._work = attempt()
@@ -104,7 +104,7 @@ class Recovery:
                 return None
             work = self._work = self._attempt(sync)
         try:
-            with retrying_allocations(self._devices):  # after the agreement of the ranks, none of them must fail
+            with retrying_allocations(self._devices):  # None of the ranks must fail after their agreement.
                 return work.reduce(settings)
         except torch.OutOfMemoryError as error:
             self._keep(error)
@@ -124,7 +124,7 @@ class Recovery:
         writes = explain_writes([*self._recorded, *self._before.uncopied])
         smaller = sync.smallest(0 if writes else half if self._is_local else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
-            smaller = -sync.smallest(-half)  # of the largest, since others may have no rows
+            smaller = -sync.smallest(-half)  # The largest counts, since others may have no rows.
         self._before.restore()
         release_memory()
         if not smaller:

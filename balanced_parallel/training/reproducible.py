@@ -37,7 +37,7 @@ class RandomByRow:
             )
         self._device, self._before = model.devices[0], before
         self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
-        self._draws: dict[Hashable, list[Draw]] = {}  # by the kind of a batch
+        self._draws: dict[Hashable, list[Draw]] = {}  # Kinds of batches are the keys.
 
     def kind_of(self, batch: Batch) -> Hashable:
         """Returns a key that is equal for batches in which the same operators draw."""
@@ -55,7 +55,7 @@ class RandomByRow:
         try:
             with torch.no_grad():
                 for count in (2, 3) if batch.rows else (0, 0):
-                    distinct = 1 if batch.pads else batch.rows or 0  # of rows with one length
+                    distinct = 1 if batch.pads else batch.rows or 0  # One row is repeated where rows have lengths of their own.
                     run(batch.shard([row % distinct for row in range(count)], self._device))
         except torch.OutOfMemoryError as error:
             error.add_note(
@@ -76,7 +76,7 @@ class NumberedRows:
         self._random, self._forwards, self._kind, self._open_work = random, forwards, kind, open_work
         self._work: Work | None = None
         self._update: UpdateRandom | None = None
-        self._state_before = torch.get_rng_state()  # of the CPU's generator, before the seed of the update was drawn
+        self._state_before = torch.get_rng_state()  # The state of the CPU's generator before the seed of the update.
 
     def add(self, run: BatchRun) -> None:
         """Numbers the rows of a batch, and runs it."""

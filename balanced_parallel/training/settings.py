@@ -28,9 +28,9 @@ from .state import grouped_names
 class LastUpdate(NamedTuple):
     """The end of the last update on this rank."""
 
-    failure: str = ""  # of the optimizers: parameters are those of an earlier update, or in between
-    states: Sequence[object] = ()  # of the optimizers
-    versions: Sequence[int] = ()  # of the trained parameters
+    failure: str = ""  # An error of the optimizers, which may have updated some parameters.
+    states: Sequence[object] = ()  # The state of each optimizer.
+    versions: Sequence[int] = ()  # Version counters of the trained parameters.
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Settings:
     precision: str
     max_grad_norm: float | None
     is_auto: bool  # micro_batch_size="auto"
-    unit: str  # of the limit of micro-batches
+    unit: str  # Rows or cost limit micro-batches.
     reproducible: bool
     before: LastUpdate
 
@@ -72,7 +72,7 @@ class Settings:
                             numbers.append(part)
                         elif isinstance(part, Tensor) and part.is_cpu and part.numel() == 1:
                             numbers.append(float(part))
-        # of numbers alone, so it is the same in each process; sums over 8192 ranks are exact in float64
+        # Numbers have the same hash in each process. Sums over 8192 ranks are exact in float64.
         number = hash(tuple(numbers)) % 2**20
         return [float(number), float(number * number)]
 

@@ -22,7 +22,9 @@ class Snapshot:
 
     def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
         self._modules, self._devices = list(modules), list(devices)
-        self._buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []  # of each module, and a copy
+        self._buffers: list[
+            tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
+        ] = []  # The dictionary of each module, and a copy of it.
         self._copies: list[Tensor] = []
         self._kinds: list[tuple[Any, ...]] = []
         self._random: RandomState | None = None

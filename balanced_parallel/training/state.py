@@ -34,7 +34,7 @@ class TrainedState(NamedTuple):
     criterion: DataParallelCriterion
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
-    precision: Precision  # has the scaler
+    precision: Precision  # The scaler is in it.
     trained: Mapping[str, Tensor]  # the parameters by name
 
     def save(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def class_name(optimizer: Any) -> str:
     """Returns the class of a scheduler, or of the plain optimizer, however it is spread over devices or ranks."""
     if isinstance(optimizer, BalancedOptimizer):
         return optimizer.recipe[0].__name__
-    return type(getattr(optimizer, "optim", optimizer)).__name__  # of a ZeroRedundancyOptimizer
+    return type(getattr(optimizer, "optim", optimizer)).__name__  # A ZeroRedundancyOptimizer has it.
 
 
 def _names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:

@@ -123,16 +123,16 @@ class TrainStep:
         self._forwards = Forwards(
             self.model, criterion.copies.without_notes(), self.precision, keeps_order=cut is not None, is_compiled=is_any_compiled
         )
-        self._kind = criterion.kind  # with what batches have shown
+        self._kind = criterion.kind  # Batches may show another kind.
         devices = [*self.model.devices, *(criterion.devices or ())]
-        self._before_update = Snapshot([model, criterion], devices)  # of an update that may run again
-        self._before_pass = Snapshot([model, criterion], devices)  # of forwards without a graph
+        self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
+        self._before_pass = Snapshot([model, criterion], devices)  # Forwards without a graph are undone.
         self._by_row = RandomByRow(self.model, self._before_pass) if reproducible else None
         self._has_compared = False  # the settings of the ranks
-        self._weight_before = 0.0  # of the last update, over everything
+        self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
         self._example: Sequence[object] = ()  # the first sample of an earlier batch, for a rank that has none
-        self._update: Update | None = None  # in progress
+        self._update: Update | None = None  # An update in progress.
         check_optimizers(ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler))
 
     @overload

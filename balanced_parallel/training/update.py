@@ -52,10 +52,10 @@ class Reduced(NamedTuple):
     """An update whose gradients are reduced."""
 
     loss: Tensor  # over everything
-    weight: float  # of everything; 0 if nothing was counted
+    weight: float  # The weight of everything; 0 if nothing was counted.
     factor: Weight  # makes the gradients those of the loss
-    sync: UpdateSync  # has reduced them
-    kind: Kind  # of the loss of the next update
+    sync: UpdateSync  # This synchronisation has reduced them.
+    kind: Kind  # The next update has a loss of this kind.
 
 
 class Limit:
@@ -155,7 +155,7 @@ class Accumulation:
         autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
         self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts
         self._weight_before = weight_before
-        self._divisor: Weight | None = None  # of all gradients of this update
+        self._divisor: Weight | None = None  # All gradients of this update are divided by it.
 
     @functools.cached_property
     def _total(self) -> Tensor:
