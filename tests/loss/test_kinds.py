@@ -10,6 +10,7 @@ from torch import nn
 
 from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, verify
 from balanced_parallel.loss.kinds import KnownMean, MeansInside, OfAllRows, OfSums, OneCount, Sum, Unreduced, WeighedMean
+from balanced_parallel.loss.means import LossOfMeans
 
 
 def two_means(output, target):
@@ -135,6 +136,17 @@ def test_two_steps_learn_on_their_own(net):
     first(torch.randn(5, 4), torch.randint(1, 3, (5,)))
     assert [type(step._kind) for step in (first, second)] == [OneCount, MeansInside]
     assert type(criterion.kind) is MeansInside
+
+
+def test_each_step_compares_its_own_first_batch_with_halves(net, monkeypatch):
+    compared = []
+    monkeypatch.setattr(LossOfMeans, "_compare", lambda self, samples: compared.append(self))
+    criterion = DataParallelCriterion(one_mean)
+    for _ in range(3):
+        model = DataParallelModel(copy.deepcopy(net), ["cpu"] * 2)
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(torch.randn(4, 4), torch.randint(1, 3, (4,)))
+    assert len({id(loss) for loss in compared}) == 3
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["deepcopy", "pickle"])

@@ -223,6 +223,40 @@ def test_ranks_agree_on_smaller_micro_batches(kind):
             assert_same_update(found, rank[0][:2])
 
 
+class Scaled(nn.Linear):
+    """Multiplies by a buffer, which ``DistributedDataParallel`` takes from rank 0."""
+
+    def __init__(self, scale):
+        super().__init__(4, CLASSES, dtype=torch.float64)
+        self.register_buffer("scale", torch.tensor(float(scale), dtype=torch.float64))
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.scale
+
+
+def scaled_update(rank, scale):
+    torch.manual_seed(0)
+    net, inputs = Scaled(scale), torch.randn(8, 4, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (8,))
+    model, criterion = parallelize(net, DiceLoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    half = slice(4 * rank, 4 * rank + 4)
+    step(inputs[half], targets[half])
+    net.scale.fill_(scale + rank)  # rank 1 has another one
+    loss = step(inputs[half], targets[half])
+    return loss, gradients_of(net, criterion)
+
+
+def test_both_passes_share_the_buffers_of_rank_0():
+    torch.manual_seed(0)
+    net, inputs = Scaled(3), torch.randn(8, 4, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (8,))
+    loss = DiceLoss()(net(inputs), targets)
+    loss.backward()
+    for found in run_ranks(2, scaled_update, 3):
+        assert_same_update(found, (loss.detach(), gradients_of(net, DataParallelCriterion(DiceLoss()))))
+
+
 class FullDevice(nn.Linear):
     def forward(self, inputs):
         if dist.get_rank() == 0:

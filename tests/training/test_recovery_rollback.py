@@ -160,6 +160,7 @@ def test_a_failed_add_says_that_the_rows_before_it_are_dropped():
             step.add(*make_batch())
             with pytest.raises((ValueError, RuntimeError)) as caught:
                 step.add(bad, class_targets(4))
+            assert all(parameter.grad is None for parameter in step.model.parameters())  # nobody takes them for another loss's
             *_, note = caught.value.__notes__  # before it may be the replica
             assert note == "the rows that were added since the last update are dropped: add them again before apply()"
 
