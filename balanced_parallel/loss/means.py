@@ -12,7 +12,7 @@ still depend on each other, as in a contrastive loss. So the terms of some batch
 """
 
 import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -94,46 +94,56 @@ class MeanRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = [leaf for _, leaf in containers.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         level = max(map(self._level, tensors), default=_OF_NOTHING)
-        name = str(getattr(func, "__name__", "")).strip("_")
         if func in RULES and level:
             return self._loss(func, arguments_of(func, *args, **kwargs))
+        name = str(getattr(func, "__name__", "")).strip("_")
         name = _NAMES.get(name, name)
-        form = self._combine(name, args, kwargs) if any(tensor in self._forms for tensor in tensors) else None
+        has_form = any(tensor in self._forms for tensor in tensors)
+        form = self._combine(name, args, kwargs) if has_form else None
         result = func(*args, **kwargs)
         args = args or tuple(kwargs.values())
-        for tensor in args[:1] if name == "setitem" else result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, Tensor):  # it may be written in place
-                self._forms.pop(tensor, None)
-                self._levels.pop(tensor, None)
-                self._clamps.pop(tensor, None)
-                if tensors or tensor.numel() == 1:  # an empty tensor may be written to unseen
-                    self._levels[tensor] = level
+        written = args[:1] if name == "setitem" else result if isinstance(result, tuple) else (result,)
+        for tensor in written:
+            if isinstance(tensor, Tensor):
+                # An empty tensor may be written to unseen.
+                self._forget(tensor, level if tensors or tensor.numel() == 1 else None)
         self._note_numbers(name, tensors, result)
         if not isinstance(result, Tensor):
             return result
-        if name in _UNCHANGED and isinstance(
-            args[0], Tensor
-        ):  # The level of a tensor that gives only type and device does not count.
+        # A tensor that gives only its type and device, as that of zeros_like, does not give its level.
+        if name in _UNCHANGED and isinstance(args[0], Tensor):
             self._levels[result] = level = self._level(args[0])
         if name in _NEW and not result.dim() and len(tensors) == 1:
             self._levels[result] = level = _OF_NOTHING
         if form is not None:
             self._forms[result] = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
         elif level and result.dim() == 0:
-            if name in _BOUNDS and isinstance(args[0], Tensor) and result is not args[0]:
-                settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
-                least = self._factor(settings.get("min", settings.get("other")))
-                if least is not None and settings.get("max") is None:
-                    self._clamps[result] = args[0], least
+            self._note_clamp(name, result, args, kwargs)
             self._record(name, result, args)
         return result
+
+    def _forget(self, tensor: Tensor, level: int | None) -> None:
+        """Forgets what was known of a result, which may be a tensor that was written in place."""
+        self._forms.pop(tensor, None)
+        self._levels.pop(tensor, None)
+        self._clamps.pop(tensor, None)
+        if level is not None:
+            self._levels[tensor] = level
+
+    def _note_clamp(self, name: str, result: Tensor, args: Any, kwargs: dict[str, Any]) -> None:
+        """Notes a count with a smallest value."""
+        if name not in _BOUNDS or not isinstance(args[0], Tensor) or result is args[0]:
+            return
+        settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
+        least = self._factor(settings.get("min", settings.get("other")))
+        if least is not None and settings.get("max") is None:
+            self._clamps[result] = args[0], least
 
     def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
         """Notes values that become Python numbers, as the number of selected rows is one."""
         if name in _READS and not isinstance(result, Tensor):
-            is_loss = (
-                self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None
-            )  # A loss may be read to print it.
+            # A loss may be read to print it.
+            is_loss = self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None
             self._knows_numbers = self._knows_numbers and is_loss
         if _is_selection(name, tensors, result) or any(tensor in self._selected for tensor in tensors):
             self._knows_numbers = self._knows_numbers and type(result) not in (int, torch.Size)
@@ -148,8 +158,9 @@ class MeanRecorder(TorchFunctionMode):
             form: Form = self._forms[value]
             return form
         factor = self._factor(value)
-        is_zero = isinstance(factor, (int, float)) and not factor
-        return None if factor is None else {} if is_zero else {0: factor}
+        if factor is None:
+            return None
+        return {} if _is_zero(factor) else {0: factor}
 
     def _factor(self, value: Any) -> Any:
         """Returns a number, or a copy of a tensor that does not depend on the rows as a scalar; otherwise None."""
@@ -163,41 +174,57 @@ class MeanRecorder(TorchFunctionMode):
         first, second = (*args, None, None)[:2]
         if name in _UNCHANGED:
             return self._forms.get(first) if isinstance(first, Tensor) else None
-        values = first if name in _JOINS and isinstance(first, (list, tuple)) else (first, second)
-        forms = [form for form in map(self._form, values) if form is not None]
         if name in _JOINS:
-            return functools.reduce(_plus, forms) if len(forms) == len(values) else None
+            return self._join(first if isinstance(first, (list, tuple)) else (first, second))
         if kwargs:
             return None
         if name == "neg":
-            return _times(forms[0], -1)
+            form = self._form(first)
+            return None if form is None else _times(form, -1)
         if name in _SIGNS:
-            sizes = {value.numel() if isinstance(value, Tensor) else 1 for value in values}
-            return _plus(*map(_times, forms, _SIGNS[name])) if len(forms) == 2 and len(sizes) == 1 else None
-        if name == "mul" and self._factor(second) is None:
+            return self._add_up(first, second, _SIGNS[name])
+        if name == "div":
+            return self._divide(first, second)
+        if name != "mul":
+            return None
+        if self._factor(second) is None:
             first, second = second, first
         form, factor = self._form(first), self._factor(second)
-        if form is None or factor is None or name not in ("mul", "div"):
+        is_empty = _is_zero(factor) and self._is_sum(form)
+        return None if form is None or factor is None or is_empty else _times(form, factor)
+
+    def _join(self, values: Sequence[Any]) -> Form | None:
+        forms = [form for form in map(self._form, values) if form is not None]
+        return functools.reduce(_plus, forms) if len(forms) == len(values) else None
+
+    def _add_up(self, first: Any, second: Any, signs: tuple[int, int]) -> Form | None:
+        """Returns the sum of two values of one size. A value that is broadcast would count several times."""
+        sizes = {value.numel() if isinstance(value, Tensor) else 1 for value in (first, second)}
+        forms = [form for form in map(self._form, (first, second)) if form is not None]
+        return _plus(*map(_times, forms, signs)) if len(forms) == 2 and len(sizes) == 1 else None
+
+    def _divide(self, value: Any, divisor: Any) -> Form | None:
+        form, factor = self._form(value), self._factor(divisor)
+        if form is None or factor is None or _is_zero(factor):
             return None
-        if isinstance(factor, (int, float)) and not factor and (name == "div" or self._is_sum(form)):
+        if not isinstance(factor, (int, float)) or not self._is_sum(form) or value.numel() != 1:
+            return _times(form, 1 / factor)
+        if not self._knows_numbers:
+            self.has_unknown_count = True
             return None
-        if name == "div" and isinstance(factor, (int, float)) and self._is_sum(form) and first.numel() == 1:
-            parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
-            if any(divisor is None for _, divisor, _ in parts):
-                parts = [(first.reshape(()).clone(), 1.0, 1.0)]  # it may be divided in place
-            if not self._knows_numbers:
-                self.has_unknown_count = True
-                return None
-            form = {}
-            for total, divisor, coefficient in parts:
-                count = (divisor or 1.0) * factor
-                form[len(self.terms)] = coefficient
-                self.terms.append(Term(_OVER_NUMBER, total, None, ("a number", count), divisor=count))
-        return _times(form, factor if name == "mul" else 1 / factor)
+        parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
+        if any(before is None for _, before, _ in parts):
+            parts = [(value.reshape(()).clone(), 1.0, 1.0)]  # it may be divided in place
+        form = {}
+        for total, before, coefficient in parts:
+            count = (before or 1.0) * factor
+            form[len(self.terms)] = coefficient
+            self.terms.append(Term(_OVER_NUMBER, total, None, ("a number", count), divisor=count))
+        return _times(form, 1 / factor)
 
     def _record(self, name: str, result: Tensor, args: Any) -> None:
         """Records a scalar that depends on the rows: a mean, a sum, a quotient of sums, or zero."""
-        if name == "mul" and any(isinstance(factor, (int, float)) and not factor for factor in args):
+        if name == "mul" and any(map(_is_zero, args)):
             self._add(result, Term("zero", result, self._rows, None))  # it connects parameters that are not used
         elif name == "mean":
             tensor = args[0]
@@ -272,6 +299,11 @@ def _has_entries(value: Any, rows: int) -> bool:
         return not all(isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value)
     container = containers.open_container(value)
     return container is not None and any(_has_entries(child, rows) for child in container.children)
+
+
+def _is_zero(value: object) -> bool:
+    """Returns True for a Python number that is zero."""
+    return isinstance(value, (int, float)) and not value
 
 
 def _plus(first: Form, second: Form) -> Form:
