@@ -10,7 +10,8 @@ triplets), or statistics, which are summed (``LossOfSums``, of an :class:`Additi
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -567,36 +568,56 @@ class RankRows(NamedTuple):
     ranks: list[int]  # Only those with rows.
 
 
+class _Layout(NamedTuple):
+    """The rows of one rank."""
+
+    sizes: list[int]  # of each tensor with rows
+    lists: list[Any]  # with an entry for each row
+
+
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
     """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable."""
     leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
     along = [leaf for leaf in leaves if isinstance(leaf, Along)]
-    lists = [without_mark(leaf) for leaf in leaves if _is_list(leaf)]
-    layout = None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists)
+    layout = None
+    if batch is not None:
+        sizes = [leaf.leaf.size(leaf.dim) for leaf in along]
+        layout = _Layout(sizes, [without_mark(leaf) for leaf in leaves if _is_list(leaf)])
+    by_rank = _gather_layouts(layout, refusal)
+    if world_size() == 1:
+        return RankRows(batch, [0] * len(along), [0])
+    tensors: Any = ()
+    if any(each.sizes for each in by_rank.values()):
+        dims = tuple(leaf.dim for leaf in along)
+        local = [] if layout is None else PerReplica([tuple(leaf.leaf for leaf in along)], [None], dims)
+        tensors = gather(local, device)
+    ranks = [number for number, each in by_rank.items() if any(each.sizes)] or [*by_rank]
+    if layout is None:
+        return RankRows(None, [], ranks)
+    sizes_before = [each.sizes for number, each in by_rank.items() if number < rank()]
+    starts = [sum(sizes[place] for sizes in sizes_before) for place in range(len(along))]
+    columns = zip(*[each.lists for each in by_rank.values()], strict=True)
+    lists = ([*itertools.chain(*column)] for column in columns)
+    return RankRows(_with_rows(batch, iter(tensors), lists), starts, ranks)
+
+
+def _gather_layouts(layout: _Layout | None, refusal: str | None) -> dict[int, _Layout]:
+    """Returns the layouts of the ranks that have one. Raises ``ValueError`` on all ranks if one of them refuses its rows."""
     layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    if world_size() == 1:
-        return RankRows(batch, [0] * len(along), [0])
-    by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
-    tensors: Any = ()
-    if any(sizes for sizes, _ in by_rank.values()):
-        dims = tuple(leaf.dim for leaf in along)
-        tensors = gather([] if batch is None else PerReplica([tuple(leaf.leaf for leaf in along)], [None], dims), device)
-    ranks = [number for number, (sizes, _) in by_rank.items() if any(sizes)] or [*by_rank]
-    if batch is None:
-        return RankRows(None, [], ranks)
-    before = [sizes for number, (sizes, _) in by_rank.items() if number < rank()]
-    starts = [sum(sizes[place] for sizes in before) for place in range(len(along))]
-    joined = iter(tensors)
-    entries = iter([[entry for _, parts in by_rank.values() for entry in parts[place]] for place in range(len(lists))])
+    return {number: each for number, each in enumerate(layouts) if each is not None}
+
+
+def _with_rows(batch: Any, tensors: Iterator[Tensor], lists: Iterator[list[Any]]) -> Any:
+    """Returns a batch with other tensors and lists in the place of those with rows."""
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, Along):
-            return Along(next(joined), leaf.dim)
-        return type(leaf)(next(entries)) if _is_list(leaf) else leaf
+            return Along(next(tensors), leaf.dim)
+        return type(leaf)(next(lists)) if _is_list(leaf) else leaf
 
-    return RankRows(containers.map_leaves(replace, batch), starts, ranks)
+    return containers.map_leaves(replace, batch)
 
 
 def _is_list(leaf: Any) -> bool:

@@ -194,24 +194,39 @@ def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
             "one output per replica; for the output of one replica write criterion([output], ...)"
         )
     if all(isinstance(part, PerReplica) for part in outputs):
-        if len({part.sizes for part in outputs}) > 1:
-            rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
-            raise ValueError(f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each")
-        dims = tuple(part.dim for part in outputs)
-        return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, dims).in_order(outputs[0].order)
+        return _joined_arguments(outputs)
     dim = 0 if dim is None else dim
+    sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
+    _refuse_outputs_of_one_replica(outputs, sizes)
+    return PerReplica(outputs, sizes, dim)
+
+
+def _joined_arguments(outputs: Sequence[PerReplica]) -> PerReplica:
+    """Returns one ``PerReplica`` of several, each of which has one argument of the criterion for all replicas."""
+    if len({part.sizes for part in outputs}) > 1:
+        rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
+        raise ValueError(f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each")
+    dims = tuple(part.dim for part in outputs)
+    return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, dims).in_order(outputs[0].order)
+
+
+def _rows_of(tensor: torch.Tensor | None, dim: Dims) -> int | None:
+    """Returns the size of a tensor in the dimension of the rows, if it has one."""
+    if tensor is None or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        return None
+    return tensor.size(dim)
+
+
+def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
+    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on one device."""
     tensors = [containers.first_tensor(output) for output in outputs]
     devices = {tensor.device for tensor in tensors if tensor is not None}
-    sizes = [
-        tensor.size(dim) if tensor is not None and isinstance(dim, int) and -tensor.dim() <= dim < tensor.dim() else None
-        for tensor in tensors
-    ]
-    if len(outputs) > 1 and len(devices) == 1 and len({*sizes}) == 1 and None not in sizes:
+    are_alike = len({*sizes}) == 1 and None not in sizes and len(devices) == 1
+    if len(outputs) > 1 and are_alike:
         raise ValueError(
             f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
             f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica. {_ADVICE}"
         )
-    return PerReplica(outputs, sizes, dim)
 
 
 _ADVICE = (

@@ -12,9 +12,19 @@ from helpers.coupled import (
     plain_update,
 )
 from helpers.problems import build_net
+from helpers.ranks import run_ranks
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, verify
+from balanced_parallel import (
+    AdditiveLoss,
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    Rows,
+    TrainStep,
+    parallelize,
+    verify,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,3 +117,25 @@ def test_a_parameter_in_the_statistics_learns_from_the_only_shard():
     )
     torch.testing.assert_close(step(inputs, target), loss.detach())
     torch.testing.assert_close(criterion.scale.grad, expected)
+
+
+NAMES = ["a", "bb", "ccc", "dddd", "eeeee"]
+
+
+def named_loss(output, names, tags):
+    assert [len(names), len(tags)] == [len(output)] * 2
+    return ((output @ output.t()).sum(1) * torch.tensor([float(len(name)) for name in names])).mean()
+
+
+def loss_of_named_rows(rank):
+    torch.manual_seed(0)
+    net, inputs = build_net(), torch.randn(5, 4)
+    expected = named_loss(net(inputs), NAMES, NAMES)
+    model, criterion = parallelize(net, DataParallelCriterion(named_loss, whole=True), ["cpu"])
+    rows = slice(0, 3) if rank == 0 else slice(3, 5)
+    return criterion(model(inputs[rows]), Rows(NAMES[rows]), NAMES[rows]).detach(), expected.detach()
+
+
+def test_entries_of_all_ranks_are_in_the_order_of_the_rows():
+    for loss, expected in run_ranks(2, loss_of_named_rows):
+        torch.testing.assert_close(loss, expected)
