@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import torch_private
 from .devices import is_accelerator
@@ -87,19 +88,19 @@ def second_group(purpose: str, backend: str | None = None, group: Group = None) 
     return groups[purpose]
 
 
-def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
+def sum_over_ranks(tensor: Tensor, group: Group = None) -> Tensor:
     """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no gradient."""
     return start_sum(tensor, group)()
 
 
-def start_sum(tensor: torch.Tensor, group: Group = None) -> Callable[[], torch.Tensor]:
+def start_sum(tensor: Tensor, group: Group = None) -> Callable[[], Tensor]:
     """Starts :func:`sum_over_ranks`. Returns a function that waits for the sum and returns it."""
     if world_size(group) == 1:
         return tensor.detach().clone
     total = _to_backend_device(tensor.detach(), group).clone()
     work = dist.all_reduce(total, group=group or _batch_group, async_op=True)
 
-    def wait() -> torch.Tensor:
+    def wait() -> Tensor:
         work.wait()
         return total.to(tensor.device)
 
@@ -133,13 +134,13 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     return values
 
 
-def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group = None) -> torch.Tensor:
+def gather_rows(tensor: Tensor, sizes: list[int], dim: int, group: Group = None) -> Tensor:
     """Concatenates the rows of all ranks along ``dim``, of these ``sizes``. The result is differentiable."""
-    gathered: torch.Tensor = _GatherRows.apply(tensor, sizes, dim, group)
+    gathered: Tensor = _GatherRows.apply(tensor, sizes, dim, group)
     return gathered
 
 
-def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def _to_backend_device(tensor: Tensor, group: Group) -> Tensor:
     """Moves a CPU tensor to the accelerator if the process group has no backend for the CPU."""
     backends = dist.get_backend_config(group or _batch_group)
     if is_accelerator(tensor.device) or re.search("gloo|mpi|ucc|fake", backends):
@@ -151,7 +152,7 @@ class _GatherRows(torch.autograd.Function):
     """All-gather of rows. Backward sums the gradients over the ranks, which DDP averages, and keeps the rows of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int], dim: int, group: Group) -> Tensor:
         ctx.sizes, ctx.dim, ctx.group = sizes, dim, group
         shape = list(tensor.shape)
         shape[dim] = max(sizes)  # all_gather needs equal sizes: pad, then drop the padding
@@ -164,7 +165,7 @@ class _GatherRows(torch.autograd.Function):
         return torch.cat(rows, dim).to(tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
         place = rank(ctx.group)
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
@@ -232,13 +233,13 @@ _SHARED = "the ranks share this gradient"
 WATCHED = "behind these outputs, the ranks share all gradients of a model"
 
 
-def mark_shared(parameters: Iterable[torch.Tensor]) -> None:
+def mark_shared(parameters: Iterable[Tensor]) -> None:
     """Marks parameters whose gradients the ranks share. The nodes that accumulate them must live, as in a reducer."""
     for parameter in parameters:
         torch_private.accumulator_of(parameter).metadata[_SHARED] = True
 
 
-def refuse_unshared(parameters: Iterable[torch.Tensor]) -> None:
+def refuse_unshared(parameters: Iterable[Tensor]) -> None:
     """Raises ``ValueError`` for a parameter of a criterion whose gradient the ranks would not share."""
     for parameter in parameters:
         is_shared = not parameter.requires_grad or torch_private.is_sharded(parameter)
@@ -252,7 +253,7 @@ def refuse_unshared(parameters: Iterable[torch.Tensor]) -> None:
 def explain_unwatched(tensors: Iterable[Any]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share the gradients; else None."""
     nodes: list[torch_private.Node]
-    nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
     seen, has_parameters = set[torch_private.Node](), False
     while nodes:
         node = nodes.pop()

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from .devices import is_accelerator, on_device
 
@@ -37,7 +38,7 @@ class RankNumbers:
     """
 
     def __init__(self) -> None:
-        self._state: torch.Tensor | None = None  # The state between two blocks of rows of one update.
+        self._state: Tensor | None = None  # The state between two blocks of rows of one update.
         self.is_drawing = False
 
     @contextlib.contextmanager
@@ -61,13 +62,13 @@ class RankNumbers:
             torch.set_rng_state(of_all_ranks)
 
 
-def generator_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
+def generator_states(devices: Sequence[torch.device]) -> dict[str, Tensor]:
     """Returns the states of the generators of the CPU and of ``devices``, by their place in the list."""
     states = {f"device{i}": torch.get_device_module(device).get_rng_state(device) for i, device in _accelerators(devices)}
     return {"cpu": torch.get_rng_state(), **states}
 
 
-def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
+def set_generators(states: Mapping[str, Tensor], devices: Sequence[torch.device]) -> None:
     """Sets the generators of the CPU and of ``devices`` to the states that :func:`generator_states` has returned."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
@@ -75,7 +76,7 @@ def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.d
         torch.get_device_module(device).set_rng_state(states[f"device{number}"], device)
 
 
-def seed_anew(of_cpu: torch.Tensor, devices: Sequence[torch.device], first: int) -> None:
+def seed_anew(of_cpu: Tensor, devices: Sequence[torch.device], first: int) -> None:
     """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and others than before.
 
     The state of the CPU's generator is the same on all ranks. ``first`` is the first device's number among those of all ranks.
