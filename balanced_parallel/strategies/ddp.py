@@ -38,7 +38,7 @@ once and removed, made all later backwards of a small model 4 % slower. Only spa
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -56,17 +56,16 @@ from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import check_type
-from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     RankModel,
+    RankReport,
     RankSync,
     RankUpdate,
     RowSettings,
     connect,
     first_row,
     forget_unused,
-    shared_gradients,
     undone,
     watch_output,
 )
@@ -388,18 +387,6 @@ class RequestedGradients:
             hook.remove()
 
 
-class _DDPReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update."""
-
-    total: float = 0.0  # of the losses
-    weight: float = 0.0
-    digest: float = 0.0  # of the settings
-    square: float = 0.0  # of the digest
-    out_of_memory: float = 0.0  # numbers of ranks: out of memory, failed for another reason, with unused parameters
-    failed: float = 0.0
-    has_unused: float = 0.0
-
-
 class _DDPSync(RankSync):
     """Opens updates of a :class:`DistributedModel`."""
 
@@ -415,12 +402,13 @@ class _DDPUpdate(RankUpdate):
     ``is_abandoned`` is True if this rank was out of memory before, and has to tell the others.
     """
 
+    place = "the module or of the criterion"
+
     def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
-        self._group, self._device = model.process_group, model.devices[0]
-        self._ranks = collectives.world_size(self._group)
+        super().__init__(model, model.process_group, model.reduced_parameters)
         self._model, self._is_abandoned = model, is_abandoned
         self._has_begun = False  # to note which parameters get a gradient
-        self._sums: _DDPReport | None = None  # of all ranks
+        self._sums: RankReport | None = None  # of all ranks
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
@@ -454,27 +442,15 @@ class _DDPUpdate(RankUpdate):
         torch_private.prepare_reduction(self._model)
         self._model.record.run_step(functools.partial(run_backward, roots or [self._model.zero()], divisor))
 
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        assert self._local is not None
-        present = settings()
-        (total, weight), (digest, square) = self._local().tolist(), present.digest()
-        sums = self._agree(_DDPReport(total, weight, digest, square, out_of_memory=self._is_abandoned))
-        if sums.failed or sums.out_of_memory:
-            self._refuse_failures(sums)
-        present.check(sums.digest, sums.square)
+    def agree(self, report: RankReport) -> RankReport:
+        sums = self._exchange(report._replace(out_of_memory=self._is_abandoned))
+        self._refuse_failures(sums)
         if not self._model.record.buckets:
             self._model.rebuild_buckets()
             self._model.record.take_places()
         if sums.has_unused:
             self._model.forget_unused()
-        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
-
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        gradients = shared_gradients(tensors, self._model.reduced_parameters, "the module or of the criterion")
-        factor = factor * self._ranks  # the reducer averages
-        if isinstance(factor, Tensor) or factor != 1:
-            sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
-            torch_private.foreach_multiply_([*self._model.record.buckets, *sparse], factor)
+        return sums
 
     def abandon(self) -> UpdateSync | None:
         """Returns an update that tells the other ranks that this one is out of memory, unless they know."""
@@ -492,11 +468,11 @@ class _DDPUpdate(RankUpdate):
                 with contextlib.suppress(RuntimeError):  # it has been reached
                     _zero_of([parameter], [None]).backward()
             is_memory = isinstance(error, torch.OutOfMemoryError)
-            self._agree(_DDPReport(out_of_memory=is_memory, failed=not is_memory))
+            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _agree(self, report: _DDPReport) -> _DDPReport:
+    def _exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, and notes whether this rank has unused parameters."""
         self._sums = report  # if the exchange fails, nobody waits for another one
         self._model.share_buffers()
@@ -506,7 +482,7 @@ class _DDPUpdate(RankUpdate):
             torch_private.forget_order(self._model)  # on all ranks, or the next forward of some would wait
         return self._sums
 
-    def _refuse_failures(self, sums: _DDPReport, *, but_memory: bool = False) -> None:
+    def _refuse_failures(self, sums: RankReport, *, but_memory: bool = False) -> None:
         last = "expected none: nothing was updated, and the step can be repeated"
         if sums.failed:
             raise RuntimeError(f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}")

@@ -28,7 +28,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -53,17 +53,16 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
-from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     RankModel,
+    RankReport,
     RankSync,
     RankUpdate,
     RowSettings,
     connect,
     first_row,
     forget_unused,
-    shared_gradients,
     undone,
     watch_output,
 )
@@ -180,19 +179,6 @@ class ShardedModel(RankModel):
         self._examples[method] = row
 
 
-class _FSDPReport(NamedTuple):
-    """Numbers that the ranks sum at the end of a round. Ranks that need another round say so, and leave the others at 0."""
-
-    needs_more: float = 0.0  # numbers of ranks: with more micro-batches, with rows in each, with unused parameters
-    is_full: float = 0.0
-    has_unused: float = 0.0
-    total: float = 0.0  # of the losses
-    weight: float = 0.0
-    digest: float = 0.0  # of the settings
-    square: float = 0.0  # of the digest
-    fits: float = 0.0  # number of ranks where whole gradients fit
-
-
 class _FSDPSync(RankSync):
     """Opens updates of a :class:`ShardedModel`, and keeps what they learn for those behind."""
 
@@ -238,8 +224,7 @@ class _FSDPUpdate(RankUpdate):
     """
 
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
-        self._group, self._device = model.group, model.devices[0]
-        self._ranks = collectives.world_size(self._group)
+        super().__init__(model, model.group, model.gradients.parameters)
         self._sync, self._model = sync, model
         self._asks = not sync.round
         self._end = sync.round  # of the present round, in micro-batches of the update
@@ -274,34 +259,21 @@ class _FSDPUpdate(RankUpdate):
         if self._left > 0 and self._ran == self._end:
             self._begin_round(self._left)
 
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        if self._local is None:  # no micro-batch was known to be the last
-            self.start(local)
-        assert self._local is not None
-        present = settings()
-        (total, weight), (digest, square) = self._local().tolist(), present.digest()
-        report = _FSDPReport(total=total, weight=weight, digest=digest, square=square, fits=self._sync.fits())
-        gradients = self._model.gradients
+    def agree(self, report: RankReport) -> RankReport:
+        fits = self._sync.fits()
         while True:
-            has_unused = len(gradients.used) < len(gradients.parameters)
-            report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused)
+            has_unused = len(self._model.gradients.used) < len(self._parameters)
+            report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused, fits=fits)
             sums = collectives.sum_numbers(report, self._group)
             if not sums.needs_more:
                 break
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
-        present.check(sums.digest, sums.square)
         if sums.has_unused:
-            gradients.forget_unused()
+            self._model.gradients.forget_unused()
         self._is_complete = True
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
-        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
-
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        gradients = shared_gradients(tensors, self._model.gradients.parameters, "the module")
-        factor = factor * self._ranks  # FSDP2 averages
-        if isinstance(factor, Tensor) or factor != 1:
-            torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
+        return sums
 
     def abandon(self) -> UpdateSync | None:
         raise RuntimeError(
@@ -320,7 +292,7 @@ class _FSDPUpdate(RankUpdate):
 
     def _begin_round(self, count: int) -> None:
         """Begins another round of ``count`` micro-batches or more. Ranks that are at the end of theirs learn of it."""
-        collectives.sum_numbers(_FSDPReport(needs_more=1), self._group)
+        collectives.sum_numbers(RankReport(needs_more=1), self._group)
         self._extend(count)
 
     def _extend(self, count: int) -> int:

@@ -4,10 +4,11 @@ Many modules refuse inputs without rows, such as attention with a mask. A rank w
 nothing of it is left but the structure of the output.
 """
 
+import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import is_compiled, is_differentiable
 from ..runtime.values import Precision
+from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, power_of_two
 
 
@@ -124,13 +126,54 @@ class RankSync(GradientSync):
         return self._model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
 
 
-class RankUpdate(UpdateSync):
-    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
+class RankReport(NamedTuple):
+    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2. A strategy leaves those of others at 0."""
 
-    _group: collectives.Group
-    _ranks: int
-    _device: torch.device
-    _local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+    total: float = 0.0  # The sum of the losses.
+    weight: float = 0.0
+    digest: float = 0.0  # The settings.
+    square: float = 0.0  # The square of the digest.
+    has_unused: float = 0.0  # From here on, these are numbers of ranks. This one is of those with unused parameters.
+    out_of_memory: float = 0.0
+    failed: float = 0.0  # Ranks that failed for another reason.
+    needs_more: float = 0.0  # Ranks with more micro-batches.
+    is_full: float = 0.0  # Ranks with rows in each micro-batch.
+    fits: float = 0.0  # Ranks where whole gradients fit.
+
+
+class RankUpdate(UpdateSync):
+    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks.
+
+    ``parameters`` are those that are reduced.
+    """
+
+    place = "the module"  # that they are part of
+
+    def __init__(self, model: RankModel, group: collectives.Group, parameters: Sequence[Tensor]) -> None:
+        self._group, self._device, self._ranks = group, model.devices[0], collectives.world_size(group)
+        self._parameters = parameters
+        self._local: Callable[[], Tensor] | None = None  # Returns loss and weight of this rank, on the host.
+
+    @abc.abstractmethod
+    def agree(self, report: RankReport) -> RankReport:
+        """Completes the report of this rank, and ends the reduction. Returns the sums of the reports of all ranks."""
+
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        """Ends the reduction, with the sums of loss and weight, and compares the settings."""
+        if self._local is None:  # No micro-batch was known to be the last.
+            self.start(local)
+        assert self._local is not None
+        present = settings()
+        sums = self.agree(RankReport(*self._local().tolist(), *present.digest()))
+        present.check(sums.digest, sums.square)
+        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        """Multiplies the gradients by the factor and, since they were averaged, by the number of ranks."""
+        gradients = shared_gradients(tensors, self._parameters, self.place)
+        factor = factor * self._ranks
+        if isinstance(factor, Tensor) or factor != 1:
+            torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
