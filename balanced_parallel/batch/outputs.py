@@ -125,7 +125,7 @@ class PerReplica(list[Any], containers.Leaf):
         """Concatenates the entries of this rank on ``device``, in the order of the batch."""
         if len(self) > 1 or self.order is not None:
             return self.gather(device, ranks=False)
-        return containers.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, Tensor) else leaf, self[0])
+        return containers.map_tensors(lambda tensor: move(tensor, device), self[0])
 
     def __getitem__(self, key: object) -> Any:
         if isinstance(key, slice):
@@ -463,8 +463,7 @@ def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -
 
 def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
     """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of their rows."""
-    detach = functools.partial(containers.map_leaves, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-    return outputs.map(detach).in_order(order)
+    return outputs.map(functools.partial(containers.map_tensors, Tensor.detach)).in_order(order)
 
 
 def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:

@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
-import torch
-
-from ..runtime.devices import free_bytes
+from ..runtime.devices import Devices, free_bytes
 
 
 def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
@@ -109,7 +107,7 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
     return weights
 
 
-def share_by_memory(devices: Sequence[torch.device]) -> tuple[float, ...] | None:
+def share_by_memory(devices: Devices) -> tuple[float, ...] | None:
     """Returns the weights of the devices by their free bytes now. Replicas on one device share its memory equally."""
     free = [free_bytes(device) / devices.count(device) for device in devices]
     return tuple(part / sum(free) for part in free) if any(free) else None

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..runtime.devices import DeviceLike, move, resolve_devices
+from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
 from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
@@ -513,7 +513,7 @@ class Batch:
         self.counted_targets = [targets.inputs if is_plain else move_leaves(targets.inputs, None)]
 
     def plan(
-        self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
+        self, devices: Devices, weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of at most ``limit`` rows per device.
 
@@ -525,7 +525,7 @@ class Batch:
         plan = equal_rows(self.rows, weights or len(devices), None if limit is None else int(limit), agree)
         return self._shards(plan, devices)
 
-    def split(self, devices: Sequence[torch.device], weights: Sequence[float] | None) -> list[Shard]:
+    def split(self, devices: Devices, weights: Sequence[float] | None) -> list[Shard]:
         """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used."""
         if self.rows is None:
             return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
@@ -545,7 +545,7 @@ class Batch:
         rows = max((len(part) for parts in plan for part in parts), default=0)
         return rows, -(-rows // 2) if rows > 1 else 0
 
-    def _shards(self, plan: Plan, devices: Sequence[torch.device]) -> Iterator[list[Shard]]:
+    def _shards(self, plan: Plan, devices: Devices) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of a plan."""
         for parts in plan:
             shards: list[Shard] = []

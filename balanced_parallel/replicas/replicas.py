@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import transport
-from ..runtime.devices import on_device
+from ..runtime.devices import Devices, on_device
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states, versions
 from .buckets import Bucket, GradientBuckets
@@ -62,7 +62,7 @@ class Replicas:
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
         return Replicas, ()
 
-    def run(self, work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool) -> list[T]:
+    def run(self, work: Sequence[Callable[[], T]], devices: Devices, *, together: bool) -> list[T]:
         """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One replica runs in this thread."""
         is_compiled = self.tree is not None and self.tree.is_compiled
         if len(work) > 1 or is_compiled:
@@ -75,7 +75,7 @@ class Replicas:
             raise
 
     @contextmanager
-    def of(self, module: nn.Module, devices: Sequence[torch.device], home: torch.device) -> Iterator[list[nn.Module]]:
+    def of(self, module: nn.Module, devices: Devices, home: torch.device) -> Iterator[list[nn.Module]]:
         """Yields one replica of ``module``, which is on ``home``, for each of ``devices``. The first may be the module itself."""
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
@@ -121,13 +121,13 @@ class Replicas:
         self._fresh_in = None
         self.copies.forget_values()
 
-    def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
+    def prepare(self, module: nn.Module, devices: Devices, *, all_values: bool = True) -> ModuleTree:
         """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
 
     def shard(
-        self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
+        self, module: nn.Module, devices: Devices, parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
         """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
         tree = self.prepare(module, devices)
@@ -154,7 +154,7 @@ class Replicas:
             finally:
                 _running.reset(token)
 
-    def _follow(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
+    def _follow(self, module: nn.Module, devices: Devices, *, all_values: bool = True) -> ModuleTree:
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
@@ -171,7 +171,7 @@ class Replicas:
             self._skeletons.append(tree.make_skeletons())
         return tree
 
-    def _follow_parameters(self, tree: ModuleTree, devices: Sequence[torch.device], all_values: bool) -> None:
+    def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
         copies = self.copies
         written, moved, frozen = copies.find_changes(tree.parameters)
         if moved or frozen:
@@ -207,9 +207,7 @@ class Replicas:
             self.gradients.rebuild(tree.parameters)
             self._skeletons = []  # with graphs of the parameters before
 
-    def _run_in_turn(
-        self, work: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, together: bool = True
-    ) -> list[Any]:
+    def _run_in_turn(self, work: Sequence[Callable[[], Any]], devices: Devices, *, together: bool = True) -> list[Any]:
         """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
         tree = self.tree
         if together and len(work) > 1:
@@ -366,7 +364,7 @@ class ParameterCopies:
             raise
         return is_renewed
 
-    def extend_to(self, devices: Sequence[torch.device], parameters: Sequence[nn.Parameter]) -> list[torch.device]:
+    def extend_to(self, devices: Devices, parameters: Sequence[nn.Parameter]) -> list[torch.device]:
         """Makes copies on those of ``devices`` that have none, and returns these."""
         missing = [device for device in dict.fromkeys(devices) if device not in (parameters[0].device, *self.by_device)]
         with torch.inference_mode(False), torch.no_grad():
@@ -381,7 +379,7 @@ class ParameterCopies:
         return {parameter.device: parameter, **{device: copies[place] for device, copies in self.by_device.items()}}
 
 
-def copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
+def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, Tensor]]:
     """Returns copies of all buffers for each of ``devices``, by the id of the buffer."""
     if not buffers:
         return [{}] * len(devices)

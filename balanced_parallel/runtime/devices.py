@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DeviceLike = int | str | torch.device
+Devices = Sequence[torch.device]
 HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 WITHOUT_FLOAT64 = ("mps",)  # types of devices that refuse tensors in float64
 

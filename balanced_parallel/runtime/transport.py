@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.cuda import nccl
 
 from . import torch_private
-from .devices import is_accelerator, move
+from .devices import Devices, is_accelerator, move
 
 # torch has one communicator for each list of devices, and NCCL takes one call at a time on it.
 _communicating = threading.Lock()
@@ -154,7 +154,7 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
             torch_private.foreach_copy_(tensors, unpack(layouts, buffer))
 
 
-def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+def copies(tensors: Sequence[Tensor], devices: Devices) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
     copied = [[*tensors] for _ in devices]  # The copies replace the tensors in these lists.
     for chunk in chunks(tensors, BUFFER_BYTES):

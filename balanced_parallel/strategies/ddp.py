@@ -46,7 +46,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ..batch.containers import describe, leaves, map_leaves
+from ..batch.containers import describe, leaves, map_leaves, map_tensors
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
@@ -165,7 +165,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             else:
                 with undone(module, self.devices), torch.no_grad():
                     row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
-                output = connect(map_leaves(_with_gradient, row.narrow(0, 0)[0]), empty)
+                output = connect(map_tensors(_with_gradient, row.narrow(0, 0)[0]), empty)
             return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
 
         reduces, is_watched = self.require_backward_grad_sync, torch.is_grad_enabled()
@@ -225,9 +225,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         collectives.mark_shared(self.reduced_parameters)
 
 
-def _with_gradient(leaf: Any) -> Any:
-    is_float = isinstance(leaf, Tensor) and is_differentiable(leaf)
-    return leaf.detach().requires_grad_() if is_float and torch.is_grad_enabled() else leaf
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if is_differentiable(tensor) and torch.is_grad_enabled() else tensor
 
 
 class _Wrapped(nn.Module):

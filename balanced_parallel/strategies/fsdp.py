@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ..batch.containers import leaves
+from ..batch.containers import tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
@@ -99,7 +99,7 @@ class ShardedModel(RankModel):
         outputs = self._run(None, None, 0)
         if not torch.is_grad_enabled():  # the first of two passes
             return torch.zeros(())
-        return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
+        return zero_of(*[tensor for tensor in tensors_in(list(outputs)) if tensor.requires_grad])
 
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
@@ -315,8 +315,8 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
-    views = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and base_of(leaf) is not leaf]
-    return watch_output(output) if views else output
+    has_views = any(base_of(tensor) is not tensor for tensor in tensors_in(output))
+    return watch_output(output) if has_views else output
 
 
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
@@ -384,16 +384,13 @@ class ShardedGradients:
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> None:
             self.has_run = True
             self.order.ran.append(place)
-            if not slots:
-                return  # FSDP2 has no node for a unit without parameters of its own
-            if not torch.is_grad_enabled() or current_backward_id() is not None:
-                return  # FSDP2 does nothing where a checkpoint runs the unit again
-            # All inputs with a gradient come from one node of FSDP2, whose backward reduces the gradients of the unit.
+            # FSDP2 has no node for a unit without parameters of its own, and does nothing where a checkpoint runs it again.
+            if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
+                return
             is_dummy = self.is_dummy
-            learned = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-            if not learned:
-                nested = torch_private.leaves_of_tree((inputs, kwargs))
-                learned = [value for value in nested if isinstance(value, Tensor) and value.requires_grad]
+            nested = torch_private.leaves_of_tree((inputs, kwargs))
+            learned = [value for value in nested if isinstance(value, Tensor) and value.requires_grad]
+            # All of these come from one node of FSDP2, whose backward reduces the gradients of the unit.
             if learned:
                 node: torch_private.Node = learned[0].grad_fn
                 node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))

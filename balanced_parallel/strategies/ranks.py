@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, leaves, map_leaves
+from ..batch.containers import Dims, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, ModelOfRows, Shard, count_rows, take
 from ..loss.sums import LossSum, Weight, add_up, hand_back
 from ..replicas.batchnorm import meets_other_ranks
-from ..runtime import collectives, devices, row_random, torch_private
+from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import OnCollective
-from ..runtime.devices import is_accelerator
+from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import is_compiled, is_differentiable
 from ..runtime.values import Precision
@@ -178,7 +178,7 @@ class RankUpdate(UpdateSync):
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
         weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
-        self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
+        self._local = start_copy(torch.stack([local.total.double(), weight]))
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the weight of the update before, at first 1; in float16, that of what all ranks expect."""
@@ -197,11 +197,11 @@ def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable
 
     It calls ``at_backward``, and reaches ``first`` without a gradient for it.
     """
-    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return output
     watched = iter(_watch(tensors, first, at_backward))
-    return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, output)
+    return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, output)
 
 
 def _watch(tensors: list[Tensor], first: Tensor | None, at_backward: Callable[[], None] | None) -> tuple[Tensor, ...]:
@@ -234,11 +234,11 @@ class _Watch(torch.autograd.Function):
 
 def connect(row: Any, inputs: Arguments | None) -> Any:
     """Returns a row that leads to inputs without rows, so that their gradients can be asked for on all ranks alike."""
-    empty = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.numel()]
+    empty = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not tensor.numel()]
     if not empty or not torch.is_grad_enabled():
         return row
     zero = hand_back(None, [*map(torch.zeros_like, empty)], empty)
-    return map_leaves(lambda leaf: leaf + zero.to(leaf) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf, row)
+    return map_tensors(lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row)
 
 
 def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: collectives.Group) -> None:
@@ -270,13 +270,11 @@ def shared_gradients(tensors: Iterable[Tensor], shared: Iterable[Tensor], place:
 
 def first_row(arguments: Arguments, dim: int) -> Arguments:
     """Returns a copy of the first row, without its history."""
-    row = take(arguments, range(1), dim)
-    result: Arguments = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, row)
-    return result
+    return map_tensors(lambda tensor: tensor.detach().clone(), take(arguments, range(1), dim))
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
+def undone(module: nn.Module, devices: Devices) -> Iterator[None]:
     """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
     random_numbers = RandomState(devices)
     buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part.named_buffers(recurse=False)]
