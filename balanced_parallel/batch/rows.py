@@ -521,16 +521,13 @@ class Batch:
         as settings alone, are one micro-batch.
         """
         if self.rows is None:
-            return iter([self.split(devices, weights)])
+            return iter([[Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]])
         plan = equal_rows(self.rows, weights or len(devices), None if limit is None else int(limit), agree)
         return self._shards(plan, devices)
 
     def split(self, devices: Devices, weights: Sequence[float] | None) -> list[Shard]:
         """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used."""
-        if self.rows is None:
-            return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
-        sizes = split_sizes(self.rows, weights or len(devices))
-        return next(self._shards([consecutive(sizes)], devices))
+        return next(self.plan(devices, weights, None, lambda count: max(count, 1)))
 
     def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
         """Returns a sample, from which a later batch without samples makes a shard. ``earlier`` is that of an earlier batch."""
@@ -548,12 +545,8 @@ class Batch:
     def _shards(self, plan: Plan, devices: Devices) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of a plan."""
         for parts in plan:
-            shards: list[Shard] = []
-            for number, part in enumerate(parts):
-                if part or (number == len(parts) - 1 and not shards):  # one shard, if there are no rows
-                    device = devices[number if part else 0]
-                    shards.append(self.shard(part, device))
-            yield shards
+            shards = [self.shard(part, device) for part, device in zip(parts, devices, strict=True) if part]
+            yield shards or [self.shard(range(0), devices[0])]
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns some rows."""

@@ -300,17 +300,15 @@ class _ReplicaShards:
 
     def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
-        tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
-        number = {id(tensor): i for i, tensor in enumerate(tensors)}
-        inner = self.inner.state_dict()
-        state, groups, places = {}, [], itertools.count()
-        for group, saved in zip(self._groups, inner["param_groups"], strict=True):
-            numbered = {index: parameter for parameter, index in zip(group["params"], places, strict=False)}
-            for index, parameter in numbered.items():
-                states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
-                if any(entries is not None for entries in states):
-                    state[index] = _join(parameter, states)
-            groups.append({**saved, "params": list(numbered)})
+        inner, numbers = self.inner.state, itertools.count()
+        state, groups = {}, []
+        for group, saved in zip(self._groups, self.inner.state_dict()["param_groups"], strict=True):
+            numbered = dict(zip(group["params"], numbers, strict=False))
+            for parameter, number in numbered.items():
+                states = [inner[tensor] for tensor in self._updated([parameter]) if tensor in inner]
+                if states:
+                    state[number] = _join(parameter, states)
+            groups.append({**saved, "params": [*numbered.values()]})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -318,16 +316,15 @@ class _ReplicaShards:
         sizes, expected = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self._groups))
         if sizes != expected:
             raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
-        state, groups, at = {}, [], 0
-        for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
-            first = at
+        state, groups, numbers = {}, [], itertools.count()
+        own_groups = self.inner.state_dict()["param_groups"]
+        for group, saved, own in zip(self._groups, state_dict["param_groups"], own_groups, strict=True):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
-                for piece in pieces:
+                for piece, number in zip(pieces, numbers, strict=False):
                     if index in state_dict["state"]:
-                        state[at] = _cut(parameter, piece, state_dict["state"][index])
-                    at += 1
-            groups.append({**saved, "params": list(range(first, at))})
+                        state[number] = _cut(parameter, piece, state_dict["state"][index])
+            groups.append({**saved, "params": own["params"]})
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _prepare(self) -> None:
@@ -357,17 +354,16 @@ class _ReplicaShards:
             self._owners.append(owners)
             for piece in owners.pieces:
                 self._pieces.setdefault(piece.parameter, []).append(piece)
+            weakref.finalize(self, bucket.own)
         _all_shards.add(self)
-        weakref.finalize(self, model.replicas.gradients.unshard, [bucket for bucket, _ in buckets])
 
 
-def _join(parameter: Tensor, states: list[StateDict | None]) -> StateDict:
+def _join(parameter: Tensor, states: list[StateDict]) -> StateDict:
     """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
-    first: StateDict = next((state for state in states if state), {})
     joined = {}
-    for name, value in first.items():
+    for name, value in states[0].items():
         if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
-            joined[name] = torch.cat([state[name].cpu() for state in states if state]).view(parameter.shape)
+            joined[name] = torch.cat([state[name].cpu() for state in states]).view(parameter.shape)
         else:
             joined[name] = torch_private.map_tensors(lambda tensor: tensor.detach().cpu(), value)
     return joined

@@ -25,7 +25,7 @@ sums of these. ::
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -146,7 +146,7 @@ class Bucket:
         self._lock = threading.RLock()  # backwards may run in several threads
         _buckets[id(self)] = self
 
-    def own(self, owners: "BucketOwners | None") -> None:
+    def own(self, owners: "BucketOwners | None" = None) -> None:
         """Gives the gradients to ``owners``, or to the parameters again."""
         self.owners = owners
 
@@ -328,8 +328,12 @@ class GradientBuckets:
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
-        self.is_sharded = False  # owners receive the gradients of at least one bucket
         self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if owners receive the gradients of at least one bucket."""
+        return any(bucket.owners is not None for bucket in self.buckets)
 
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold."""
@@ -350,16 +354,6 @@ class GradientBuckets:
         owned = {id(parameter) for bucket in sharded for parameter in bucket.parameters}
         learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
         self.buckets = [*sharded, *(bucket for group in learning for bucket in make_buckets(group))]
-
-    def shard(self) -> None:
-        """Notes that buckets get owners, so that they stay as they are."""
-        self.is_sharded = True
-
-    def unshard(self, buckets: Iterable[Bucket]) -> None:
-        """Takes the owners away. Gradients go to the parameters again."""
-        for bucket in buckets:
-            bucket.own(None)
-        self.is_sharded = any(bucket.owners is not None for bucket in self.buckets)
 
     def schedule(self, bucket: Bucket, streams: Streams, *, deferred: bool) -> Schedule:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""

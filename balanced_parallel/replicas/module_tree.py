@@ -74,9 +74,13 @@ class ModuleTree:
                 return False
         return True
 
-    def note_kinds(self, kinds: list[tuple[torch.Size, torch.dtype]] | None = None) -> None:
-        """Notes shapes and dtypes of the parameters: the present ones, or ``kinds``."""
-        self.kinds = kinds or [(parameter.shape, parameter.dtype) for parameter in self.parameters]
+    def present_kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Returns shapes and dtypes of the parameters."""
+        return [(parameter.shape, parameter.dtype) for parameter in self.parameters]
+
+    def note_kinds(self) -> None:
+        """Notes the present shapes and dtypes of the parameters."""
+        self.kinds = self.present_kinds()
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""

@@ -134,7 +134,6 @@ class Replicas:
         chosen = set(map(id, parameters))
         others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
         self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
-        self.gradients.shard()
         return [
             (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
             for bucket in self.gradients.buckets
@@ -195,15 +194,14 @@ class Replicas:
 
     def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
-        kinds = tree.kinds
-        tree.note_kinds()
+        is_other = tree.kinds != tree.present_kinds()
         if self.gradients.is_sharded:
             bucketed = {id(parameter) for bucket in self.gradients.buckets for parameter in bucket.parameters}
-            if kinds != tree.kinds or any(p.requires_grad and id(p) not in bucketed for p in tree.parameters):
-                tree.note_kinds(kinds)
+            if is_other or any(p.requires_grad and id(p) not in bucketed for p in tree.parameters):
                 self.forget_values()  # the next forward is refused too
                 self._refuse_sharded()
-        elif kinds != tree.kinds or is_frozen or not self.gradients.buckets:
+        elif is_other or is_frozen or not self.gradients.buckets:
+            tree.note_kinds()
             self.gradients.rebuild(tree.parameters)
             self._skeletons = []  # with graphs of the parameters before
 
@@ -386,7 +384,7 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, 
     # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
     plain = [each for each in buffers if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)]
     others = set(map(id, buffers)) - set(map(id, plain))
-    copied = transport.copies([buffer.detach() for buffer in plain], devices)
+    copied = transport.copies([buffer.detach() for buffer in plain], devices, transport.BUFFER_BYTES)
     copies = [dict(zip(map(id, plain), tensors, strict=True)) for tensors in copied]
     for device, by_buffer in zip(devices, copies, strict=True) if others else ():
         by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in buffers if id(buffer) in others)

@@ -154,10 +154,10 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
             torch_private.foreach_copy_(tensors, unpack(layouts, buffer))
 
 
-def copies(tensors: Sequence[Tensor], devices: Devices) -> list[list[Tensor]]:
+def copies(tensors: Sequence[Tensor], devices: Devices, buffer_bytes: int) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
     copied = [[*tensors] for _ in devices]  # The copies replace the tensors in these lists.
-    for chunk in chunks(tensors, BUFFER_BYTES):
+    for chunk in chunks(tensors, buffer_bytes):
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])
         for device, on_device in zip(devices, copied, strict=True):

@@ -175,7 +175,7 @@ def test_copies_of_many_tensors(monkeypatch, bytes_per_buffer):
         if bytes_per_buffer == 10**6:
             assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:1", "sim:2")] * 3  # one per dtype
         repeated = [devices[0], devices[1], devices[1], devices[0]]
-        found = transport.copies(here, repeated)
+        found = transport.copies(here, repeated, bytes_per_buffer)
         for copied, device in zip([*targets, *found], [*devices[1:], *repeated], strict=True):
             for one, other in zip(copied, tensors, strict=True):
                 assert one.device == device
