@@ -140,9 +140,9 @@ def zip_leaves(function: Callable[[str, list[Any]], object], nodes: Sequence[obj
     return opened[0].rebuild(merged)
 
 
-def tensors_in(node: object) -> Iterator[Tensor]:
-    """Yields the tensors among the leaves of ``node``."""
-    return (leaf for _, leaf in leaves(node) if isinstance(leaf, Tensor))
+def tensors_in(node: object) -> list[Tensor]:
+    """Returns the tensors among the leaves of ``node``."""
+    return [leaf for _, leaf in leaves(node) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], object], node: Nested) -> Nested:
@@ -152,7 +152,7 @@ def map_tensors(function: Callable[[Tensor], object], node: Nested) -> Nested:
 
 def first_tensor(node: object) -> Tensor | None:
     """Returns the first tensor among the leaves of ``node``, or None."""
-    return next(tensors_in(node), None)
+    return next(iter(tensors_in(node)), None)
 
 
 def describe(node: object) -> str:

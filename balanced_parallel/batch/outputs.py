@@ -4,6 +4,7 @@ torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather
 exchange the layouts of their outputs. So sizes may differ, and a mismatch raises the same error on all ranks instead of a hang.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
@@ -350,30 +351,30 @@ def _layout(tensor: Tensor, dim: int) -> tuple[int, ...]:
     return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
 
 
+@dataclasses.dataclass
 class _Header(containers.Leaf):
     """Description of a leaf of one rank's outputs, which the ranks exchange before the rows."""
 
-    def __init__(self, leaf: object, dim: int | None, pads: bool) -> None:
-        if not (leaf is None or isinstance(leaf, Tensor) or containers.is_row_list(leaf)):
-            raise TypeError(
-                f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
-            )
-        self.kind: str | torch.dtype = type(leaf).__name__  # A tensor's kind is its dtype.
-        self.dim = dim  # The dimension of the rows is None if the leaf is the same in all replicas.
-        self.layout: tuple[int, ...] = ()  # shape with -1 in place of the number of rows
-        self.pads = pads  # A padded tensor may have the layout of another rank.
-        self.rows: Any = leaf  # the number of rows of a tensor, or the list itself; ranks may differ in it
+    kind: str | torch.dtype  # A tensor's kind is its dtype.
+    dim: int | None  # The dimension of the rows is None if the leaf is the same in all replicas.
+    layout: tuple[int, ...]  # The shape has -1 in place of the number of rows.
+    rows: Any  # The number of rows of a tensor, or the list itself. Ranks may differ in it.
+
+    @classmethod
+    def of(cls, leaf: object, dim: int | None) -> "_Header":
+        """Describes a leaf."""
         if isinstance(leaf, Tensor):
-            self.kind, self.dim = leaf.dtype, dim if leaf.dim() > 1 or dim is None else 0
-            self.layout = _layout(leaf, leaf.dim() if self.dim is None else self.dim)
-            self.rows = 0 if self.dim is None else leaf.size(self.dim)
+            dim = dim if leaf.dim() > 1 or dim is None else 0
+            rows = 0 if dim is None else leaf.size(dim)
+            return cls(leaf.dtype, dim, _layout(leaf, leaf.dim() if dim is None else dim), rows)
+        if leaf is None or containers.is_row_list(leaf):
+            return cls(type(leaf).__name__, dim, (), leaf)
+        raise TypeError(
+            f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
+        )
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"{self.kind} {self.layout}"
-
-    def widen(self, layout: tuple[int, ...]) -> None:
-        """Takes the layout to which the tensors of all ranks are padded."""
-        self.layout = layout
 
     def make_empty(self, device: torch.device) -> object:
         """Returns a leaf of this layout without rows."""
@@ -392,9 +393,9 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
 
     def make_headers(output: object) -> object:
         dims_of_leaves = leaf_dims(output, dims, 0)
-        return containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output)
+        return containers.map_leaves(lambda leaf: _Header.of(leaf, next(dims_of_leaves)), output)
 
-    all_headers, refusals = zip(*gather_objects(([*map(make_headers, local)], refusal)), strict=True)
+    all_headers, refusals, all_pads = zip(*gather_objects(([*map(make_headers, local)], refusal, pads)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
     first = next((headers[0] for headers in all_headers if headers), None)
@@ -403,10 +404,9 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
     columns: list[list[_Header]] = []  # Each leaf has the headers of all ranks.
 
     def compare(place: str, column: list[_Header]) -> None:
-        if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:
+        if any(all_pads) and len({len(header.layout) for header in column}) == 1:
             longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
-            for header in column:
-                header.widen(longest)
+            column = [dataclasses.replace(header, layout=longest) for header in column]
         if len({*map(str, column)}) > 1:
             layouts = by_value([*map(str, column)])
             raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")

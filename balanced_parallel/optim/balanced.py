@@ -105,6 +105,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.shards = _shard(model, self.recipe, shard)
         super().__init__(self.shards.inner.param_groups, self.shards.inner.defaults)
         self.state = self.shards.inner.state
+        self.register_state_dict_post_hook(_whole_state, prepend=True)
         self._is_ready = True
 
     def __reduce__(self) -> tuple[Callable[..., "BalancedOptimizer"], tuple[object, ...]]:
@@ -152,10 +153,6 @@ class BalancedOptimizer(torch.optim.Optimizer):
         """Clears the gradients of all parameters and of their shards."""
         self.shards.zero_grad(set_to_none)
 
-    def state_dict(self) -> StateDict:
-        """Returns the state of the plain optimizer, with tensors on the CPU. Every rank must call this."""
-        return torch_private.save_with_hooks(self, self.shards.state_dict)
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a plain optimizer over the same parameters."""
         torch_private.load_with_hooks(self, dict(state_dict), self._load)
@@ -163,6 +160,12 @@ class BalancedOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: StateDict) -> None:
         self.shards.load_state_dict(state_dict)
         self.state = self.shards.inner.state
+
+
+def _whole_state(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
+    """Returns the state of the plain optimizer in place of that of the shards. Every rank must call this."""
+    assert isinstance(optimizer, BalancedOptimizer)
+    return optimizer.shards.state_dict()
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:

@@ -262,7 +262,7 @@ class _FSDPUpdate(RankUpdate):
     def agree(self, report: RankReport) -> RankReport:
         fits = self._sync.fits()
         while True:
-            has_unused = len(self._model.gradients.used) < len(self._parameters)
+            has_unused = len(self._model.gradients.used) < len(self._reduced)
             report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused, fits=fits)
             sums = collectives.sum_numbers(report, self._group)
             if not sums.needs_more:
@@ -315,8 +315,8 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
-    has_views = any(base_of(tensor) is not tensor for tensor in tensors_in(output))
-    return watch_output(output) if has_views else output
+    views = [tensor for tensor in tensors_in(output) if base_of(tensor) is not tensor]
+    return watch_output(output) if views else output
 
 
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there

@@ -151,7 +151,7 @@ class RankUpdate(UpdateSync):
 
     def __init__(self, model: RankModel, group: collectives.Group, parameters: Sequence[Tensor]) -> None:
         self._group, self._device, self._ranks = group, model.devices[0], collectives.world_size(group)
-        self._parameters = parameters
+        self._reduced = parameters
         self._local: Callable[[], Tensor] | None = None  # Returns loss and weight of this rank, on the host.
 
     @abc.abstractmethod
@@ -170,7 +170,7 @@ class RankUpdate(UpdateSync):
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the gradients by the factor and, since they were averaged, by the number of ranks."""
-        gradients = shared_gradients(tensors, self._parameters, self.place)
+        gradients = shared_gradients(tensors, self._reduced, self.place)
         factor = factor * self._ranks
         if isinstance(factor, Tensor) or factor != 1:
             torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
