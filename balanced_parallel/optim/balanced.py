@@ -43,8 +43,7 @@ class Recipe(NamedTuple):
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
         """Makes the optimizer over other tensors."""
-        optimizer: torch.optim.Optimizer = self.optimizer_class(groups, **self.defaults)
-        return optimizer
+        return self.optimizer_class(groups, **self.defaults)  # type: ignore[no-any-return]
 
 
 class BalancedOptimizer(torch.optim.Optimizer):
@@ -401,10 +400,9 @@ class _ElementRanks:
         return map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        parameters, state = [each for group in self.inner.param_groups for each in group["params"]], {}
-        for key, values in state_dict["state"].items():
-            copies = map_tensors(torch.clone, values)  # torch would go on with the caller's tensors
-            state[key] = map_tensors(functools.partial(_distributed, like=parameters[key]), copies)
+        parameters = [each for group in self.inner.param_groups for each in group["params"]]
+        copies = map_tensors(torch.clone, state_dict["state"])  # torch would go on with the caller's tensors
+        state = {key: map_tensors(functools.partial(_distributed, like=parameters[key]), copies[key]) for key in copies}
         self.inner.load_state_dict({**state_dict, "state": state})
 
 

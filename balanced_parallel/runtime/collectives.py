@@ -53,12 +53,12 @@ def batch_group() -> Group:
 
 def world_size(group: Group = None) -> int:
     """Returns the number of ranks, which is 1 without a process group."""
-    return dist.get_world_size(group or _batch_group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group or _batch_group) if dist.is_initialized() else 1
 
 
 def rank(group: Group = None) -> int:
     """Returns the number of this rank, which is 0 without a process group."""
-    return dist.get_rank(group or _batch_group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group or _batch_group) if dist.is_initialized() else 0
 
 
 def checkpoint_group() -> Group:

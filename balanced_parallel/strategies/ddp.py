@@ -105,13 +105,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self._call_in_forward(lambda: None)
         return self.zero()
 
-    def rebuild_buckets(self) -> None:
-        """Lets the reducer make its buckets anew behind its first reduction, and move the gradients there.
-
-        In the next forward, its collectives would wait for a rank that runs out of memory before.
-        """
-        torch_private.rebuild_buckets(self)
-
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
         derivatives: list[Tensor | None] = [None] * (len(self.reduced_parameters) + 1)
@@ -168,9 +161,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 output = connect(map_tensors(_with_gradient, row.narrow(0, 0)[0]), empty)
             return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
 
-        reduces, is_watched = self.require_backward_grad_sync, torch.is_grad_enabled()
-        if in_step and not reduces:
-            is_watched = False
+        reduces = self.require_backward_grad_sync
+        is_watched = torch.is_grad_enabled() and (reduces or not in_step)
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
         self.require_forward_param_sync = reduces and is_watched
@@ -445,7 +437,8 @@ class _DDPUpdate(RankUpdate):
         sums = self._exchange(report._replace(out_of_memory=self._is_abandoned))
         self._refuse_failures(sums)
         if not self._model.record.buckets:
-            self._model.rebuild_buckets()
+            # In the next forward, the collectives of this would wait for a rank that runs out of memory before.
+            torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
         if sums.has_unused:
             self._model.forget_unused()

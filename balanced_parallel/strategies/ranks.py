@@ -52,7 +52,7 @@ class RankModel(ModelOfRows):
         self.devices, self.split = [device], None
         self.draws_on_host = not is_accelerator(device)
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
-        self.precision = Precision("fp32" if precision is None else precision)
+        self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
