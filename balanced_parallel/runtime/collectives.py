@@ -25,6 +25,7 @@ from .devices import is_accelerator
 
 Number = TypeVar("Number", int, float)
 Fields = TypeVar("Fields", bound=NamedTuple)  # each field is a number
+T = TypeVar("T")
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
 # The groups that belong to a process group. torch has no place in a group for others, and all ranks make each of them once.
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
@@ -122,13 +123,12 @@ def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
 
 def max_over_ranks(number: Number, group: Group = None) -> Number:
     """Returns the largest ``number`` of all ranks."""
-    numbers: list[Number] = gather_objects(number, group)
-    return max(numbers)
+    return max(gather_objects(number, group))
 
 
-def gather_objects(value: Any, group: Group = None) -> list[Any]:
+def gather_objects(value: T, group: Group = None) -> list[T]:
     """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
-    values: list[Any] = [value] * world_size(group)
+    values = [value] * world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group or _batch_group)
     return values

@@ -117,8 +117,7 @@ class ShardedModel(RankModel):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
             with self.gradients.of_dummy(), self._random_numbers(), undone(self.module, self.devices):
                 row = connect(first_row(example, self.dim), arguments)
-                outputs = PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
-            return PerReplica(outputs, outputs.sizes, self.out_dims)
+                return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
         return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
