@@ -453,14 +453,14 @@ class BucketOwners:
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
         if len(self._parameters) == 1 and all(place.is_contiguous() for row in places for place in row):
             whole = [row[0].as_strided((sum(sizes),), (1,)) for row in places]
-            transport.all_gather(_own_slices(whole, sizes), whole)  # in place
+            transport.all_gather(whole, sizes)
             torch.autograd.graph.increment_version([place for row in places for place in row])
             return
         gathered = [row[0].new_empty(sum(sizes)) for row in places]
-        slices = _own_slices(gathered, sizes)
-        for owned, flat in zip(self._owned, slices, strict=True):
-            torch_private.foreach_copy_(transport.unpack(self._layouts(owned), flat), [piece.values for piece in owned])
-        transport.all_gather(slices, gathered)
+        for number, owned in enumerate(self._owned):
+            own = transport.unpack(self._layouts(owned), gathered[number].split(sizes)[number])
+            torch_private.foreach_copy_(own, [piece.values for piece in owned])
+        transport.all_gather(gathered, sizes)
         for device, row, flat in zip(self._devices, places, gathered, strict=True):
             unpacked = transport.unpack(self._layouts(self.pieces), flat)
             others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
@@ -481,10 +481,6 @@ def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
     share = -(-total // count)
     even = [max(0, min(share, total - share * number)) for number in range(count)]
     return [share] * count if owned == even and (parameters > 1 or total == share * count) else owned
-
-
-def _own_slices(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    return [tensor.split(list(sizes))[number] for number, tensor in enumerate(flat)]
 
 
 def check_dense(gradient: Tensor) -> Tensor:

@@ -60,19 +60,17 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
         reduce(parts, output)
 
 
-def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Concatenates ``tensors`` in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
+def all_gather(outputs: Sequence[Tensor], sizes: list[int]) -> None:
+    """Completes tensors of slices of these ``sizes``. Each has the slice that it sends, the one at its own place."""
+    slices = [output.split(sizes) for output in outputs]
+    sent = [parts[place] for place, parts in enumerate(slices)]
     # nccl.broadcast ignores its root, so it does not do for unequal sizes
-    if _have_nccl(tensors) and len(set(map(torch.numel, tensors))) == 1:
-        _run(nccl.all_gather, [*map(_bits, tensors)], [*map(_bits, outputs)])
+    if _have_nccl(sent) and len(set(sizes)) == 1:
+        _run(nccl.all_gather, [*map(_bits, sent)], [*map(_bits, outputs)])
         return
-    slices = [output.split([tensor.numel() for tensor in tensors]) for output in outputs]
-    for place, tensor in enumerate(tensors):
-        if slices[place][place].data_ptr() != tensor.data_ptr():
-            copy(slices[place][place], tensor)
-    for left, right in pairs(len(tensors)):
-        copy(slices[left][right], tensors[right])
-        copy(slices[right][left], tensors[left])
+    for left, right in pairs(len(sent)):
+        copy(slices[left][right], sent[right])
+        copy(slices[right][left], sent[left])
 
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:

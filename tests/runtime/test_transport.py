@@ -101,7 +101,7 @@ def test_values_of_every_dtype_are_copied_bit_by_bit(calls, dtype, sizes):
     slices = [output.split(sizes)[index] for index, output in enumerate(outputs)]
     for one, value in zip(slices, values.split(sizes), strict=True):
         one.copy_(value)
-    transport.all_gather(slices, outputs)
+    transport.all_gather(outputs, sizes)
     assert all(torch.equal(output.cpu(), values) for output in outputs)
     outputs[0].fill_(0)
     transport.broadcast(outputs[0], outputs[1:])
