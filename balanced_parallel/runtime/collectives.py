@@ -72,18 +72,17 @@ def checkpoint_group() -> Group:
     return second_group("checkpoints", "gloo")
 
 
-def second_group(purpose: str, backend: str | None = None, group: Group = None) -> Group:
-    """Returns a process group of the same ranks, whose collectives may come before or after those of the gradients.
+def second_group(purpose: str, backend: str | None = None) -> Group:
+    """Returns a process group of the ranks that share a batch, whose collectives may come before or after those of the gradients.
 
     All ranks make it together in the first call for a ``purpose``, such as the statistics of layers.
     """
-    group = group or _batch_group
-    first = group or dist.group.WORLD if world_size(group) > 1 else None
-    if first is None:
+    first = _batch_group or dist.group.WORLD
+    if first is None or world_size() == 1:
         return None
     groups = _second_groups.setdefault(first, {})
     if purpose not in groups:
-        ranks = None if group is None else dist.get_process_group_ranks(group)
+        ranks = None if _batch_group is None else dist.get_process_group_ranks(first)
         timeout = torch_private.timeout_of(first)
         groups[purpose] = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
     return groups[purpose]
@@ -190,24 +189,19 @@ class OnCollective(torch_private.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def compare_ranks(
-    facts: Mapping[str, Hashable],
-    expected: str,
-    group: Group = None,
-    lines: Sequence[str] = (),
-) -> None:
+def compare_ranks(facts: Mapping[str, Hashable], expected: str, lines: Sequence[str] = ()) -> None:
     """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every rank if one differs.
 
     A fact that a rank does not have is not compared. Of many lines, a digest is compared, and the message has the first
     difference.
     """
-    ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())}, group)
+    ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())})
     messages = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         if len({rank[name] for rank in ranks if name in rank}) > 1:
             values = [str(rank[name]) if name in rank else None for rank in ranks]
             if name == _LINES:  # every rank sees it, so all of them take part
-                of_ranks = itertools.zip_longest(*gather_objects(lines, group), fillvalue="nothing more")
+                of_ranks = itertools.zip_longest(*gather_objects(lines), fillvalue="nothing more")
                 values = [*next(line for line in of_ranks if len(set(line)) > 1)]
             messages.append(f"{name}: {by_value(values)}")
     if messages:
