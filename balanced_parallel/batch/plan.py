@@ -46,7 +46,7 @@ def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
 
 
 def equal_rows(
-    rows: int, shares: int | Sequence[float], limit: int | None = None, agree: Callable[[int], int] = lambda count: count
+    rows: int, shares: int | Sequence[float], limit: float | None = None, agree: Callable[[int], int] = lambda count: count
 ) -> Plan:
     """Plans as few micro-batches as possible, whose sizes differ by at most one row. A device may get no rows.
 
@@ -58,7 +58,8 @@ def equal_rows(
         [[range(0, 2), range(2, 3)], [range(3, 4), range(4, 5)]]
     """
     plan, start = [], 0
-    for size in split_sizes(rows, agree(count_micro_batches(rows, limit, shares))):
+    count = count_micro_batches(rows, None if limit is None else int(limit), shares)
+    for size in split_sizes(rows, agree(count)):
         plan.append(consecutive(split_sizes(size, shares), start))
         start += size
     return plan

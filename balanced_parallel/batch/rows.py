@@ -522,7 +522,7 @@ class Batch:
         """
         if self.rows is None:
             return iter([[Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]])
-        plan = equal_rows(self.rows, weights or len(devices), None if limit is None else int(limit), agree)
+        plan = equal_rows(self.rows, weights or len(devices), limit, agree)
         return self._shards(plan, devices)
 
     def split(self, devices: Devices, weights: Sequence[float] | None) -> list[Shard]:
@@ -538,7 +538,7 @@ class Batch:
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the most rows of a device in one forward, and a limit that halves them, 0 if nothing does."""
-        plan = equal_rows(self.rows or 0, shares, None if limit is None else int(limit))
+        plan = equal_rows(self.rows or 0, shares, limit)
         rows = max((len(part) for parts in plan for part in parts), default=0)
         return rows, -(-rows // 2) if rows > 1 else 0
 

@@ -319,14 +319,14 @@ class _ReplicaShards:
         if sizes != expected:
             raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
         state, groups, numbers = {}, [], itertools.count()
-        own_groups = self.inner.state_dict()["param_groups"]
-        for group, saved, own in zip(self._groups, state_dict["param_groups"], own_groups, strict=True):
+        inner_groups = self.inner.state_dict()["param_groups"]
+        for group, saved, inner in zip(self._groups, state_dict["param_groups"], inner_groups, strict=True):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
                 for piece, number in zip(pieces, numbers, strict=False):
                     if index in state_dict["state"]:
                         state[number] = _cut(parameter, piece, state_dict["state"][index])
-            groups.append({**saved, "params": own["params"]})
+            groups.append({**saved, "params": inner["params"]})
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _prepare(self) -> None:

@@ -115,8 +115,8 @@ def _is_dense(tensor: Tensor) -> bool:
 class Schedule(NamedTuple):
     """Settings of one forward for its own backward."""
 
-    streams: Streams  # that the replicas run on
-    side: SideStreams | None  # where sums overlap with the backward; None where devices have no streams
+    streams: Streams  # The replicas run on these.
+    side: SideStreams | None  # Sums overlap with the backward there. None if devices have no streams.
     overlaps: bool  # the backward of other layers follows
     deferred: bool  # gradients stay with the replicas
 
@@ -131,8 +131,8 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.owners: BucketOwners | None = None  # receive the gradients in place of the parameters' ``grad``
-        self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
-        self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
+        self.held: dict[torch.device, Gradients] = {}  # Gradients of the other replicas that are not reduced yet.
+        self._local: dict[int, weakref.ref[Tensor]] = {}  # The ``grad`` that others wait for, by place of the parameter.
         self._lock = threading.RLock()  # backwards may run in several threads
         _buckets[id(self)] = self
 
@@ -306,7 +306,7 @@ class _Receive(torch.autograd.Function):
         return gradients
 
 
-BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # torch's DistributedDataParallel has this size.
 
 
 class GradientBuckets:
@@ -314,7 +314,7 @@ class GradientBuckets:
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
-        self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
+        self.side = side  # Sums overlap with the backward there. They are made on first use if devices have streams.
 
     @property
     def is_sharded(self) -> bool:
@@ -458,8 +458,8 @@ class BucketOwners:
             return
         gathered = [row[0].new_empty(sum(sizes)) for row in places]
         for number, owned in enumerate(self._owned):
-            own = transport.unpack(self._layouts(owned), gathered[number].split(sizes)[number])
-            torch_private.foreach_copy_(own, [piece.values for piece in owned])
+            targets = transport.unpack(self._layouts(owned), gathered[number].split(sizes)[number])
+            torch_private.foreach_copy_(targets, [piece.values for piece in owned])
         transport.all_gather(gathered, sizes)
         for device, row, flat in zip(self._devices, places, gathered, strict=True):
             unpacked = transport.unpack(self._layouts(self.pieces), flat)

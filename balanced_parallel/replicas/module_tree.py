@@ -23,13 +23,13 @@ class TreePart(NamedTuple):
 
     module: nn.Module
     children: dict[str, nn.Module | None]
-    places: dict[str, int | None]  # of its own parameters among those of the tree
-    identities: list[int]  # of its own parameters
+    places: dict[str, int | None]  # Each of its parameters has a place among those of the tree.
+    identities: list[int]  # Its parameters have these.
     lists: list[str]  # names of its lists
     size: int  # number of its attributes
 
 
-Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]  # with the children of each skeleton
+Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]  # The dictionary has the children of the skeleton.
 
 
 class ModuleTree:

@@ -49,15 +49,15 @@ class Replicas:
 
     def __init__(self, *, side: SideStreams | None = None, workers: Workers | None = None) -> None:
         # the pool is kept from its first use on
-        self.workers = self._threads = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))
+        self._workers = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side)
         self._skeletons: list[Skeletons] = []
         self._turns: list[Skeletons | None] = []  # the state of each compiled replica in this forward; None is the module's own
         self._lock = threading.Lock()
-        self.windows: list[Window] = []  # that are open, the first one first
-        self._fresh_in: Window | None = None  # has copied all values
+        self.windows: list[Window] = []  # These are open. The outermost is the first.
+        self._fresh_in: Window | None = None  # The window that has copied all values.
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
         return Replicas, ()
@@ -66,7 +66,8 @@ class Replicas:
         """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One replica runs in this thread."""
         is_compiled = self.tree is not None and self.tree.is_compiled
         if len(work) > 1 or is_compiled:
-            return self.workers(work, devices, together=together)
+            workers = self._run_in_turn if is_compiled else self._workers
+            return workers(work, devices, together=together)
         try:
             with on_device(devices[0], None):  # on the thread's own stream
                 return [work[0]()]
@@ -163,7 +164,6 @@ class Replicas:
                 self.gradients.rebuild()
                 self.copies, self._fresh_in = ParameterCopies(), None
             self.tree, self._skeletons = tree, []
-            self.workers = self._run_in_turn if tree.is_compiled else self._threads
         if tree.parameters and len(set(devices)) > 1:
             self._follow_parameters(tree, devices, all_values)
         while len(self._skeletons) < len(devices) - 1:
@@ -203,9 +203,9 @@ class Replicas:
         elif is_other or is_frozen or not self.gradients.buckets:
             tree.note_kinds()
             self.gradients.rebuild(tree.parameters)
-            self._skeletons = []  # with graphs of the parameters before
+            self._skeletons = []  # They have graphs of the parameters before.
 
-    def _run_in_turn(self, work: Sequence[Callable[[], Any]], devices: Devices, *, together: bool = True) -> list[Any]:
+    def _run_in_turn(self, work: Sequence[Callable[[], Any]], devices: Devices, *, together: bool) -> list[Any]:
         """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
         tree = self.tree
         if together and len(work) > 1:

@@ -118,8 +118,8 @@ class Meeting:
         turns: dict[Hashable, deque[int]] = {}
         for index, lane in enumerate(lanes):
             turns.setdefault(lane, deque()).append(index)
-        self._turns = [turns[lane] for lane in lanes]  # by replica: those of its lane that run, the next one first
-        self._values: list[list[Any]] = [[] for _ in lanes]  # by replica, one of each exchange
+        self._turns = [turns[lane] for lane in lanes]  # Each replica has those of its lane that run. The next one is the first.
+        self._values: list[list[Any]] = [[] for _ in lanes]  # Each replica has a value of each exchange.
         self._ended: set[int] = set()
 
     def begin(self, index: int) -> bool:

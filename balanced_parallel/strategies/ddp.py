@@ -87,7 +87,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
         super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
-        self.reduced_parameters = wrapped.trained  # those of the module and of the criterion
+        self.reduced_parameters = wrapped.trained  # The module and the criterion have these.
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._requested = RequestedGradients()
         collectives.mark_shared(wrapped.trained)
@@ -242,11 +242,11 @@ class GradientRecord:
 
     def __init__(self, wrapped: _Wrapped) -> None:
         self.agrees = True  # with the other ranks, at the end of a backward; TrainStep does it behind several
-        self.buckets: list[Tensor] = []  # of the reducer, which contain nothing but gradients
+        self.buckets: list[Tensor] = []  # The buckets of the reducer, which contain nothing but gradients.
         self._parameters = wrapped.trained
-        self._places: dict[int, Tensor] = {}  # of gradients in the buckets, by the number of the parameter
+        self._places: dict[int, Tensor] = {}  # Gradients in the buckets, by the number of the parameter.
         self._places_of_update: dict[int, Tensor] = {}  # the places, if gradients are accumulated there
-        self._versions: list[int] = []  # of these, at the beginning
+        self._versions: list[int] = []  # Their version counters at the beginning.
         self._noted: set[int] = set()  # numbers of used parameters
         self._backward: int | None = None
         for number, parameter in enumerate(self._parameters):

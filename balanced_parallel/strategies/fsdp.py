@@ -226,9 +226,9 @@ class _FSDPUpdate(RankUpdate):
         super().__init__(model, model.group, model.gradients.parameters)
         self._sync, self._model = sync, model
         self._asks = not sync.round
-        self._end = sync.round  # of the present round, in micro-batches of the update
+        self._end = sync.round  # The present round ends there, in micro-batches of the update.
         self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
-        self._divisor: Weight = 1.0  # of the last backward
+        self._divisor: Weight = 1.0  # The last backward had it.
         self._is_complete = False
 
     def count_micro_batches(self, count: int) -> int:
@@ -530,8 +530,8 @@ class BlockOrder:
 
     def __init__(self, group: collectives.Group = None) -> None:
         self._group = group
-        self.names: list[str] = []  # of all blocks
-        self.ran: list[int] = []  # their numbers, as they have begun to run
+        self.names: list[str] = []  # All blocks have one.
+        self.ran: list[int] = []  # The numbers of blocks, in the order in which they began to run.
         self._compared: list[int] | None = None
 
     def compare(self) -> None:
