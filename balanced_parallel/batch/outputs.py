@@ -260,7 +260,7 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
     if is_local:
         return local[0]
     if torch.is_grad_enabled():
-        refusal = refusal or explain_unwatched(leaf for _, leaf in containers.leaves(local))
+        refusal = refusal or explain_unwatched(containers.tensors_in(local))
     on = visible_devices()[0] if device is None else resolve_device(device)
     return _gather_ranks(local, dims, on, refusal, pads=order is not None)
 
