@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.collectives import world_size
-from ..runtime.devices import pin
+from ..runtime.devices import Devices, pin
 from ..runtime.values import check_number, check_type
 from . import containers
 from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
@@ -134,7 +134,7 @@ class CostBatch(Batch):
         self.costs, self._limit, self._combine = costs, limit, cut.combine
 
     def plan(
-        self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
+        self, devices: Devices, weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch."""
         if weights is not None:

@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
-import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.values import check_number
@@ -32,7 +32,7 @@ class Container(NamedTuple):
 
 def is_plain(value: object) -> bool:
     """Returns True for a string, bytes, a number, or a bool."""
-    return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
+    return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, Tensor)
 
 
 def is_row_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
@@ -48,7 +48,7 @@ def open_container(node: object) -> Container | None:
     """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
     if type(node) is tuple and not is_row_list(node):  # This is the most frequent container, so it skips the slower checks below
         return _open_sequence(node)
-    if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
+    if isinstance(node, (Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
     if hasattr(type(node), "batch_dims"):  # tensordict: a mapping that iterates over rows, and classes that keep their size
         return None
@@ -102,7 +102,7 @@ def map_leaves(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf."""
     mapped: object
     # Shortcuts for the most frequent leaf and the two most frequent containers come first.
-    if type(node) is torch.Tensor:
+    if type(node) is Tensor:
         mapped = function(node)
     elif isinstance(node, tuple) and type(node) is tuple and not is_row_list(node):
         mapped = tuple([map_leaves(function, child) for child in node])
@@ -140,16 +140,24 @@ def zip_leaves(function: Callable[[str, list[Any]], object], nodes: Sequence[obj
     return opened[0].rebuild(merged)
 
 
-def first_tensor(node: object) -> torch.Tensor | None:
+def tensors_in(node: object) -> list[Tensor]:
+    """Returns the tensors among the leaves of ``node``."""
+    return [leaf for _, leaf in leaves(node) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], object], node: Nested) -> Nested:
+    """Returns a copy of ``node`` with ``function`` applied to each tensor among its leaves."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, node)
+
+
+def first_tensor(node: object) -> Tensor | None:
     """Returns the first tensor among the leaves of ``node``, or None."""
-    if isinstance(node, torch.Tensor):
-        return node
-    return next((leaf for _, leaf in leaves(node) if isinstance(leaf, torch.Tensor)), None)
+    return next(iter(tensors_in(node)), None)
 
 
 def describe(node: object) -> str:
     """Describes a value for error messages: the shape of a tensor, the type and the entries of a container."""
-    if isinstance(node, torch.Tensor):
+    if isinstance(node, Tensor):
         return f"a tensor of shape {tuple(node.shape)}"
     if is_row_list(node):
         return f"a {type(node).__name__} of {len(node)} plain values"

@@ -4,12 +4,14 @@ torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather
 exchange the layouts of their outputs. So sizes may differ, and a mismatch raises the same error on all ranks instead of a hang.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..runtime.collectives import by_value, explain_unwatched, gather_objects, gather_rows, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
@@ -124,14 +126,14 @@ class PerReplica(list[Any], containers.Leaf):
         """Concatenates the entries of this rank on ``device``, in the order of the batch."""
         if len(self) > 1 or self.order is not None:
             return self.gather(device, ranks=False)
-        return containers.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, self[0])
+        return containers.map_tensors(lambda tensor: move(tensor, device), self[0])
 
     def __getitem__(self, key: object) -> Any:
         if isinstance(key, slice):
             return PerReplica(list.__getitem__(self, key), self.sizes[key], self.dim)
-        if hasattr(key, "__index__") and not isinstance(key, torch.Tensor):
+        if hasattr(key, "__index__") and not isinstance(key, Tensor):
             return list.__getitem__(self, key)
-        if any(isinstance(entry, torch.Tensor) for entry in self):
+        if any(isinstance(entry, Tensor) for entry in self):
             _refuse(f"[{key!r}]", TypeError)
         return self._select(key, lambda entry: entry[key])
 
@@ -139,10 +141,10 @@ class PerReplica(list[Any], containers.Leaf):
         if name.startswith("__") or name in ("sizes", "dim", "order", "has_sizes"):
             raise AttributeError(name)  # copy and pickle ask for them before they are set
         entries = list(self)
-        if any(isinstance(entry, torch.Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
+        if any(isinstance(entry, Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
             _refuse(f".{name}", AttributeError)
         values = self._select(name, lambda entry: getattr(entry, name))
-        if any(callable(value) and not isinstance(value, torch.Tensor) for value in values):
+        if any(callable(value) and not isinstance(value, Tensor) for value in values):
             _refuse(f".{name}()", AttributeError)
         return values
 
@@ -163,7 +165,7 @@ class PerReplica(list[Any], containers.Leaf):
         return _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, torch.Tensor):
+        if isinstance(other, Tensor):
             _refuse("==", TypeError)
         return list.__eq__(self, other)
 
@@ -200,7 +202,7 @@ def _narrow(entry: Nested, start: int, rows: int, dims: Dims, size: int) -> Nest
         dim = next(dims_of_leaves)
         if dim is None:
             return leaf
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
+        if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.narrow(dim, start, rows)
         return leaf[start : start + rows] if containers.is_row_list(leaf) else leaf
 
@@ -258,7 +260,7 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
     if is_local:
         return local[0]
     if torch.is_grad_enabled():
-        refusal = refusal or explain_unwatched(leaf for _, leaf in containers.leaves(local))
+        refusal = refusal or explain_unwatched(containers.tensors_in(local))
     on = visible_devices()[0] if device is None else resolve_device(device)
     return _gather_ranks(local, dims, on, refusal, pads=order is not None)
 
@@ -273,7 +275,7 @@ def repeated_rows(outputs: Sequence[object], sizes: Sequence[int | None] | None,
     columns = zip(*(containers.leaves(output, "output") for output in outputs), strict=False)
     for column, dim in zip(columns, leaf_dims(outputs[0], dims, 0), strict=False):
         leaves = [leaf for _, leaf in column]
-        if dim is None or not all(isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves):
+        if dim is None or not all(isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves):
             continue
         rows = [leaf.size(dim) for leaf in leaves]
         count = rows[0] // sizes[0]
@@ -295,7 +297,7 @@ def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pa
 
     def join_leaves(place: str, values: list[Any]) -> object:
         dim = next(dims_of_leaves)
-        shapes = [value.shape for value in values if pads and isinstance(value, torch.Tensor)]
+        shapes = [value.shape for value in values if pads and isinstance(value, Tensor)]
         if dim is not None and len(shapes) == len(values) and len(set(map(len, shapes))) == 1:
             longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
             values = [pad_to(value, longest, dim) for value in values]
@@ -305,7 +307,7 @@ def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pa
 
 
 def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> object:
-    if all(isinstance(value, torch.Tensor) for value in values):
+    if all(isinstance(value, Tensor) for value in values):
         return move(values[0], device) if dim is None else join_tensors(place, values, device, dim)
     if all(value is None for value in values):
         return None
@@ -325,7 +327,7 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     )
 
 
-def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: int) -> Tensor:
     """Concatenates tensors on ``device`` along ``dim``; 0-dim tensors are stacked."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([move(tensor, device) for tensor in tensors])
@@ -344,35 +346,35 @@ def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, 
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
 
 
-def _layout(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+def _layout(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """Returns the shape with -1 in place of the number of rows."""
     return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
 
 
+@dataclasses.dataclass
 class _Header(containers.Leaf):
     """Description of a leaf of one rank's outputs, which the ranks exchange before the rows."""
 
-    def __init__(self, leaf: object, dim: int | None, pads: bool) -> None:
-        if not (leaf is None or isinstance(leaf, torch.Tensor) or containers.is_row_list(leaf)):
-            raise TypeError(
-                f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
-            )
-        self.kind: str | torch.dtype = type(leaf).__name__  # A tensor's kind is its dtype.
-        self.dim = dim  # The dimension of the rows is None if the leaf is the same in all replicas.
-        self.layout: tuple[int, ...] = ()  # shape with -1 in place of the number of rows
-        self.pads = pads  # A padded tensor may have the layout of another rank.
-        self.rows: Any = leaf  # the number of rows of a tensor, or the list itself; ranks may differ in it
-        if isinstance(leaf, torch.Tensor):
-            self.kind, self.dim = leaf.dtype, dim if leaf.dim() > 1 or dim is None else 0
-            self.layout = _layout(leaf, leaf.dim() if self.dim is None else self.dim)
-            self.rows = 0 if self.dim is None else leaf.size(self.dim)
+    kind: str | torch.dtype  # A tensor's kind is its dtype.
+    dim: int | None  # The dimension of the rows is None if the leaf is the same in all replicas.
+    layout: tuple[int, ...]  # The shape has -1 in place of the number of rows.
+    rows: Any  # The number of rows of a tensor, or the list itself. Ranks may differ in it.
 
-    def __repr__(self) -> str:
+    @classmethod
+    def of(cls, leaf: object, dim: int | None) -> "_Header":
+        """Describes a leaf."""
+        if isinstance(leaf, Tensor):
+            dim = dim if leaf.dim() > 1 or dim is None else 0
+            rows = 0 if dim is None else leaf.size(dim)
+            return cls(leaf.dtype, dim, _layout(leaf, leaf.dim() if dim is None else dim), rows)
+        if leaf is None or containers.is_row_list(leaf):
+            return cls(type(leaf).__name__, dim, (), leaf)
+        raise TypeError(
+            f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
+        )
+
+    def __str__(self) -> str:
         return f"{self.kind} {self.layout}"
-
-    def widen(self, layout: tuple[int, ...]) -> None:
-        """Takes the layout to which the tensors of all ranks are padded."""
-        self.layout = layout
 
     def make_empty(self, device: torch.device) -> object:
         """Returns a leaf of this layout without rows."""
@@ -391,9 +393,9 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
 
     def make_headers(output: object) -> object:
         dims_of_leaves = leaf_dims(output, dims, 0)
-        return containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output)
+        return containers.map_leaves(lambda leaf: _Header.of(leaf, next(dims_of_leaves)), output)
 
-    all_headers, refusals = zip(*gather_objects(([*map(make_headers, local)], refusal)), strict=True)
+    all_headers, refusals, all_pads = zip(*gather_objects(([*map(make_headers, local)], refusal, pads)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
     first = next((headers[0] for headers in all_headers if headers), None)
@@ -402,10 +404,9 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
     columns: list[list[_Header]] = []  # Each leaf has the headers of all ranks.
 
     def compare(place: str, column: list[_Header]) -> None:
-        if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:
+        if any(all_pads) and len({len(header.layout) for header in column}) == 1:
             longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
-            for header in column:
-                header.widen(longest)
+            column = [dataclasses.replace(header, layout=longest) for header in column]
         if len({*map(str, column)}) > 1:
             layouts = by_value([*map(str, column)])
             raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
@@ -418,7 +419,7 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
 
     def join_ranks(leaf: object) -> object:
         column = next(in_order)
-        if isinstance(leaf, torch.Tensor) and (dim := column[0].dim) is not None:
+        if isinstance(leaf, Tensor) and (dim := column[0].dim) is not None:
             return gather_rows(pad_to(leaf, column[0].layout, dim), [header.rows for header in column], dim)
         kind: Any = type(leaf)
         return kind(entry for header in column for entry in header.rows) if containers.is_row_list(leaf) else leaf
@@ -426,7 +427,7 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
     return containers.map_leaves(join_ranks, local[0] if local else without_rows())
 
 
-def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+def pad_to(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     """Returns a tensor padded with zeros to ``sizes``, in all dimensions but that of the rows."""
     rows = dim % max(tensor.dim(), 1)
     missing = [0 if at == rows else size - length for at, (size, length) in enumerate(zip(sizes, tensor.shape, strict=True))]
@@ -445,7 +446,7 @@ def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -
         if containers.is_row_list(leaf):
             kind: Any = type(leaf)
             return kind(leaf[position] for position in positions) if len(leaf) == len(order) else leaf
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, Tensor):
             raise TypeError(f"{containers.describe(leaf)} cannot be put in order: select tensors, as in outputs.logits.gather()")
         if leaf.dim() == 1 and len(leaf) == replicas != len(order):
             return leaf
@@ -462,8 +463,7 @@ def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -
 
 def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
     """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of their rows."""
-    detach = functools.partial(containers.map_leaves, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
-    return outputs.map(detach).in_order(order)
+    return outputs.map(functools.partial(containers.map_tensors, Tensor.detach)).in_order(order)
 
 
 def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:

@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
-import torch
-
-from ..runtime.devices import free_bytes
+from ..runtime.devices import Devices, free_bytes
 
 
 def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
@@ -48,7 +46,7 @@ def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
 
 
 def equal_rows(
-    rows: int, shares: int | Sequence[float], limit: int | None = None, agree: Callable[[int], int] = lambda count: count
+    rows: int, shares: int | Sequence[float], limit: float | None = None, agree: Callable[[int], int] = lambda count: count
 ) -> Plan:
     """Plans as few micro-batches as possible, whose sizes differ by at most one row. A device may get no rows.
 
@@ -60,7 +58,8 @@ def equal_rows(
         [[range(0, 2), range(2, 3)], [range(3, 4), range(4, 5)]]
     """
     plan, start = [], 0
-    for size in split_sizes(rows, agree(count_micro_batches(rows, limit, shares))):
+    count = count_micro_batches(rows, None if limit is None else int(limit), shares)
+    for size in split_sizes(rows, agree(count)):
         plan.append(consecutive(split_sizes(size, shares), start))
         start += size
     return plan
@@ -109,7 +108,7 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
     return weights
 
 
-def share_by_memory(devices: Sequence[torch.device]) -> tuple[float, ...] | None:
+def share_by_memory(devices: Devices) -> tuple[float, ...] | None:
     """Returns the weights of the devices by their free bytes now. Replicas on one device share its memory equally."""
     free = [free_bytes(device) / devices.count(device) for device in devices]
     return tuple(part / sum(free) for part in free) if any(free) else None

@@ -21,10 +21,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..runtime.devices import DeviceLike, move, resolve_devices
+from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
 from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
@@ -69,7 +69,7 @@ class Rows:
     """
 
     def __init__(self, entries: Sequence[object]) -> None:
-        if isinstance(entries, torch.Tensor) or not isinstance(entries, Sequence):
+        if isinstance(entries, Tensor) or not isinstance(entries, Sequence):
             raise TypeError(f"Rows was given {containers.describe(entries)}, expected a list with one entry per row")
         self.entries = list(entries)
 
@@ -194,7 +194,7 @@ def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
         dim = next(dims_of_leaves)
         if isinstance(leaf, (*MARKS, PerReplica)):
             return leaf
-        has_rows = (isinstance(leaf, torch.Tensor) and leaf.dim() > 0) or (containers.is_row_list(leaf) and leaf)
+        has_rows = (isinstance(leaf, Tensor) and leaf.dim() > 0) or (containers.is_row_list(leaf) and leaf)
         return Whole(leaf) if dim is None else Along(leaf, dim) if has_rows else leaf
 
     return containers.map_leaves(mark_leaf, value)
@@ -207,7 +207,7 @@ def count_rows(node: object, dim: int = 0, expected: int | None = None, name: st
     """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the inputs of ``node``."""
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
-    if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
+    if type(only) is Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
         return only.size(dim)
     if isinstance(node, Arguments):
         leaves = [*_leaves(node.inputs, name), *_leaves(node.kwargs, "kwargs")]
@@ -254,7 +254,7 @@ def _leaves(node: object, name: str, holder: ListAround | None = None) -> Iterat
         yield name.removeprefix("."), node, holder
         return
     if holder is None and isinstance(node, list):  # entries of one type, and tensors of one number of dimensions and dtype
-        kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in node}
+        kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry) for entry in node}
         if len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}:
             holder = name.removeprefix("."), node
     for place, child in zip(container.places, container.children, strict=True):
@@ -271,10 +271,10 @@ def _described(leaf: object) -> str:
 def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
     if isinstance(leaf, Along):
         value, dim = leaf.leaf, leaf.dim
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return len(value)
         leaf = value
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, Tensor):
         if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
                 f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments with "
@@ -303,7 +303,7 @@ def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
 
 
 def _holds_tensors(value: object, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
         return False
@@ -320,12 +320,12 @@ def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]
 
 def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
     """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay."""
-    if isinstance(node, Arguments) and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
+    if isinstance(node, Arguments) and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is Tensor:
         tensor = node.inputs[0]  # shortcut for the most frequent arguments
         return cast(Nested, Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {}))
 
     def take_leaf(leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             return _rows_of_tensor(leaf, part, dim) if leaf.dim() else leaf
         if type(leaf) is Along:
             return Along(take(leaf.leaf, part, leaf.dim), leaf.dim)
@@ -343,7 +343,7 @@ def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
     return containers.map_leaves(take_leaf, node)
 
 
-def _rows_of_tensor(tensor: torch.Tensor, part: RowNumbers, dim: int) -> torch.Tensor:
+def _rows_of_tensor(tensor: Tensor, part: RowNumbers, dim: int) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(
@@ -360,7 +360,7 @@ def move_leaves(node: object, device: torch.device | None) -> Any:
     """Returns ``node`` with all tensors on ``device``, or where they are if that is None, and without marks."""
 
     def move_leaf(leaf: Any) -> object:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             return leaf if device is None else move(leaf, device)
         if isinstance(leaf, MARKS):
             return move_leaves(without_mark(leaf), device)
@@ -375,7 +375,7 @@ def move_leaves(node: object, device: torch.device | None) -> Any:
 def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
     """Returns arguments on a device, without marks."""
     inputs, kwargs = arguments
-    if len(inputs) == 1 and not kwargs and type(inputs[0]) is torch.Tensor:  # shortcut for the most frequent arguments
+    if len(inputs) == 1 and not kwargs and type(inputs[0]) is Tensor:  # shortcut for the most frequent arguments
         return Arguments((move(inputs[0], device),), kwargs)
     return Arguments(move_leaves(inputs, device), move_leaves(kwargs, device))
 
@@ -384,7 +384,7 @@ def copy_views(arguments: Arguments, device: torch.device) -> Arguments:
     """Returns arguments with copies of those tensors that are views, if they would not be moved to ``device`` anyway."""
 
     def copied(leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor) and leaf.device == device and base_of(leaf) is not leaf:
+        if isinstance(leaf, Tensor) and leaf.device == device and base_of(leaf) is not leaf:
             return leaf.clone()
         return leaf
 
@@ -508,12 +508,12 @@ class Batch:
         self.target_rows = None if targets is NOTHING else count_rows(targets, dims[1], self.rows, "targets")
         if self.rows == 0 and self.target_rows:
             raise ValueError(f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number")
-        is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
+        is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is Tensor
         # targets of the whole batch, in any number of parts
         self.counted_targets = [targets.inputs if is_plain else move_leaves(targets.inputs, None)]
 
     def plan(
-        self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
+        self, devices: Devices, weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of at most ``limit`` rows per device.
 
@@ -521,16 +521,13 @@ class Batch:
         as settings alone, are one micro-batch.
         """
         if self.rows is None:
-            return iter([self.split(devices, weights)])
-        plan = equal_rows(self.rows, weights or len(devices), None if limit is None else int(limit), agree)
+            return iter([[Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]])
+        plan = equal_rows(self.rows, weights or len(devices), limit, agree)
         return self._shards(plan, devices)
 
-    def split(self, devices: Sequence[torch.device], weights: Sequence[float] | None) -> list[Shard]:
+    def split(self, devices: Devices, weights: Sequence[float] | None) -> list[Shard]:
         """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used."""
-        if self.rows is None:
-            return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
-        sizes = split_sizes(self.rows, weights or len(devices))
-        return next(self._shards([consecutive(sizes)], devices))
+        return next(self.plan(devices, weights, None, lambda count: max(count, 1)))
 
     def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
         """Returns a sample, from which a later batch without samples makes a shard. ``earlier`` is that of an earlier batch."""
@@ -541,19 +538,15 @@ class Batch:
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the most rows of a device in one forward, and a limit that halves them, 0 if nothing does."""
-        plan = equal_rows(self.rows or 0, shares, None if limit is None else int(limit))
+        plan = equal_rows(self.rows or 0, shares, limit)
         rows = max((len(part) for parts in plan for part in parts), default=0)
         return rows, -(-rows // 2) if rows > 1 else 0
 
-    def _shards(self, plan: Plan, devices: Sequence[torch.device]) -> Iterator[list[Shard]]:
+    def _shards(self, plan: Plan, devices: Devices) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of a plan."""
         for parts in plan:
-            shards: list[Shard] = []
-            for number, part in enumerate(parts):
-                if part or (number == len(parts) - 1 and not shards):  # one shard, if there are no rows
-                    device = devices[number if part else 0]
-                    shards.append(self.shard(part, device))
-            yield shards
+            shards = [self.shard(part, device) for part, device in zip(parts, devices, strict=True) if part]
+            yield shards or [self.shard(range(0), devices[0])]
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns some rows."""

@@ -43,8 +43,7 @@ class Recipe(NamedTuple):
 
     def make(self, groups: Groups) -> torch.optim.Optimizer:
         """Makes the optimizer over other tensors."""
-        optimizer: torch.optim.Optimizer = self.optimizer_class(groups, **self.defaults)
-        return optimizer
+        return self.optimizer_class(groups, **self.defaults)  # type: ignore[no-any-return]
 
 
 class BalancedOptimizer(torch.optim.Optimizer):
@@ -105,6 +104,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.shards = _shard(model, self.recipe, shard)
         super().__init__(self.shards.inner.param_groups, self.shards.inner.defaults)
         self.state = self.shards.inner.state
+        self.register_state_dict_post_hook(_whole_state, prepend=True)
         self._is_ready = True
 
     def __reduce__(self) -> tuple[Callable[..., "BalancedOptimizer"], tuple[object, ...]]:
@@ -152,10 +152,6 @@ class BalancedOptimizer(torch.optim.Optimizer):
         """Clears the gradients of all parameters and of their shards."""
         self.shards.zero_grad(set_to_none)
 
-    def state_dict(self) -> StateDict:
-        """Returns the state of the plain optimizer, with tensors on the CPU. Every rank must call this."""
-        return torch_private.save_with_hooks(self, self.shards.state_dict)
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a plain optimizer over the same parameters."""
         torch_private.load_with_hooks(self, dict(state_dict), self._load)
@@ -163,6 +159,12 @@ class BalancedOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: StateDict) -> None:
         self.shards.load_state_dict(state_dict)
         self.state = self.shards.inner.state
+
+
+def _whole_state(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
+    """Returns the state of the plain optimizer in place of that of the shards. Every rank must call this."""
+    assert isinstance(optimizer, BalancedOptimizer)
+    return optimizer.shards.state_dict()
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
@@ -300,17 +302,15 @@ class _ReplicaShards:
 
     def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
-        tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
-        number = {id(tensor): i for i, tensor in enumerate(tensors)}
-        inner = self.inner.state_dict()
-        state, groups, places = {}, [], itertools.count()
-        for group, saved in zip(self._groups, inner["param_groups"], strict=True):
-            numbered = {index: parameter for parameter, index in zip(group["params"], places, strict=False)}
-            for index, parameter in numbered.items():
-                states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
-                if any(entries is not None for entries in states):
-                    state[index] = _join(parameter, states)
-            groups.append({**saved, "params": list(numbered)})
+        inner, numbers = self.inner.state, itertools.count()
+        state, groups = {}, []
+        for group, saved in zip(self._groups, self.inner.state_dict()["param_groups"], strict=True):
+            numbered = dict(zip(group["params"], numbers, strict=False))
+            for parameter, number in numbered.items():
+                states = [inner[tensor] for tensor in self._updated([parameter]) if tensor in inner]
+                if states:
+                    state[number] = _join(parameter, states)
+            groups.append({**saved, "params": [*numbered.values()]})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -318,16 +318,15 @@ class _ReplicaShards:
         sizes, expected = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self._groups))
         if sizes != expected:
             raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
-        state, groups, at = {}, [], 0
-        for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
-            first = at
+        state, groups, numbers = {}, [], itertools.count()
+        inner_groups = self.inner.state_dict()["param_groups"]
+        for group, saved, inner in zip(self._groups, state_dict["param_groups"], inner_groups, strict=True):
             for parameter, index in zip(group["params"], saved["params"], strict=True):
                 pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
-                for piece in pieces:
+                for piece, number in zip(pieces, numbers, strict=False):
                     if index in state_dict["state"]:
-                        state[at] = _cut(parameter, piece, state_dict["state"][index])
-                    at += 1
-            groups.append({**saved, "params": list(range(first, at))})
+                        state[number] = _cut(parameter, piece, state_dict["state"][index])
+            groups.append({**saved, "params": inner["params"]})
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _prepare(self) -> None:
@@ -357,17 +356,16 @@ class _ReplicaShards:
             self._owners.append(owners)
             for piece in owners.pieces:
                 self._pieces.setdefault(piece.parameter, []).append(piece)
+            weakref.finalize(self, bucket.own)
         _all_shards.add(self)
-        weakref.finalize(self, model.replicas.gradients.unshard, [bucket for bucket, _ in buckets])
 
 
-def _join(parameter: Tensor, states: list[StateDict | None]) -> StateDict:
+def _join(parameter: Tensor, states: list[StateDict]) -> StateDict:
     """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
-    first: StateDict = next((state for state in states if state), {})
     joined = {}
-    for name, value in first.items():
+    for name, value in states[0].items():
         if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
-            joined[name] = torch.cat([state[name].cpu() for state in states if state]).view(parameter.shape)
+            joined[name] = torch.cat([state[name].cpu() for state in states]).view(parameter.shape)
         else:
             joined[name] = torch_private.map_tensors(lambda tensor: tensor.detach().cpu(), value)
     return joined
@@ -402,10 +400,9 @@ class _ElementRanks:
         return map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        parameters, state = [each for group in self.inner.param_groups for each in group["params"]], {}
-        for key, values in state_dict["state"].items():
-            copies = map_tensors(torch.clone, values)  # torch would go on with the caller's tensors
-            state[key] = map_tensors(functools.partial(_distributed, like=parameters[key]), copies)
+        parameters = [each for group in self.inner.param_groups for each in group["params"]]
+        copies = map_tensors(torch.clone, state_dict["state"])  # torch would go on with the caller's tensors
+        state = {key: map_tensors(functools.partial(_distributed, like=parameters[key]), copies[key]) for key in copies}
         self.inner.load_state_dict({**state_dict, "state": state})
 
 

@@ -23,10 +23,11 @@ sums of these. ::
     owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
 """
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +37,14 @@ from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
 from ..runtime.torch_private import foreach_add, foreach_add_, hooks_of, run_after_backward, run_first, will_run
 
-T = TypeVar("T", Tensor, Tensor | None)
-Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
+Gradients = dict[int, Tensor]  # one replica's, by the place of the parameter in its bucket; none for an unused parameter
 
 
 def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
     """Adds gradients to ``grad`` as autograd does, in place if both are dense. With ``is_copy``, no memory is shared."""
     totals, parts = [], []
-    for leaf, gradient in zip(leaves, gradients, strict=False):
-        if gradient is None:
-            continue
+    for place, gradient in gradients.items():
+        leaf = leaves[place]
         before = leaf.grad
         if before is None:
             result = _with_strides_of(leaf, gradient)
@@ -79,54 +78,45 @@ def prepare_sums(leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_
     side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
     ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
     """
-    together = len(replicas) > 1 and not torch.is_grad_enabled()
-    places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
-    columns = [None if i in places else [gradients[i] for gradients in replicas] for i in range(len(leaves))]
-    sums = [None if column is None else _add_in_turn(column, leaves[0].device, is_copy) for column in columns]
+    home, together = leaves[0].device, len(replicas) > 1 and not torch.is_grad_enabled()
+    places: list[int] = []
+    sums: Gradients = {}
+    for place in range(len(leaves)):
+        present = [gradients[place] for gradients in replicas if place in gradients]
+        if together and len(present) == len(replicas) and all(map(_is_dense, present)):
+            places.append(place)
+        elif present:
+            total = functools.reduce(torch.add, [move(gradient, home) for gradient in present])
+            sums[place] = total.clone() if is_copy and total is present[0] else total
     if not places:
         return lambda: sums
-    layouts = [transport.layout_of(leaves[i]) for i in places]
-    flat = [transport.pack(layouts, [gradients[i] for i in places]) for gradients in replicas]  # type: ignore[misc]
-    total = torch.empty_like(flat[0], device=leaves[0].device)
+    layouts = [transport.layout_of(leaves[place]) for place in places]
+    flat = [transport.pack(layouts, [gradients[place] for place in places]) for gradients in replicas]
+    result = torch.empty_like(flat[0], device=home)
 
     def compute() -> Gradients:
-        transport.reduce(flat, total)
-        for i, part in zip(places, transport.unpack(layouts, total), strict=True):
-            sums[i] = part
-        return sums
+        transport.reduce(flat, result)
+        return sums | dict(zip(places, transport.unpack(layouts, result), strict=True))
 
     return compute
 
 
-def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> Tensor | None:
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return None
-    total = move(present[0], device)
-    for gradient in present[1:]:
-        total = total + move(gradient, device)
-    return total.clone() if is_copy and total is present[0] else total
-
-
-def _merged(fresh: Gradients, before: Gradients | None) -> Gradients:
+def _merged(fresh: Gradients, before: Gradients) -> Gradients:
     """Returns elementwise sums. No argument is changed."""
-    if before is None:
-        return fresh
-    pairs = list(zip(before, fresh, strict=True))
-    both = [(left, right) for left, right in pairs if left is not None and right is not None]
-    totals = iter(foreach_add([left for left, _ in both], [right for _, right in both]))
-    return [right if left is None else left if right is None else next(totals) for left, right in pairs]
+    both = [*(fresh.keys() & before.keys())]
+    totals = foreach_add([before[place] for place in both], [fresh[place] for place in both])
+    return before | fresh | dict(zip(both, totals, strict=True))
 
 
-def _is_dense(tensor: Any) -> bool:
-    return tensor is not None and bool(tensor.layout == torch.strided)
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(tensor.layout == torch.strided)
 
 
 class Schedule(NamedTuple):
     """Settings of one forward for its own backward."""
 
-    streams: Streams  # that the replicas run on
-    side: SideStreams | None  # where sums overlap with the backward; None where devices have no streams
+    streams: Streams  # The replicas run on these.
+    side: SideStreams | None  # Sums overlap with the backward there. None if devices have no streams.
     overlaps: bool  # the backward of other layers follows
     deferred: bool  # gradients stay with the replicas
 
@@ -141,12 +131,12 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.owners: BucketOwners | None = None  # receive the gradients in place of the parameters' ``grad``
-        self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
-        self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
+        self.held: dict[torch.device, Gradients] = {}  # Gradients of the other replicas that are not reduced yet.
+        self._local: dict[int, weakref.ref[Tensor]] = {}  # The ``grad`` that others wait for, by place of the parameter.
         self._lock = threading.RLock()  # backwards may run in several threads
         _buckets[id(self)] = self
 
-    def own(self, owners: "BucketOwners | None") -> None:
+    def own(self, owners: "BucketOwners | None" = None) -> None:
         """Gives the gradients to ``owners``, or to the parameters again."""
         self.owners = owners
 
@@ -167,11 +157,11 @@ class Bucket:
         ``wanted`` is True for a parameter whose gradient is accumulated, None if autograd passes it on (``torch.autograd.grad``,
         or a hook of the parameter), and False for neither.
         """
-        returned: Gradients = [None] * len(wanted)
-        if None in wanted:
-            passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
-            returned = prepare_sums(self.parameters, passed_on)()
-        accumulated = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
+        passed_on, accumulated = (
+            [{place: gradient for place, gradient in gradients.items() if wanted[place] is want} for gradients in replicas]
+            for want in (None, True)
+        )
+        returned = prepare_sums(self.parameters, passed_on)()
         self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
             if schedule.side is not None:
@@ -207,13 +197,14 @@ class Bucket:
         """
         with self._lock:
             self._drop_discarded()
-            local = {place: self.parameters[place].grad for place in self._local} if takes_local else {}
+            grads = {place: self.parameters[place].grad for place in self._local} if takes_local else {}
+            local = {place: gradient for place, gradient in grads.items() if gradient is not None}
             held, self.held = self.held, {}
             if takes_local or self.owners is None:
                 self._local = {}
         if local:
-            first = [local.get(place) for place in range(len(self.parameters))]
-            held = {self._home: first, **held, self._home: _merged(first, held.get(self._home))}
+            held = {self._home: {}, **held}  # the first replica comes first
+            held[self._home] = _merged(local, held[self._home])
         if not held:
             return lambda: None
         if self.owners is not None:
@@ -226,9 +217,7 @@ class Bucket:
         def add_sums() -> None:
             totals = compute()
             for place, before in local.items():
-                total, totals[place] = totals[place], None
-                if before is not None and total is not None:
-                    before.copy_(total)
+                before.copy_(totals.pop(place))
             accumulate(self.parameters, totals)
 
         return add_sums
@@ -249,12 +238,12 @@ class Bucket:
         with self._lock:
             self._drop_discarded()
             if deferred:
-                accumulate(self.parameters, replicas.pop(self._home, []), is_copy=True)
+                accumulate(self.parameters, replicas.pop(self._home, {}), is_copy=True)
             for device, gradients in replicas.items():
-                self.held[device] = _merged(gradients, self.held.get(device))
+                self.held[device] = _merged(gradients, self.held.get(device, {}))
             for place, parameter in enumerate(self.parameters) if deferred else ():
                 local = parameter.grad
-                waiting = next((gradients[place] for gradients in self.held.values() if gradients[place] is not None), None)
+                waiting = next((gradients[place] for gradients in self.held.values() if place in gradients), None)
                 if local is None and waiting is not None:  # the first replica has none
                     local = torch.zeros_like(waiting, device=self._home)
                     parameter.grad = local
@@ -268,7 +257,7 @@ class Bucket:
             if gradient is None or (gradient is not before() and gradient.grad_fn is None):
                 del self._local[place]
                 for gradients in self.held.values():
-                    gradients[place] = None
+                    gradients.pop(place, None)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -284,13 +273,14 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         bucket: Bucket = ctx.bucket
         schedule: Schedule = ctx.schedule
-        replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
+        runs = [gradients[start : start + ctx.size] for start in range(0, len(gradients), ctx.size)]
+        replicas = [{place: gradient for place, gradient in enumerate(run) if gradient is not None} for run in runs]
         with on_streams(schedule.streams):
             if schedule.side is not None:
                 schedule.side.begin()
             on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
             if not (schedule.deferred or bucket.owners or bucket.held or on_side_stream):  # autograd accumulates the sums
-                return (None, None, None, *prepare_sums(bucket.parameters, replicas)())
+                return None, None, None, *map(prepare_sums(bucket.parameters, replicas)().get, range(ctx.size))
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [  # a parameter without requires_grad has no node
                 None if any(hooks_of(parameter)) else node is not None and will_run(node)
@@ -300,7 +290,7 @@ class _Broadcast(torch.autograd.Function):
                 for node, want in zip(nodes, wanted, strict=True):
                     if want:
                         schedule.side.join_before(node)
-            return (None, None, None, *bucket.collect(replicas, wanted, schedule))
+            return None, None, None, *map(bucket.collect(replicas, wanted, schedule).get, range(ctx.size))
 
 
 class _Receive(torch.autograd.Function):
@@ -316,11 +306,7 @@ class _Receive(torch.autograd.Function):
         return gradients
 
 
-def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:
-    return [gradient if choose else None for gradient, choose in zip(gradients, chosen, strict=True)]
-
-
-BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20  # torch's DistributedDataParallel has this size.
 
 
 class GradientBuckets:
@@ -328,8 +314,12 @@ class GradientBuckets:
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
-        self.is_sharded = False  # owners receive the gradients of at least one bucket
-        self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
+        self.side = side  # Sums overlap with the backward there. They are made on first use if devices have streams.
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if owners receive the gradients of at least one bucket."""
+        return any(bucket.owners is not None for bucket in self.buckets)
 
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold."""
@@ -350,16 +340,6 @@ class GradientBuckets:
         owned = {id(parameter) for bucket in sharded for parameter in bucket.parameters}
         learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
         self.buckets = [*sharded, *(bucket for group in learning for bucket in make_buckets(group))]
-
-    def shard(self) -> None:
-        """Notes that buckets get owners, so that they stay as they are."""
-        self.is_sharded = True
-
-    def unshard(self, buckets: Iterable[Bucket]) -> None:
-        """Takes the owners away. Gradients go to the parameters again."""
-        for bucket in buckets:
-            bucket.own(None)
-        self.is_sharded = any(bucket.owners is not None for bucket in self.buckets)
 
     def schedule(self, bucket: Bucket, streams: Streams, *, deferred: bool) -> Schedule:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
@@ -395,7 +375,7 @@ class Piece:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds to the gradient of the values."""
-        accumulate([self.values], [gradient.reshape(self.values.shape)])
+        accumulate([self.values], {0: gradient.reshape(self.values.shape)})
 
     def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
         """Takes the memory of other copies of the parameter, which has moved."""
@@ -437,7 +417,7 @@ class BucketOwners:
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
-        chosen = [i for i in self._order if any(gradients[i] is not None for gradients in replicas)]
+        chosen = [i for i in self._order if any(i in gradients for gradients in replicas)]
         if not chosen:
             return lambda: None
         learned = set(chosen)
@@ -445,12 +425,11 @@ class BucketOwners:
         sizes = _sizes(pieces, len(chosen))
         layouts = [self._layout(i) for i in chosen]
         flat = []
-        for gradients in replicas:
-            dense = [check_dense(gradients[i]) for i in chosen]
-            if (first := next((gradient for gradient in dense if gradient is not None), None)) is not None:
-                pairs = zip(layouts, dense, strict=True)
-                filled = [first.new_zeros(layout.shape) if gradient is None else gradient for layout, gradient in pairs]
-                flat.append(transport.pack(layouts, filled, sum(sizes)))
+        for gradients in filter(None, replicas):
+            dense = {i: check_dense(gradient) for i, gradient in gradients.items()}
+            like = next(iter(dense.values()))
+            missing = {i: like.new_zeros(layout.shape) for i, layout in zip(chosen, layouts, strict=True) if i not in dense}
+            flat.append(transport.pack(layouts, [*map((dense | missing).__getitem__, chosen)], sum(sizes)))
         sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)]
 
         def compute() -> None:
@@ -474,14 +453,14 @@ class BucketOwners:
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
         if len(self._parameters) == 1 and all(place.is_contiguous() for row in places for place in row):
             whole = [row[0].as_strided((sum(sizes),), (1,)) for row in places]
-            transport.all_gather(_own_slices(whole, sizes), whole)  # in place
+            transport.all_gather(whole, sizes)
             torch.autograd.graph.increment_version([place for row in places for place in row])
             return
         gathered = [row[0].new_empty(sum(sizes)) for row in places]
-        slices = _own_slices(gathered, sizes)
-        for owned, flat in zip(self._owned, slices, strict=True):
-            torch_private.foreach_copy_(transport.unpack(self._layouts(owned), flat), [piece.values for piece in owned])
-        transport.all_gather(slices, gathered)
+        for number, owned in enumerate(self._owned):
+            targets = transport.unpack(self._layouts(owned), gathered[number].split(sizes)[number])
+            torch_private.foreach_copy_(targets, [piece.values for piece in owned])
+        transport.all_gather(gathered, sizes)
         for device, row, flat in zip(self._devices, places, gathered, strict=True):
             unpacked = transport.unpack(self._layouts(self.pieces), flat)
             others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
@@ -504,13 +483,9 @@ def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
     return [share] * count if owned == even and (parameters > 1 or total == share * count) else owned
 
 
-def _own_slices(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    return [tensor.split(list(sizes))[number] for number, tensor in enumerate(flat)]
-
-
-def check_dense(gradient: T) -> T:
+def check_dense(gradient: Tensor) -> Tensor:
     """Returns the gradient. Raises ``TypeError`` if it is sparse."""
-    if gradient is not None and gradient.layout != torch.strided:
+    if not _is_dense(gradient):
         raise TypeError(
             "a gradient is sparse, expected dense ones: BalancedOptimizer sends gradients to their owners; set sparse=False in "
             "the embedding, or use a plain optimizer"

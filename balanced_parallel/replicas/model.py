@@ -100,7 +100,7 @@ class DataParallelModel(ModelOfRows, nn.DataParallel[nn.Module]):
         self.devices, self.replicas = devices, replicas
         # the weight of each device; None for equal parts
         self.split = share_by_memory(devices) if split == "memory" else check_split(split, len(devices))
-        self.precision = Precision("fp32" if precision is None else precision)
+        self.precision = Precision(precision or "fp32")
         self.dim = self.out_dims = dim
         self.in_dims, self.gather_outputs, self._warned = None, False, False
         self.device_ids = [0 if device.index is None else device.index for device in devices]

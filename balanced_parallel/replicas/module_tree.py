@@ -23,13 +23,13 @@ class TreePart(NamedTuple):
 
     module: nn.Module
     children: dict[str, nn.Module | None]
-    places: dict[str, int | None]  # of its own parameters among those of the tree
-    identities: list[int]  # of its own parameters
+    places: dict[str, int | None]  # Each of its parameters has a place among those of the tree.
+    identities: list[int]  # Its parameters have these.
     lists: list[str]  # names of its lists
     size: int  # number of its attributes
 
 
-Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]  # with the children of each skeleton
+Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]  # The dictionary has the children of the skeleton.
 
 
 class ModuleTree:
@@ -74,9 +74,13 @@ class ModuleTree:
                 return False
         return True
 
-    def note_kinds(self, kinds: list[tuple[torch.Size, torch.dtype]] | None = None) -> None:
-        """Notes shapes and dtypes of the parameters: the present ones, or ``kinds``."""
-        self.kinds = kinds or [(parameter.shape, parameter.dtype) for parameter in self.parameters]
+    def present_kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Returns shapes and dtypes of the parameters."""
+        return [(parameter.shape, parameter.dtype) for parameter in self.parameters]
+
+    def note_kinds(self) -> None:
+        """Notes the present shapes and dtypes of the parameters."""
+        self.kinds = self.present_kinds()
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""

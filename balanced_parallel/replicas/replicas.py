@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import transport
-from ..runtime.devices import on_device
+from ..runtime.devices import Devices, on_device
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states, versions
 from .buckets import Bucket, GradientBuckets
@@ -49,24 +49,25 @@ class Replicas:
 
     def __init__(self, *, side: SideStreams | None = None, workers: Workers | None = None) -> None:
         # the pool is kept from its first use on
-        self.workers = self._threads = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))
+        self._workers = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side)
         self._skeletons: list[Skeletons] = []
         self._turns: list[Skeletons | None] = []  # the state of each compiled replica in this forward; None is the module's own
         self._lock = threading.Lock()
-        self.windows: list[Window] = []  # that are open, the first one first
-        self._fresh_in: Window | None = None  # has copied all values
+        self.windows: list[Window] = []  # These are open. The outermost is the first.
+        self._fresh_in: Window | None = None  # The window that has copied all values.
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
         return Replicas, ()
 
-    def run(self, work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool) -> list[T]:
+    def run(self, work: Sequence[Callable[[], T]], devices: Devices, *, together: bool) -> list[T]:
         """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One replica runs in this thread."""
         is_compiled = self.tree is not None and self.tree.is_compiled
         if len(work) > 1 or is_compiled:
-            return self.workers(work, devices, together=together)
+            workers = self._run_in_turn if is_compiled else self._workers
+            return workers(work, devices, together=together)
         try:
             with on_device(devices[0], None):  # on the thread's own stream
                 return [work[0]()]
@@ -75,7 +76,7 @@ class Replicas:
             raise
 
     @contextmanager
-    def of(self, module: nn.Module, devices: Sequence[torch.device], home: torch.device) -> Iterator[list[nn.Module]]:
+    def of(self, module: nn.Module, devices: Devices, home: torch.device) -> Iterator[list[nn.Module]]:
         """Yields one replica of ``module``, which is on ``home``, for each of ``devices``. The first may be the module itself."""
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
@@ -121,20 +122,19 @@ class Replicas:
         self._fresh_in = None
         self.copies.forget_values()
 
-    def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
+    def prepare(self, module: nn.Module, devices: Devices, *, all_values: bool = True) -> ModuleTree:
         """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
 
     def shard(
-        self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
+        self, module: nn.Module, devices: Devices, parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
         """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
         tree = self.prepare(module, devices)
         chosen = set(map(id, parameters))
         others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
         self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
-        self.gradients.shard()
         return [
             (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
             for bucket in self.gradients.buckets
@@ -154,7 +154,7 @@ class Replicas:
             finally:
                 _running.reset(token)
 
-    def _follow(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
+    def _follow(self, module: nn.Module, devices: Devices, *, all_values: bool = True) -> ModuleTree:
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
@@ -164,14 +164,13 @@ class Replicas:
                 self.gradients.rebuild()
                 self.copies, self._fresh_in = ParameterCopies(), None
             self.tree, self._skeletons = tree, []
-            self.workers = self._run_in_turn if tree.is_compiled else self._threads
         if tree.parameters and len(set(devices)) > 1:
             self._follow_parameters(tree, devices, all_values)
         while len(self._skeletons) < len(devices) - 1:
             self._skeletons.append(tree.make_skeletons())
         return tree
 
-    def _follow_parameters(self, tree: ModuleTree, devices: Sequence[torch.device], all_values: bool) -> None:
+    def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
         copies = self.copies
         written, moved, frozen = copies.find_changes(tree.parameters)
         if moved or frozen:
@@ -195,21 +194,18 @@ class Replicas:
 
     def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
-        kinds = tree.kinds
-        tree.note_kinds()
+        is_other = tree.kinds != tree.present_kinds()
         if self.gradients.is_sharded:
             bucketed = {id(parameter) for bucket in self.gradients.buckets for parameter in bucket.parameters}
-            if kinds != tree.kinds or any(p.requires_grad and id(p) not in bucketed for p in tree.parameters):
-                tree.note_kinds(kinds)
+            if is_other or any(p.requires_grad and id(p) not in bucketed for p in tree.parameters):
                 self.forget_values()  # the next forward is refused too
                 self._refuse_sharded()
-        elif kinds != tree.kinds or is_frozen or not self.gradients.buckets:
+        elif is_other or is_frozen or not self.gradients.buckets:
+            tree.note_kinds()
             self.gradients.rebuild(tree.parameters)
-            self._skeletons = []  # with graphs of the parameters before
+            self._skeletons = []  # They have graphs of the parameters before.
 
-    def _run_in_turn(
-        self, work: Sequence[Callable[[], Any]], devices: Sequence[torch.device], *, together: bool = True
-    ) -> list[Any]:
+    def _run_in_turn(self, work: Sequence[Callable[[], Any]], devices: Devices, *, together: bool) -> list[Any]:
         """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
         tree = self.tree
         if together and len(work) > 1:
@@ -366,7 +362,7 @@ class ParameterCopies:
             raise
         return is_renewed
 
-    def extend_to(self, devices: Sequence[torch.device], parameters: Sequence[nn.Parameter]) -> list[torch.device]:
+    def extend_to(self, devices: Devices, parameters: Sequence[nn.Parameter]) -> list[torch.device]:
         """Makes copies on those of ``devices`` that have none, and returns these."""
         missing = [device for device in dict.fromkeys(devices) if device not in (parameters[0].device, *self.by_device)]
         with torch.inference_mode(False), torch.no_grad():
@@ -381,14 +377,14 @@ class ParameterCopies:
         return {parameter.device: parameter, **{device: copies[place] for device, copies in self.by_device.items()}}
 
 
-def copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
+def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, Tensor]]:
     """Returns copies of all buffers for each of ``devices``, by the id of the buffer."""
     if not buffers:
         return [{}] * len(devices)
     # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
     plain = [each for each in buffers if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)]
     others = set(map(id, buffers)) - set(map(id, plain))
-    copied = transport.copies([buffer.detach() for buffer in plain], devices)
+    copied = transport.copies([buffer.detach() for buffer in plain], devices, transport.BUFFER_BYTES)
     copies = [dict(zip(map(id, plain), tensors, strict=True)) for tensors in copied]
     for device, by_buffer in zip(devices, copies, strict=True) if others else ():
         by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in buffers if id(buffer) in others)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..runtime import torch_private
-from ..runtime.devices import accelerators, on_device
+from ..runtime.devices import Devices, accelerators, on_device
 from ..runtime.streams import current_streams, on_streams
 from ..runtime.torch_private import DeviceContext
 
@@ -118,8 +118,8 @@ class Meeting:
         turns: dict[Hashable, deque[int]] = {}
         for index, lane in enumerate(lanes):
             turns.setdefault(lane, deque()).append(index)
-        self._turns = [turns[lane] for lane in lanes]  # by replica: those of its lane that run, the next one first
-        self._values: list[list[Any]] = [[] for _ in lanes]  # by replica, one of each exchange
+        self._turns = [turns[lane] for lane in lanes]  # Each replica has those of its lane that run. The next one is the first.
+        self._values: list[list[Any]] = [[] for _ in lanes]  # Each replica has a value of each exchange.
         self._ended: set[int] = set()
 
     def begin(self, index: int) -> bool:
@@ -187,7 +187,7 @@ _CPU = {torch.device("cpu")}
 
 def run_replicas(
     work: Sequence[Callable[[], T]],
-    devices: Sequence[torch.device],
+    devices: Devices,
     *,
     together: bool = True,
     pool: Callable[[], WorkerPool] = shared_pool,
@@ -233,7 +233,7 @@ def run_replicas(
     return [results[index] for index in range(len(work))]
 
 
-def _run_in_workers(calls: Sequence[Call], devices: Sequence[torch.device], meeting: Meeting, pool: WorkerPool) -> None:
+def _run_in_workers(calls: Sequence[Call], devices: Devices, meeting: Meeting, pool: WorkerPool) -> None:
     """Makes each call in the worker of its slot, and waits for all of them."""
     slots = [(device, list(devices[:index]).count(device)) for index, device in enumerate(devices)]
     running: dict[int, Worker] = {}
@@ -255,7 +255,7 @@ def _run_in_workers(calls: Sequence[Call], devices: Sequence[torch.device], meet
         raise  # a worker that still runs is not given back: it ends after its call
 
 
-def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange | None) -> list[T]:
+def run_in_turn(work: Sequence[Callable[[], T]], devices: Devices, meeting: Exchange | None) -> list[T]:
     """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
     token, results = _running.set(_running.get()), []
     try:
@@ -276,7 +276,7 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]
 class ThreadState:
     """State of the calling thread, as ``with`` blocks of torch set it, with autocast for the types of ``devices`` and the CPU."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Devices) -> None:
         kinds = sorted({"cpu", *[device.type for device in devices]})
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]

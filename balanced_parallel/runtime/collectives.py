@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import torch_private
 from .devices import is_accelerator
 
 Number = TypeVar("Number", int, float)
 Fields = TypeVar("Fields", bound=NamedTuple)  # each field is a number
+T = TypeVar("T")
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
 # The groups that belong to a process group. torch has no place in a group for others, and all ranks make each of them once.
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
@@ -52,12 +54,12 @@ def batch_group() -> Group:
 
 def world_size(group: Group = None) -> int:
     """Returns the number of ranks, which is 1 without a process group."""
-    return dist.get_world_size(group or _batch_group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group or _batch_group) if dist.is_initialized() else 1
 
 
 def rank(group: Group = None) -> int:
     """Returns the number of this rank, which is 0 without a process group."""
-    return dist.get_rank(group or _batch_group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group or _batch_group) if dist.is_initialized() else 0
 
 
 def checkpoint_group() -> Group:
@@ -70,36 +72,35 @@ def checkpoint_group() -> Group:
     return second_group("checkpoints", "gloo")
 
 
-def second_group(purpose: str, backend: str | None = None, group: Group = None) -> Group:
-    """Returns a process group of the same ranks, whose collectives may come before or after those of the gradients.
+def second_group(purpose: str, backend: str | None = None) -> Group:
+    """Returns a process group of the ranks that share a batch, whose collectives may come before or after those of the gradients.
 
     All ranks make it together in the first call for a ``purpose``, such as the statistics of layers.
     """
-    group = group or _batch_group
-    first = group or dist.group.WORLD if world_size(group) > 1 else None
-    if first is None:
+    first = _batch_group or dist.group.WORLD
+    if first is None or world_size() == 1:
         return None
     groups = _second_groups.setdefault(first, {})
     if purpose not in groups:
-        ranks = None if group is None else dist.get_process_group_ranks(group)
+        ranks = None if _batch_group is None else dist.get_process_group_ranks(first)
         timeout = torch_private.timeout_of(first)
         groups[purpose] = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
     return groups[purpose]
 
 
-def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
+def sum_over_ranks(tensor: Tensor, group: Group = None) -> Tensor:
     """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no gradient."""
     return start_sum(tensor, group)()
 
 
-def start_sum(tensor: torch.Tensor, group: Group = None) -> Callable[[], torch.Tensor]:
+def start_sum(tensor: Tensor, group: Group = None) -> Callable[[], Tensor]:
     """Starts :func:`sum_over_ranks`. Returns a function that waits for the sum and returns it."""
     if world_size(group) == 1:
         return tensor.detach().clone
     total = _to_backend_device(tensor.detach(), group).clone()
     work = dist.all_reduce(total, group=group or _batch_group, async_op=True)
 
-    def wait() -> torch.Tensor:
+    def wait() -> Tensor:
         work.wait()
         return total.to(tensor.device)
 
@@ -121,25 +122,24 @@ def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
 
 def max_over_ranks(number: Number, group: Group = None) -> Number:
     """Returns the largest ``number`` of all ranks."""
-    numbers: list[Number] = gather_objects(number, group)
-    return max(numbers)
+    return max(gather_objects(number, group))
 
 
-def gather_objects(value: Any, group: Group = None) -> list[Any]:
+def gather_objects(value: T, group: Group = None) -> list[T]:
     """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
-    values: list[Any] = [value] * world_size(group)
+    values = [value] * world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group or _batch_group)
     return values
 
 
-def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group = None) -> torch.Tensor:
+def gather_rows(tensor: Tensor, sizes: list[int], dim: int, group: Group = None) -> Tensor:
     """Concatenates the rows of all ranks along ``dim``, of these ``sizes``. The result is differentiable."""
-    gathered: torch.Tensor = _GatherRows.apply(tensor, sizes, dim, group)
+    gathered: Tensor = _GatherRows.apply(tensor, sizes, dim, group)
     return gathered
 
 
-def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+def _to_backend_device(tensor: Tensor, group: Group) -> Tensor:
     """Moves a CPU tensor to the accelerator if the process group has no backend for the CPU."""
     backends = dist.get_backend_config(group or _batch_group)
     if is_accelerator(tensor.device) or re.search("gloo|mpi|ucc|fake", backends):
@@ -151,7 +151,7 @@ class _GatherRows(torch.autograd.Function):
     """All-gather of rows. Backward sums the gradients over the ranks, which DDP averages, and keeps the rows of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int], dim: int, group: Group) -> Tensor:
         ctx.sizes, ctx.dim, ctx.group = sizes, dim, group
         shape = list(tensor.shape)
         shape[dim] = max(sizes)  # all_gather needs equal sizes: pad, then drop the padding
@@ -164,7 +164,7 @@ class _GatherRows(torch.autograd.Function):
         return torch.cat(rows, dim).to(tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
         place = rank(ctx.group)
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
@@ -189,24 +189,19 @@ class OnCollective(torch_private.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def compare_ranks(
-    facts: Mapping[str, Hashable],
-    expected: str,
-    group: Group = None,
-    lines: Sequence[str] = (),
-) -> None:
+def compare_ranks(facts: Mapping[str, Hashable], expected: str, lines: Sequence[str] = ()) -> None:
     """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every rank if one differs.
 
     A fact that a rank does not have is not compared. Of many lines, a digest is compared, and the message has the first
     difference.
     """
-    ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())}, group)
+    ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())})
     messages = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         if len({rank[name] for rank in ranks if name in rank}) > 1:
             values = [str(rank[name]) if name in rank else None for rank in ranks]
             if name == _LINES:  # every rank sees it, so all of them take part
-                of_ranks = itertools.zip_longest(*gather_objects(lines, group), fillvalue="nothing more")
+                of_ranks = itertools.zip_longest(*gather_objects(lines), fillvalue="nothing more")
                 values = [*next(line for line in of_ranks if len(set(line)) > 1)]
             messages.append(f"{name}: {by_value(values)}")
     if messages:
@@ -232,13 +227,13 @@ _SHARED = "the ranks share this gradient"
 WATCHED = "behind these outputs, the ranks share all gradients of a model"
 
 
-def mark_shared(parameters: Iterable[torch.Tensor]) -> None:
+def mark_shared(parameters: Iterable[Tensor]) -> None:
     """Marks parameters whose gradients the ranks share. The nodes that accumulate them must live, as in a reducer."""
     for parameter in parameters:
         torch_private.accumulator_of(parameter).metadata[_SHARED] = True
 
 
-def refuse_unshared(parameters: Iterable[torch.Tensor]) -> None:
+def refuse_unshared(parameters: Iterable[Tensor]) -> None:
     """Raises ``ValueError`` for a parameter of a criterion whose gradient the ranks would not share."""
     for parameter in parameters:
         is_shared = not parameter.requires_grad or torch_private.is_sharded(parameter)
@@ -252,7 +247,7 @@ def refuse_unshared(parameters: Iterable[torch.Tensor]) -> None:
 def explain_unwatched(tensors: Iterable[Any]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share the gradients; else None."""
     nodes: list[torch_private.Node]
-    nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
     seen, has_parameters = set[torch_private.Node](), False
     while nodes:
         node = nodes.pop()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DeviceLike = int | str | torch.device
+Devices = Sequence[torch.device]
 HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 WITHOUT_FLOAT64 = ("mps",)  # types of devices that refuse tensors in float64
 
@@ -74,7 +75,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     return present[torch.accelerator.current_device_index() if named.index is None else named.index]
 
 
-def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns ``tensor`` on ``device``, without a copy if it is there already."""
     # only to an accelerator: the host could read the result of an asynchronous copy to the CPU too early
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type not in HOSTS)

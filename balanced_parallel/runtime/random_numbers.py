@@ -2,16 +2,17 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
-from .devices import is_accelerator, on_device
+from .devices import Devices, is_accelerator, on_device
 
 _cpu_generator = threading.RLock()
 
 
-def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
+def offset_seeds(devices: Devices, first: int = 0) -> None:
     """Gives the accelerators of replicas or ranks different seeds: ``s``, ``s + 1``, ``s + 2`` and so on.
 
     A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device before it, so states that were
@@ -37,7 +38,7 @@ class RankNumbers:
     """
 
     def __init__(self) -> None:
-        self._state: torch.Tensor | None = None  # The state between two blocks of rows of one update.
+        self._state: Tensor | None = None  # The state between two blocks of rows of one update.
         self.is_drawing = False
 
     @contextlib.contextmanager
@@ -61,13 +62,13 @@ class RankNumbers:
             torch.set_rng_state(of_all_ranks)
 
 
-def generator_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
+def generator_states(devices: Devices) -> dict[str, Tensor]:
     """Returns the states of the generators of the CPU and of ``devices``, by their place in the list."""
     states = {f"device{i}": torch.get_device_module(device).get_rng_state(device) for i, device in _accelerators(devices)}
     return {"cpu": torch.get_rng_state(), **states}
 
 
-def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
+def set_generators(states: Mapping[str, Tensor], devices: Devices) -> None:
     """Sets the generators of the CPU and of ``devices`` to the states that :func:`generator_states` has returned."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
@@ -75,7 +76,7 @@ def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.d
         torch.get_device_module(device).set_rng_state(states[f"device{number}"], device)
 
 
-def seed_anew(of_cpu: torch.Tensor, devices: Sequence[torch.device], first: int) -> None:
+def seed_anew(of_cpu: Tensor, devices: Devices, first: int) -> None:
     """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and others than before.
 
     The state of the CPU's generator is the same on all ranks. ``first`` is the first device's number among those of all ranks.
@@ -88,7 +89,7 @@ def seed_anew(of_cpu: torch.Tensor, devices: Sequence[torch.device], first: int)
             torch.get_device_module(device).manual_seed((seed + first + number) % 2**63)
 
 
-def _accelerators(devices: Sequence[torch.device]) -> list[tuple[int, torch.device]]:
+def _accelerators(devices: Devices) -> list[tuple[int, torch.device]]:
     return [(number, device) for number, device in enumerate(dict.fromkeys(devices)) if is_accelerator(device)]
 
 
@@ -99,7 +100,7 @@ class RandomState:
     drawn from it, and by one thread at a time. torch's checkpointing would leave it in the middle of a forward.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._states = generator_states(devices)
 

@@ -283,17 +283,6 @@ def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[object]], Tree]]:
 # Optimizers: torch has no public list of the hooks of their state.
 
 
-def save_with_hooks(optimizer: torch.optim.Optimizer, save: Callable[[], StateDict]) -> StateDict:
-    """Returns the state that ``save`` returns, between the hooks of ``optimizer.state_dict()``."""
-    for prepare in optimizer._optimizer_state_dict_pre_hooks.values():
-        prepare(optimizer)
-    state = save()
-    for change in optimizer._optimizer_state_dict_post_hooks.values():
-        changed = change(optimizer, state)
-        state = state if changed is None else changed
-    return state
-
-
 def load_with_hooks(optimizer: torch.optim.Optimizer, state: StateDict, load: Callable[[StateDict], None]) -> None:
     """Calls ``load`` with a state, between the hooks of ``optimizer.load_state_dict(state)``."""
     for change in optimizer._optimizer_load_state_dict_pre_hooks.values():

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.cuda import nccl
 
 from . import torch_private
-from .devices import is_accelerator, move
+from .devices import Devices, is_accelerator, move
 
 # torch has one communicator for each list of devices, and NCCL takes one call at a time on it.
 _communicating = threading.Lock()
@@ -60,19 +60,17 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
         reduce(parts, output)
 
 
-def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Concatenates ``tensors`` in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
+def all_gather(outputs: Sequence[Tensor], sizes: list[int]) -> None:
+    """Completes tensors of slices of these ``sizes``. Each has the slice that it sends, the one at its own place."""
+    slices = [output.split(sizes) for output in outputs]
+    sent = [parts[place] for place, parts in enumerate(slices)]
     # nccl.broadcast ignores its root, so it does not do for unequal sizes
-    if _have_nccl(tensors) and len(set(map(torch.numel, tensors))) == 1:
-        _run(nccl.all_gather, [*map(_bits, tensors)], [*map(_bits, outputs)])
+    if _have_nccl(sent) and len(set(sizes)) == 1:
+        _run(nccl.all_gather, [*map(_bits, sent)], [*map(_bits, outputs)])
         return
-    slices = [output.split([tensor.numel() for tensor in tensors]) for output in outputs]
-    for place, tensor in enumerate(tensors):
-        if slices[place][place].data_ptr() != tensor.data_ptr():
-            copy(slices[place][place], tensor)
-    for left, right in pairs(len(tensors)):
-        copy(slices[left][right], tensors[right])
-        copy(slices[right][left], tensors[left])
+    for left, right in pairs(len(sent)):
+        copy(slices[left][right], sent[right])
+        copy(slices[right][left], sent[left])
 
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:
@@ -154,10 +152,10 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
             torch_private.foreach_copy_(tensors, unpack(layouts, buffer))
 
 
-def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+def copies(tensors: Sequence[Tensor], devices: Devices, buffer_bytes: int) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
     copied = [[*tensors] for _ in devices]  # The copies replace the tensors in these lists.
-    for chunk in chunks(tensors, BUFFER_BYTES):
+    for chunk in chunks(tensors, buffer_bytes):
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])
         for device, on_device in zip(devices, copied, strict=True):

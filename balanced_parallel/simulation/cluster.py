@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import _functions
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+from ..runtime import transport
 from ..runtime.torch_private import current_backward_id, leaves_of_tree, local_tensors
 from ..runtime.values import check_type, format_bytes, parse_bytes
 from . import device_module
@@ -269,17 +269,9 @@ def _broadcast_coalesced(
     labels: "MemoryLabels", tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
     """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one buffer share its memory."""
-    results: list[list[Tensor]] = [list(tensors)]
-    for device in devices[1:]:
-        copies: dict[int, Tensor] = {}
-        for chunk in _take_tensors(tensors, buffer_size):
-            flat = _flatten_dense_tensors(chunk).to(f"sim:{device}")
-            labels.label([flat], Category.PARAMETERS)
-            # .data: a write to one copy does not move the version counter of the others
-            pieces = [piece.data for piece in _unflatten_dense_tensors(flat, chunk)]
-            copies.update(zip(map(id, chunk), pieces, strict=True))
-        results.append([copies[id(tensor)] for tensor in tensors])
-    return results
+    copies = transport.copies(tensors, [torch.device("sim", device) for device in devices[1:]], buffer_size)
+    labels.label(itertools.chain(*copies), Category.PARAMETERS)
+    return [list(tensors), *copies]
 
 
 def _scatter(

@@ -1,6 +1,5 @@
 """Compilation of the C++ extension of the simulation, on first use, with a cache for each version of torch and of the sources."""
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -9,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import CDLL, CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -16,26 +16,26 @@ import torch
 SOURCES = Path(__file__).parent / "native"
 TORCH = Path(torch.__file__).parent
 # Arguments: device, kind, and a buffer of some size for the message of an error. An empty message allows the wait.
-LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
+LISTENER = CFUNCTYPE(None, c_int, c_char_p, c_void_p, c_int)
 # Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse them twice only.
 UNITS = (("waits", "streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
 # Types of the arguments that ctypes would not guess, and the functions that return a number of bytes or of calls.
 ARGUMENTS: dict[str, list[type]] = {
-    "simulation_start": [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_bool, ctypes.c_uint64],
-    "simulation_seed": [ctypes.c_int, ctypes.c_uint64],
-    "simulation_tag": [ctypes.c_void_p, ctypes.c_int],
+    "simulation_start": [c_int, POINTER(c_int64), c_bool, c_uint64],
+    "simulation_seed": [c_int, c_uint64],
+    "simulation_tag": [c_void_p, c_int],
     "simulation_listen": [LISTENER],
-    "simulation_in_optimizer": [ctypes.c_bool],
-    "simulation_categories": [ctypes.c_int, ctypes.POINTER(ctypes.c_int64)],
-    "simulation_copies": [ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_int)],
-    "simulation_fail_allocation": [ctypes.c_int64],
+    "simulation_in_optimizer": [c_bool],
+    "simulation_categories": [c_int, POINTER(c_int64)],
+    "simulation_copies": [c_int64, c_int64, POINTER(c_int)],
+    "simulation_fail_allocation": [c_int64],
 }
 COUNTS = ("simulation_live", "simulation_peak", "simulation_moved", "simulation_copies", "simulation_allocations")
 COMPILERS = ("c++", "g++", "clang++")
 
 
 @functools.cache
-def load_native() -> ctypes.CDLL:
+def load_native() -> CDLL:
     """Loads the compiled library, and declares the types of its functions. Processes that start together compile it once."""
     parts = [torch.__version__, platform.machine(), platform.system(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -47,11 +47,11 @@ def load_native() -> ctypes.CDLL:
             fcntl.flock(file, fcntl.LOCK_EX)  # released if its process ends
             if not path.exists():
                 build(path)
-    native = ctypes.CDLL(str(path))
+    native = CDLL(str(path))
     for name, types in ARGUMENTS.items():
         getattr(native, name).argtypes = types
     for name in COUNTS:
-        getattr(native, name).restype = ctypes.c_int64
+        getattr(native, name).restype = c_int64
     return native
 
 

@@ -38,7 +38,7 @@ once and removed, made all later backwards of a small model 4 % slower. Only spa
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ..batch.containers import describe, leaves, map_leaves
+from ..batch.containers import describe, leaves, map_leaves, map_tensors
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
@@ -56,17 +56,16 @@ from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import check_type
-from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     RankModel,
+    RankReport,
     RankSync,
     RankUpdate,
     RowSettings,
     connect,
     first_row,
     forget_unused,
-    shared_gradients,
     undone,
     watch_output,
 )
@@ -88,7 +87,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
         super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
-        self.reduced_parameters = wrapped.trained  # those of the module and of the criterion
+        self.reduced_parameters = wrapped.trained  # The module and the criterion have these.
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._requested = RequestedGradients()
         collectives.mark_shared(wrapped.trained)
@@ -105,13 +104,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """Takes part in a reduction without running the module. Returns a zero to run backward from."""
         self._call_in_forward(lambda: None)
         return self.zero()
-
-    def rebuild_buckets(self) -> None:
-        """Lets the reducer make its buckets anew behind its first reduction, and move the gradients there.
-
-        In the next forward, its collectives would wait for a rank that runs out of memory before.
-        """
-        torch_private.rebuild_buckets(self)
 
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
@@ -166,12 +158,11 @@ class DistributedModel(RankModel, DistributedDataParallel):
             else:
                 with undone(module, self.devices), torch.no_grad():
                     row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
-                output = connect(map_leaves(_with_gradient, row.narrow(0, 0)[0]), empty)
+                output = connect(map_tensors(_with_gradient, row.narrow(0, 0)[0]), empty)
             return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
 
-        reduces, is_watched = self.require_backward_grad_sync, torch.is_grad_enabled()
-        if in_step and not reduces:
-            is_watched = False
+        reduces = self.require_backward_grad_sync
+        is_watched = torch.is_grad_enabled() and (reduces or not in_step)
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
         self.require_forward_param_sync = reduces and is_watched
@@ -226,9 +217,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         collectives.mark_shared(self.reduced_parameters)
 
 
-def _with_gradient(leaf: Any) -> Any:
-    is_float = isinstance(leaf, Tensor) and is_differentiable(leaf)
-    return leaf.detach().requires_grad_() if is_float and torch.is_grad_enabled() else leaf
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if is_differentiable(tensor) and torch.is_grad_enabled() else tensor
 
 
 class _Wrapped(nn.Module):
@@ -252,11 +242,11 @@ class GradientRecord:
 
     def __init__(self, wrapped: _Wrapped) -> None:
         self.agrees = True  # with the other ranks, at the end of a backward; TrainStep does it behind several
-        self.buckets: list[Tensor] = []  # of the reducer, which contain nothing but gradients
+        self.buckets: list[Tensor] = []  # The buckets of the reducer, which contain nothing but gradients.
         self._parameters = wrapped.trained
-        self._places: dict[int, Tensor] = {}  # of gradients in the buckets, by the number of the parameter
+        self._places: dict[int, Tensor] = {}  # Gradients in the buckets, by the number of the parameter.
         self._places_of_update: dict[int, Tensor] = {}  # the places, if gradients are accumulated there
-        self._versions: list[int] = []  # of these, at the beginning
+        self._versions: list[int] = []  # Their version counters at the beginning.
         self._noted: set[int] = set()  # numbers of used parameters
         self._backward: int | None = None
         for number, parameter in enumerate(self._parameters):
@@ -388,18 +378,6 @@ class RequestedGradients:
             hook.remove()
 
 
-class _DDPReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update."""
-
-    total: float = 0.0  # of the losses
-    weight: float = 0.0
-    digest: float = 0.0  # of the settings
-    square: float = 0.0  # of the digest
-    out_of_memory: float = 0.0  # numbers of ranks: out of memory, failed for another reason, with unused parameters
-    failed: float = 0.0
-    has_unused: float = 0.0
-
-
 class _DDPSync(RankSync):
     """Opens updates of a :class:`DistributedModel`."""
 
@@ -415,12 +393,13 @@ class _DDPUpdate(RankUpdate):
     ``is_abandoned`` is True if this rank was out of memory before, and has to tell the others.
     """
 
+    place = "the module or of the criterion"
+
     def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
-        self._group, self._device = model.process_group, model.devices[0]
-        self._ranks = collectives.world_size(self._group)
+        super().__init__(model, model.process_group, model.reduced_parameters)
         self._model, self._is_abandoned = model, is_abandoned
         self._has_begun = False  # to note which parameters get a gradient
-        self._sums: _DDPReport | None = None  # of all ranks
+        self._sums: RankReport | None = None  # of all ranks
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
@@ -454,27 +433,16 @@ class _DDPUpdate(RankUpdate):
         torch_private.prepare_reduction(self._model)
         self._model.record.run_step(functools.partial(run_backward, roots or [self._model.zero()], divisor))
 
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        assert self._local is not None
-        present = settings()
-        (total, weight), (digest, square) = self._local().tolist(), present.digest()
-        sums = self._agree(_DDPReport(total, weight, digest, square, out_of_memory=self._is_abandoned))
-        if sums.failed or sums.out_of_memory:
-            self._refuse_failures(sums)
-        present.check(sums.digest, sums.square)
+    def agree(self, report: RankReport) -> RankReport:
+        sums = self._exchange(report._replace(out_of_memory=self._is_abandoned))
+        self._refuse_failures(sums)
         if not self._model.record.buckets:
-            self._model.rebuild_buckets()
+            # In the next forward, the collectives of this would wait for a rank that runs out of memory before.
+            torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
         if sums.has_unused:
             self._model.forget_unused()
-        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
-
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        gradients = shared_gradients(tensors, self._model.reduced_parameters, "the module or of the criterion")
-        factor = factor * self._ranks  # the reducer averages
-        if isinstance(factor, Tensor) or factor != 1:
-            sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
-            torch_private.foreach_multiply_([*self._model.record.buckets, *sparse], factor)
+        return sums
 
     def abandon(self) -> UpdateSync | None:
         """Returns an update that tells the other ranks that this one is out of memory, unless they know."""
@@ -492,11 +460,11 @@ class _DDPUpdate(RankUpdate):
                 with contextlib.suppress(RuntimeError):  # it has been reached
                     _zero_of([parameter], [None]).backward()
             is_memory = isinstance(error, torch.OutOfMemoryError)
-            self._agree(_DDPReport(out_of_memory=is_memory, failed=not is_memory))
+            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _agree(self, report: _DDPReport) -> _DDPReport:
+    def _exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, and notes whether this rank has unused parameters."""
         self._sums = report  # if the exchange fails, nobody waits for another one
         self._model.share_buffers()
@@ -506,7 +474,7 @@ class _DDPUpdate(RankUpdate):
             torch_private.forget_order(self._model)  # on all ranks, or the next forward of some would wait
         return self._sums
 
-    def _refuse_failures(self, sums: _DDPReport, *, but_memory: bool = False) -> None:
+    def _refuse_failures(self, sums: RankReport, *, but_memory: bool = False) -> None:
         last = "expected none: nothing was updated, and the step can be repeated"
         if sums.failed:
             raise RuntimeError(f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}")

@@ -28,14 +28,14 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ..batch.containers import leaves
+from ..batch.containers import tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
@@ -53,17 +53,16 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
-from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     RankModel,
+    RankReport,
     RankSync,
     RankUpdate,
     RowSettings,
     connect,
     first_row,
     forget_unused,
-    shared_gradients,
     undone,
     watch_output,
 )
@@ -100,7 +99,7 @@ class ShardedModel(RankModel):
         outputs = self._run(None, None, 0)
         if not torch.is_grad_enabled():  # the first of two passes
             return torch.zeros(())
-        return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
+        return zero_of(*[tensor for tensor in tensors_in(list(outputs)) if tensor.requires_grad])
 
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
@@ -118,8 +117,7 @@ class ShardedModel(RankModel):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
             with self.gradients.of_dummy(), self._random_numbers(), undone(self.module, self.devices):
                 row = connect(first_row(example, self.dim), arguments)
-                outputs = PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
-            return PerReplica(outputs, outputs.sizes, self.out_dims)
+                return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
         return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
@@ -180,19 +178,6 @@ class ShardedModel(RankModel):
         self._examples[method] = row
 
 
-class _FSDPReport(NamedTuple):
-    """Numbers that the ranks sum at the end of a round. Ranks that need another round say so, and leave the others at 0."""
-
-    needs_more: float = 0.0  # numbers of ranks: with more micro-batches, with rows in each, with unused parameters
-    is_full: float = 0.0
-    has_unused: float = 0.0
-    total: float = 0.0  # of the losses
-    weight: float = 0.0
-    digest: float = 0.0  # of the settings
-    square: float = 0.0  # of the digest
-    fits: float = 0.0  # number of ranks where whole gradients fit
-
-
 class _FSDPSync(RankSync):
     """Opens updates of a :class:`ShardedModel`, and keeps what they learn for those behind."""
 
@@ -238,13 +223,12 @@ class _FSDPUpdate(RankUpdate):
     """
 
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
-        self._group, self._device = model.group, model.devices[0]
-        self._ranks = collectives.world_size(self._group)
+        super().__init__(model, model.group, model.gradients.parameters)
         self._sync, self._model = sync, model
         self._asks = not sync.round
-        self._end = sync.round  # of the present round, in micro-batches of the update
+        self._end = sync.round  # The present round ends there, in micro-batches of the update.
         self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
-        self._divisor: Weight = 1.0  # of the last backward
+        self._divisor: Weight = 1.0  # The last backward had it.
         self._is_complete = False
 
     def count_micro_batches(self, count: int) -> int:
@@ -274,34 +258,21 @@ class _FSDPUpdate(RankUpdate):
         if self._left > 0 and self._ran == self._end:
             self._begin_round(self._left)
 
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        if self._local is None:  # no micro-batch was known to be the last
-            self.start(local)
-        assert self._local is not None
-        present = settings()
-        (total, weight), (digest, square) = self._local().tolist(), present.digest()
-        report = _FSDPReport(total=total, weight=weight, digest=digest, square=square, fits=self._sync.fits())
-        gradients = self._model.gradients
+    def agree(self, report: RankReport) -> RankReport:
+        fits = self._sync.fits()
         while True:
-            has_unused = len(gradients.used) < len(gradients.parameters)
-            report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused)
+            has_unused = len(self._model.gradients.used) < len(self._reduced)
+            report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused, fits=fits)
             sums = collectives.sum_numbers(report, self._group)
             if not sums.needs_more:
                 break
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
-        present.check(sums.digest, sums.square)
         if sums.has_unused:
-            gradients.forget_unused()
+            self._model.gradients.forget_unused()
         self._is_complete = True
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
-        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
-
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        gradients = shared_gradients(tensors, self._model.gradients.parameters, "the module")
-        factor = factor * self._ranks  # FSDP2 averages
-        if isinstance(factor, Tensor) or factor != 1:
-            torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
+        return sums
 
     def abandon(self) -> UpdateSync | None:
         raise RuntimeError(
@@ -320,7 +291,7 @@ class _FSDPUpdate(RankUpdate):
 
     def _begin_round(self, count: int) -> None:
         """Begins another round of ``count`` micro-batches or more. Ranks that are at the end of theirs learn of it."""
-        collectives.sum_numbers(_FSDPReport(needs_more=1), self._group)
+        collectives.sum_numbers(RankReport(needs_more=1), self._group)
         self._extend(count)
 
     def _extend(self, count: int) -> int:
@@ -343,7 +314,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
-    views = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and base_of(leaf) is not leaf]
+    views = [tensor for tensor in tensors_in(output) if base_of(tensor) is not tensor]
     return watch_output(output) if views else output
 
 
@@ -412,16 +383,13 @@ class ShardedGradients:
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> None:
             self.has_run = True
             self.order.ran.append(place)
-            if not slots:
-                return  # FSDP2 has no node for a unit without parameters of its own
-            if not torch.is_grad_enabled() or current_backward_id() is not None:
-                return  # FSDP2 does nothing where a checkpoint runs the unit again
-            # All inputs with a gradient come from one node of FSDP2, whose backward reduces the gradients of the unit.
+            # FSDP2 has no node for a unit without parameters of its own, and does nothing where a checkpoint runs it again.
+            if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
+                return
             is_dummy = self.is_dummy
-            learned = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-            if not learned:
-                nested = torch_private.leaves_of_tree((inputs, kwargs))
-                learned = [value for value in nested if isinstance(value, Tensor) and value.requires_grad]
+            nested = torch_private.leaves_of_tree((inputs, kwargs))
+            learned = [value for value in nested if isinstance(value, Tensor) and value.requires_grad]
+            # All of these come from one node of FSDP2, whose backward reduces the gradients of the unit.
             if learned:
                 node: torch_private.Node = learned[0].grad_fn
                 node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
@@ -562,8 +530,8 @@ class BlockOrder:
 
     def __init__(self, group: collectives.Group = None) -> None:
         self._group = group
-        self.names: list[str] = []  # of all blocks
-        self.ran: list[int] = []  # their numbers, as they have begun to run
+        self.names: list[str] = []  # All blocks have one.
+        self.ran: list[int] = []  # The numbers of blocks, in the order in which they began to run.
         self._compared: list[int] | None = None
 
     def compare(self) -> None:

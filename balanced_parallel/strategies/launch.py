@@ -11,11 +11,10 @@ import sys
 import time
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,7 @@ from ..runtime.devices import DeviceLike, is_accelerator, resolve_devices, visib
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
-@dataclass(frozen=True)
-class TorchrunEnvironment:
+class TorchrunEnvironment(NamedTuple):
     """Numbers of a process among all, and among those of its machine; and where the ranks meet, on rank 0's machine.
 
     ``shares_store`` is True if torchrun has a store there for all restarts.
@@ -40,9 +38,9 @@ class TorchrunEnvironment:
     world_size: int
     local_rank: int
     local_world_size: int
-    master_address: str = field(default="", compare=False)
-    master_port: int = field(default=0, compare=False)
-    shares_store: bool = field(default=False, compare=False)
+    master_address: str = ""
+    master_port: int = 0
+    shares_store: bool = False
 
     @classmethod
     def detect(cls) -> "TorchrunEnvironment | None":

@@ -5,7 +5,7 @@ The strategy is replicas in one process, ``DistributedDataParallel`` or FSDP2 ov
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from .launch import TorchrunEnvironment, check_agreement, join_process_group, ra
 from .ranks import RowSettings
 
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
-STRATEGIES = ("auto", "replicas", "ddp", "fsdp")
+STRATEGIES = get_args(Strategy)
 _log = logging.getLogger(__name__)
 Model = DataParallelModel | DistributedModel | ShardedModel
 
@@ -123,12 +123,12 @@ def parallelize(
     if wrapped is None and criterion is not None:
         wrapped = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
     settings: RowSettings = {"dim": dim, "precision": precision, "in_dims": in_dims, "out_dims": out_dims}
-    if environment is None and world_size() > 1:
-        raise ValueError(
-            f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the "
-            "script with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
     if environment is None:
+        if world_size() > 1:
+            raise ValueError(
+                f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the "
+                "script with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
         if mesh is not None:
             raise ValueError("mesh= was given in one process, expected None: it is for the ranks that torchrun starts")
         model: Model = DataParallelModel(module, device_ids, split=split, **settings)

@@ -4,26 +4,28 @@ Many modules refuse inputs without rows, such as attention with a mask. A rank w
 nothing of it is left but the structure of the output.
 """
 
+import abc
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, leaves, map_leaves
+from ..batch.containers import Dims, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, ModelOfRows, Shard, count_rows, take
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.batchnorm import meets_other_ranks
-from ..runtime import collectives, devices, row_random, torch_private
+from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import OnCollective
-from ..runtime.devices import is_accelerator
+from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import is_compiled, is_differentiable
 from ..runtime.values import Precision
+from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
 
 
@@ -50,7 +52,7 @@ class RankModel(ModelOfRows):
         self.devices, self.split = [device], None
         self.draws_on_host = not is_accelerator(device)
         self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
-        self.precision = Precision("fp32" if precision is None else precision)
+        self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
@@ -124,18 +126,59 @@ class RankSync(GradientSync):
         return self._model.rank_numbers.drawing(collectives.rank(), is_last=is_last)
 
 
-class RankUpdate(UpdateSync):
-    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
+class RankReport(NamedTuple):
+    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2. A strategy leaves those of others at 0."""
 
-    _group: collectives.Group
-    _ranks: int
-    _device: torch.device
-    _local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+    total: float = 0.0  # The sum of the losses.
+    weight: float = 0.0
+    digest: float = 0.0  # The settings.
+    square: float = 0.0  # The square of the digest.
+    has_unused: float = 0.0  # From here on, these are numbers of ranks. This one is of those with unused parameters.
+    out_of_memory: float = 0.0
+    failed: float = 0.0  # Ranks that failed for another reason.
+    needs_more: float = 0.0  # Ranks with more micro-batches.
+    is_full: float = 0.0  # Ranks with rows in each micro-batch.
+    fits: float = 0.0  # Ranks where whole gradients fit.
+
+
+class RankUpdate(UpdateSync):
+    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks.
+
+    ``parameters`` are those that are reduced.
+    """
+
+    place = "the module"  # that they are part of
+
+    def __init__(self, model: RankModel, group: collectives.Group, parameters: Sequence[Tensor]) -> None:
+        self._group, self._device, self._ranks = group, model.devices[0], collectives.world_size(group)
+        self._reduced = parameters
+        self._local: Callable[[], Tensor] | None = None  # Returns loss and weight of this rank, on the host.
+
+    @abc.abstractmethod
+    def agree(self, report: RankReport) -> RankReport:
+        """Completes the report of this rank, and ends the reduction. Returns the sums of the reports of all ranks."""
+
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        """Ends the reduction, with the sums of loss and weight, and compares the settings."""
+        if self._local is None:  # No micro-batch was known to be the last.
+            self.start(local)
+        assert self._local is not None
+        present = settings()
+        sums = self.agree(RankReport(*self._local().tolist(), *present.digest()))
+        present.check(sums.digest, sums.square)
+        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        """Multiplies the gradients by the factor and, since they were averaged, by the number of ranks."""
+        gradients = shared_gradients(tensors, self._reduced, self.place)
+        factor = factor * self._ranks
+        if isinstance(factor, Tensor) or factor != 1:
+            torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
         weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
-        self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
+        self._local = start_copy(torch.stack([local.total.double(), weight]))
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the weight of the update before, at first 1; in float16, that of what all ranks expect."""
@@ -154,11 +197,11 @@ def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable
 
     It calls ``at_backward``, and reaches ``first`` without a gradient for it.
     """
-    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return output
     watched = iter(_watch(tensors, first, at_backward))
-    return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, output)
+    return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, output)
 
 
 def _watch(tensors: list[Tensor], first: Tensor | None, at_backward: Callable[[], None] | None) -> tuple[Tensor, ...]:
@@ -191,11 +234,11 @@ class _Watch(torch.autograd.Function):
 
 def connect(row: Any, inputs: Arguments | None) -> Any:
     """Returns a row that leads to inputs without rows, so that their gradients can be asked for on all ranks alike."""
-    empty = [leaf for _, leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.numel()]
+    empty = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not tensor.numel()]
     if not empty or not torch.is_grad_enabled():
         return row
     zero = hand_back(None, [*map(torch.zeros_like, empty)], empty)
-    return map_leaves(lambda leaf: leaf + zero.to(leaf) if isinstance(leaf, Tensor) and is_differentiable(leaf) else leaf, row)
+    return map_tensors(lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row)
 
 
 def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: collectives.Group) -> None:
@@ -227,13 +270,11 @@ def shared_gradients(tensors: Iterable[Tensor], shared: Iterable[Tensor], place:
 
 def first_row(arguments: Arguments, dim: int) -> Arguments:
     """Returns a copy of the first row, without its history."""
-    row = take(arguments, range(1), dim)
-    result: Arguments = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, row)
-    return result
+    return map_tensors(lambda tensor: tensor.detach().clone(), take(arguments, range(1), dim))
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
+def undone(module: nn.Module, devices: Devices) -> Iterator[None]:
     """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
     random_numbers = RandomState(devices)
     buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part.named_buffers(recurse=False)]

@@ -67,11 +67,12 @@ def check_group(rank):
     rows = torch.full((1 + place, 2), rank + 1.0, requires_grad=True)
     collectives.gather_rows(rows, [1, 2], 0, group).sum().backward()
     assert torch.equal(rows.grad, torch.full_like(rows, 2.0))
-    compare_ranks({"rows": 4}, "as many rows", group=group)
+    collectives._batch_group = group
+    compare_ranks({"rows": 4}, "as many rows")
     with pytest.raises(ValueError, match="rows: 1 on rank 0 and 2 on rank 1"):
-        compare_ranks({"rows": 1 + place}, "as many rows", group=group)
-    second = collectives.second_group("statistics", group=group)
-    assert second is collectives.second_group("statistics", group=group) is not group
+        compare_ranks({"rows": 1 + place}, "as many rows")
+    second = collectives.second_group("statistics")
+    assert second is collectives.second_group("statistics") is not group
     assert collectives.gather_objects(rank, second) == [0, 2]
     return True
 

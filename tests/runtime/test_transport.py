@@ -101,7 +101,7 @@ def test_values_of_every_dtype_are_copied_bit_by_bit(calls, dtype, sizes):
     slices = [output.split(sizes)[index] for index, output in enumerate(outputs)]
     for one, value in zip(slices, values.split(sizes), strict=True):
         one.copy_(value)
-    transport.all_gather(slices, outputs)
+    transport.all_gather(outputs, sizes)
     assert all(torch.equal(output.cpu(), values) for output in outputs)
     outputs[0].fill_(0)
     transport.broadcast(outputs[0], outputs[1:])
@@ -175,7 +175,7 @@ def test_copies_of_many_tensors(monkeypatch, bytes_per_buffer):
         if bytes_per_buffer == 10**6:
             assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:1", "sim:2")] * 3  # one per dtype
         repeated = [devices[0], devices[1], devices[1], devices[0]]
-        found = transport.copies(here, repeated)
+        found = transport.copies(here, repeated, bytes_per_buffer)
         for copied, device in zip([*targets, *found], [*devices[1:], *repeated], strict=True):
             for one, other in zip(copied, tensors, strict=True):
                 assert one.device == device

@@ -17,7 +17,7 @@ def test_concurrent_loads_compile_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compilation, "build", build)
     monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(compilation.ctypes, "CDLL", lambda path: mock.MagicMock())
+    monkeypatch.setattr(compilation, "CDLL", lambda path: mock.MagicMock())
     threads = [threading.Thread(target=compilation.load_native.__wrapped__) for _ in range(4)]
     for thread in threads:
         thread.start()

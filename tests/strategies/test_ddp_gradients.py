@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize
-from balanced_parallel.runtime import devices
+from balanced_parallel.strategies import ranks
 
 
 def check_strangers(rank):
@@ -60,14 +60,14 @@ def test_gradients_of_unregistered_parameters_raise_an_error():
 
 
 def check_order(rank):
-    events, start_copy = [], devices.start_copy
+    events, start_copy = [], ranks.start_copy
 
     def noted(tensor):
         events.append("start")
         wait = start_copy(tensor)
         return lambda: (events.append("wait"), wait())[1]
 
-    devices.start_copy = noted
+    ranks.start_copy = noted
     try:
         net = build_net()
         net[2].register_forward_hook(lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None)
@@ -75,7 +75,7 @@ def check_order(rank):
         step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
         step(torch.randn(4, 4), class_targets(4))
     finally:
-        devices.start_copy = start_copy
+        ranks.start_copy = start_copy
     return events
 
 

@@ -71,7 +71,7 @@ def test_environment_without_torchrun_is_none(environment):
 
 def test_environment_has_the_values_of_torchrun(environment):
     environment()
-    assert TorchrunEnvironment.detect() == TorchrunEnvironment(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert TorchrunEnvironment.detect() == TorchrunEnvironment(3, 4, 1, 2, "localhost", 29500)
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def gradients_of(
     yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
     for bucket in (bucket for each in replicas for bucket in each.gradients.buckets):
         for gradients in bucket.held.values():
-            yield from gradients
+            yield from gradients.values()
 
 
 def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
