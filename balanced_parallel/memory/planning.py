@@ -40,7 +40,7 @@ from .problem import Problem
 from .report import MemoryReport, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, plain_criterion
-from .trace.tracer import keeping_children
+from .trace.tracer import keeping_processes
 
 _NOTES = {
     "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
@@ -329,7 +329,7 @@ def plan(
         raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
     limits = parse_each(capacity, devices) * hosts
     check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
-    with keeping_children(request):
+    with keeping_processes(request):
         search = Search(request, limits, batch_size, hosts)
         search.run()
     if not search.choices:
