@@ -1,7 +1,9 @@
 """A record of every allocation and every release during a step on fake tensors, in order."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import multiprocessing
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +27,7 @@ from .values import Values
 _TORCH = str(Path(torch.__file__).parent)
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
 _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
+_RUNNERS = *(str(Path(module.__file__).parent) for module in (concurrent.futures, multiprocessing)), _TORCH, "<"
 
 
 @dataclass
@@ -227,7 +230,7 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (module and line):
         code = frame.f_code
-        if not line and not code.co_filename.startswith((_TORCH, _HERE, "<")):
+        if not line and not code.co_filename.startswith((_HERE, *_RUNNERS)):
             line = f"{code.co_filename}:{frame.f_lineno}"
         if not module and code.co_name == "forward":
             owner = frame.f_locals.get("self")
@@ -245,7 +248,7 @@ def _user_line() -> str:
         name = frame.f_code.co_filename
         if name.startswith(_OPTIMIZERS):
             return ""  # also an optimizer of another package, whose step() torch wraps
-        if not line and not name.startswith((_TORCH, _MEMORY, "<")):
+        if not line and not name.startswith((_MEMORY, *_RUNNERS)):
             if name.startswith(_HERE):
                 return ""
             line = f"{name}:{frame.f_lineno}"
