@@ -24,10 +24,10 @@ from ..devices import DeviceKind
 from ..operators import IN_PLACE, MATRIX_PRODUCTS, SELECTIONS, answer, convolution_workspace, is_in_place, keep_elements, selected
 from .values import Values
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = torch.__path__[0]
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
 _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
-_RUNNERS = *(str(Path(module.__file__).parent) for module in (concurrent.futures, multiprocessing)), _TORCH, "<"
+_RUNNERS = *concurrent.futures.__path__, *multiprocessing.__path__, _TORCH, "<"
 
 
 @dataclass
