@@ -4,9 +4,11 @@ module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +28,7 @@ from .trace.layouts import LAYOUTS, OptimizerChoice, is_coupled, plain_criterion
 from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
+T = TypeVar("T")
 
 
 def estimate(
@@ -207,15 +210,14 @@ _COMPILED = "the module is compiled, and this is the estimate of the uncompiled 
 def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows from ``exact``, read there or at the rows ``asked`` for."""
     read = list(zip(request.traced_devices, asked or [rows] * request.devices, strict=True))
-    reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
-    assumed = KIND_SOURCES if request.kind.context else {}
-    if assumed:
-        sources = {"recurrence": {"recurrent layers": SOURCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
-        for name, source in sources.items():
-            if any(name in block.operator for block in exact.first.blocks):
-                assumed = assumed | source
-    if any(map(is_compiled, request.module.modules())):
-        assumed = assumed | {"compiled": _COMPILED}
+    context = request.kind.context
+
+    def each(value: Callable[[int, int], T]) -> tuple[T, ...]:
+        """Returns a value of each device."""
+        return tuple(value(device, at) for device, at in read)
+
+    reserved = each(lambda i, at: exact.reserved(i, at) or 0)
+    upper = each(lambda i, at: exact.reserved(i, at, upper=True) or 0)
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,
@@ -223,22 +225,32 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        allocated=tuple(exact.allocated(i, at) for i, at in read),
+        allocated=each(exact.allocated),
         reserved=reserved,
-        nvidia_smi=tuple(size + request.kind.context for size in reserved),
-        at_most=tuple(
-            max(size, exact.reserved(i, at, upper=True) or 0) + request.kind.context
-            for size, (i, at) in zip(reserved, read, strict=True)
-        ),
-        parts=tuple(parts_at_peak(exact, i, at) for i, at in read),
-        assumed=assumed,
-        timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
-        where=tuple(holders_of(exact, i, at) for i, at in read),
+        nvidia_smi=tuple(size + context for size in reserved),
+        at_most=tuple(size + context for size in map(max, reserved, upper)),
+        parts=each(functools.partial(parts_at_peak, exact)),
+        assumed=_assumed(request, exact),
+        timeline=each(lambda i, at: tuple(exact.levels(i, at).tolist())),
+        where=each(functools.partial(holders_of, exact)),
         phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
         flops=exact.flops(rows) * request.micro_batches // exact.first.micro_batches,
         affine=lines.is_affine,
         batches=OtherBatches(request, exact, lines),
     )
+
+
+def _assumed(request: Request, lines: Lines) -> dict[str, str]:
+    """Returns the sources of what a report assumes."""
+    assumed = {**KIND_SOURCES} if request.kind.context else {}
+    operators = " ".join({block.operator for block in lines.first.blocks})
+    if assumed and "recurrence" in operators:
+        assumed["recurrent layers"] = SOURCE
+    if assumed and "aten.convolution" in operators:
+        assumed["convolutions"] = CONVOLUTIONS
+    if any(map(is_compiled, request.module.modules())):
+        assumed["compiled"] = _COMPILED
+    return assumed
 
 
 def parts_at_peak(lines: Lines, device: int, rows: int) -> dict[str, int]:

@@ -74,7 +74,7 @@ def fit(
     limits = _limits(step, capacity, request)
     shares = request.split or request.layout.devices_per_process(request.devices)
     lines = trace_exactly(request, request.rows)
-    if lines.fit(limits):
+    if lines.fit(limits, request.rows):
         rows = max(split_sizes(request.rows, shares))
     else:
         most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
@@ -216,7 +216,7 @@ def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[Planne
     options = {saving: option for saving in savings if (option := with_savings(request, [saving]))}
     traces = try_traces([(option, _rows_of(option, request, rows)) for option in options.values()])
     return {
-        saving: peak - max(Lines(option, trace).allocated_by_device())
+        saving: peak - max(Lines(option, trace).allocated_by_device(trace.rows))
         for (saving, option), trace in zip(options.items(), traces, strict=True)
         if isinstance(trace, Trace)
     }

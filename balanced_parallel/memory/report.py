@@ -71,7 +71,7 @@ class OtherBatches:
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
-        while self.lines.is_affine and rows and not self.trace(rows).fit(limits):  # not affine in between
+        while self.lines.is_affine and rows and not self.trace(rows).fit(limits, rows):  # not affine in between
             rows -= 1
         return rows
 
