@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from ..runtime.values import Precision, check_number
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, SOURCE, UnknownMemory
-from .problem import Layout, Problem, Request
+from .problem import Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, is_coupled, plain_criterion
@@ -92,7 +91,8 @@ def estimate(
         >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
         (10280, 20568)
     """
-    setup = Setup(
+    request = make_request(
+        Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
         micro_batch_size=micro_batch_size,
@@ -105,7 +105,6 @@ def estimate(
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
     )
-    request = make_request(Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar), setup)
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
 
@@ -116,66 +115,57 @@ _CALLS = {
 }
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Arguments of :func:`estimate` that say how an update of a problem runs."""
-
-    optimizer: MakeOptimizer = torch.optim.AdamW
-    precision: str = "fp32"
-    micro_batch_size: int | None = None
-    layout: str = "single"
-    devices: int = 1
-    balanced_optimizer: bool = False
-    savings: Iterable[str] = ()
-    device_kind: str | None = None
-    split: Sequence[float] | None = None
-    whole_gradients: bool = False
-    expandable_segments: bool = False
-
-
-def make_request(problem: Problem, setup: Setup) -> Request:
+def make_request(
+    problem: Problem,
+    *,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    precision: str = "fp32",
+    micro_batch_size: int | None = None,
+    layout: str = "single",
+    devices: int = 1,
+    balanced_optimizer: bool = False,
+    savings: Iterable[str] = (),
+    device_kind: str | None = None,
+    split: Sequence[float] | None = None,
+    whole_gradients: bool = False,
+    expandable_segments: bool = False,
+) -> Request:
     """Checks the arguments of :func:`estimate`, and makes a request of them."""
     check_module(problem.module)
-    for name, function in {"criterion": problem.criterion, "optimizer": setup.optimizer}.items():
+    for name, function in {"criterion": problem.criterion, "optimizer": optimizer}.items():
         if not callable(function):
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
-    kind = dataclasses.replace(find_kind(setup.device_kind), expandable=setup.expandable_segments)
-    Precision(setup.precision)
-    for name, number in {"devices": setup.devices, "micro_batch_size": setup.micro_batch_size or 1}.items():
+    kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
+    Precision(precision)
+    for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    layout = _find_layout(setup)
-    rows_per_device = setup.micro_batch_size
-    count = count_micro_batches(problem.rows, rows_per_device, setup.split or layout.devices_per_process(setup.devices))
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    _check("takes_several_devices", layout, devices=devices, balanced_optimizer=balanced_optimizer)
+    _check("is_sharded", layout, whole_gradients=whole_gradients)
+    shares = split or LAYOUTS[layout].devices_per_process(devices)
     arguments = {"inputs": as_arguments(problem.inputs), "targets": spread(problem.targets)}
     return Request(
         **{**vars(problem), **arguments},
-        optimizer=OptimizerChoice(setup.optimizer, foreach=kind.like_cuda),
-        precision=setup.precision,
-        micro_batches=count,
-        layout=layout,
-        devices=setup.devices,
-        balanced=setup.balanced_optimizer,
-        split=None if setup.split is None else tuple(setup.split),
+        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        precision=precision,
+        micro_batches=count_micro_batches(problem.rows, micro_batch_size, shares),
+        layout=LAYOUTS[layout],
+        devices=devices,
+        balanced=balanced_optimizer,
+        split=None if split is None else tuple(split),
         kind=kind,
-        savings=sorted_names(setup.savings),
-        whole_gradients=setup.whole_gradients,
+        savings=sorted_names(savings),
+        whole_gradients=whole_gradients,
     )
 
 
-def _find_layout(setup: Setup) -> type[Layout]:
-    """Returns the layout of a name, which takes the other arguments."""
-    if setup.layout not in LAYOUTS:
-        raise ValueError(f"layout={setup.layout!r}, expected one of {', '.join(LAYOUTS)}")
-    for argument, default, needs in (
-        ("devices", 1, "takes_several_devices"),
-        ("whole_gradients", False, "is_sharded"),
-        ("balanced_optimizer", False, "takes_balanced_optimizer"),
-    ):
-        value = getattr(setup, argument)
-        if value != default and not getattr(LAYOUTS[setup.layout], needs):
+def _check(needs: str, layout: str, **settings: int) -> None:
+    """Refuses settings other than their defaults, 1 and False, in a layout that does not have an attribute."""
+    for name, value in settings.items():
+        if int(value) > (name == "devices") and not getattr(LAYOUTS[layout], needs):
             others = " or ".join(repr(name) for name, other in LAYOUTS.items() if getattr(other, needs))
-            raise ValueError(f"{argument}={value!r} with layout={setup.layout!r}, expected layout={others}")
-    return LAYOUTS[setup.layout]
+            raise ValueError(f"{name}={value!r} with layout={layout!r}, expected layout={others}")
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:

@@ -26,7 +26,7 @@ from ..training.optimizers import each_optimizer
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .devices import DeviceKind, find_kind
-from .estimation import Setup, lines_of, make_report, make_request
+from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
 from .report import Holder, MemoryReport, OtherBatches
@@ -173,7 +173,8 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
         mark_leaves(marked.inputs, dim, "targets"),
         model.dim,
     )
-    setup = Setup(
+    request = make_request(
+        problem,
         precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),
         layout="replicas" if is_local else "ddp",
         devices=len(model.devices) if is_local else world_size(),
@@ -183,7 +184,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
     )
     existing = ExistingOptimizers(optimizers, foreach=kind.like_cuda)
     savings = (ON_HOST.saving.name,) if all(map(is_offloaded, optimizers)) else ()
-    return dataclasses.replace(make_request(problem, setup), optimizer=existing, savings=savings)
+    return dataclasses.replace(request, optimizer=existing, savings=savings)
 
 
 def kind_of(device: torch.device) -> DeviceKind:

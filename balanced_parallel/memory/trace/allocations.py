@@ -129,8 +129,7 @@ class Count(TorchDispatchMode):
             and (handle := (str(args[0].device), node is not None)) not in self._handles
         ):
             self._handles.add(handle)
-            self.blocks.append(Block(handle[0], self.workspace, "workspace", str(func), *_where(self.names)))
-            self.events.append(len(self.blocks))
+            self._take(self.workspace, "workspace", func, args, releases=False)
         self._take(selected(func, args), "temporaries", func, args)
         self._take(convolution_workspace(func, args, result) if self.fuses else 0, MAYBE, func, args)
         return result
@@ -144,11 +143,11 @@ class Count(TorchDispatchMode):
             self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
         return result
 
-    def _take(self, size: int, kind: str, func: object, args: Sequence[Any]) -> None:
-        """Records memory that an operator allocates, and releases before it returns."""
+    def _take(self, size: int, kind: str, func: object, args: Sequence[Any], releases: bool = True) -> None:
+        """Records memory that an operator allocates for itself, and releases before it returns."""
         if size:
             self.blocks.append(Block(str(args[0].device), size, kind, str(func), *_where(self.names)))
-            self.events += [len(self.blocks), -len(self.blocks)]
+            self.events += [len(self.blocks), -len(self.blocks)][: 1 + releases]
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""

@@ -75,10 +75,15 @@ class OptimizerChoice:
     def __deepcopy__(self, memo: dict[int, object]) -> "OptimizerChoice":
         return self  # its settings keep their values in a trace
 
-    def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Makes the optimizer."""
-        optimizer = self.make(parameters)
-        refuse_closures(type(optimizer), "an estimate")
+    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
+        """Makes the optimizer, a :class:`BalancedOptimizer` if there is a model."""
+        if model is None:
+            optimizer = self.make(parameters)
+            refuse_closures(type(optimizer), "an estimate")
+        elif isinstance(self.plain_make, type):
+            optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
+        else:
+            raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 
@@ -87,20 +92,12 @@ class OptimizerChoice:
         small = torch.nn.Parameter(torch.zeros(64, 64))
         small.grad = torch.zeros_like(small)
         try:
-            (optimizer,) = self.plain([small])
+            (optimizer,) = self.make_all([small])
             optimizer.step()
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
         states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
         return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
-
-    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Makes a :class:`BalancedOptimizer` for ``model``."""
-        if not isinstance(self.plain_make, type):
-            raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
-        optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
-        use_kernels([optimizer], self.foreach)
-        return [optimizer]
 
 
 def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -126,32 +123,29 @@ class ExistingOptimizers:
         self.others = [optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)]
         self.recipes = [(each.recipe, each.shard) for each in optimizers if isinstance(each, BalancedOptimizer)]
 
-    def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Returns all optimizers. Those in the place of balanced ones have the pieces among ``parameters``."""
+    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
+        """Returns all optimizers. Those in the place of balanced ones have the pieces among ``parameters``.
+
+        They are balanced again if there is a model. If there was none, the first becomes one.
+        """
+        others, recipes = [*self.others], self.recipes
+        if model is not None and not recipes:
+            first, *others = others
+            recipes = [(Recipe(type(first), first.param_groups, {}), None)]
         pieces_of_model = set(map(id, parameters))
-        optimizers = [*self.others]
-        for (kind, groups, defaults), _ in self.recipes:
+        for (kind, groups, rest), sharding in recipes:
+            if model is not None:
+                others.append(BalancedOptimizer(model, kind, groups, sharding, **rest))
+                continue
             pieces = [
                 {**group, "params": [piece for piece in group["params"] if id(piece) in pieces_of_model]} for group in groups
             ]
-            optimizers.append(kind([group for group in pieces if group["params"]], **defaults))
-        return self._suited(optimizers)
-
-    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Returns all optimizers, with a :class:`BalancedOptimizer` for ``model``. If there was none, the first becomes one."""
-        others, recipes = self.others, self.recipes
-        if not recipes:
-            first, *others = others
-            recipes = [(Recipe(type(first), first.param_groups, {}), None)]
-        balanced = [BalancedOptimizer(model, kind, groups, shard, **rest) for (kind, groups, rest), shard in recipes]
-        return self._suited([*others, *balanced])
-
-    def _suited(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        inner = inner_optimizers(optimizers)
+            others.append(kind([group for group in pieces if group["params"]], **rest))
+        inner = inner_optimizers(others)
         for group in (group for optimizer in inner for group in optimizer.param_groups if "capturable" in group):
             group["capturable"] = False  # torch refuses it for the CPUs of a trace
         use_kernels(inner, self.foreach)
-        return optimizers
+        return others
 
 
 def plain_criterion(criterion: Any) -> Any:
@@ -253,8 +247,7 @@ class SingleDevice(Layout):
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
-        optimizer = self.request.optimizer
-        return optimizer.balanced(self.module, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
+        return self.request.optimizer.make_all(self.parameters, self.module if self.request.balanced else None)
 
     def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
@@ -349,7 +342,6 @@ class ReplicaLayout(SingleDevice):
     name = "replicas"
     takes_several_devices = True
     batch_on_host = True
-    takes_balanced_optimizer = True
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         # gradients on devices with streams live until another stream has read them
@@ -400,7 +392,6 @@ class DDP(SingleDevice):
     name = "ddp"
     is_distributed = True
     takes_several_devices = True
-    takes_balanced_optimizer = True
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__(request, module, criterion)
@@ -419,7 +410,7 @@ class DDP(SingleDevice):
         owned = self.parameters
         if self.request.balanced:
             _, owned = busiest_owner(trained(owned), self.request.devices)
-        return self.request.optimizer.plain(owned)
+        return self.request.optimizer.make_all(owned)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""
@@ -448,7 +439,6 @@ class FSDP(SingleDevice):
     name = "fsdp"
     is_distributed = True
     takes_several_devices = True
-    takes_balanced_optimizer = True
     is_sharded = True
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
