@@ -164,13 +164,15 @@ def tricks(flags: argparse.Namespace) -> int:
     report = memory.estimate(**vars(problem.with_rows(rows)), layout=layout_of(flags.devices), **settings)
     request, peak = report.batches.request, max(report.allocated)
     saved = {planned.saving: size for planned, size in saved_bytes(request, request.rows, peak, PLANNED).items()}
-    items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
+    if flags.json:
+        items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
+        _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
+        return 0
     lines = [[saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost] for saving, size in saved.items()]
     table = tabulate(lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True)
     others = ", ".join(planned.saving.name for planned in PLANNED if planned.saving not in saved)
-    text = f"peak without tricks: {format_bytes(peak)} on the busiest device\n\n{table}\n\nnot traced for this step: {others}"
-    data = json.dumps({"peak": peak, "tricks": items}, indent=2)
-    _show(flags, data if flags.json else text, report)
+    first = f"peak without tricks: {format_bytes(peak)} on the busiest device"
+    _show(flags, f"{first}\n\n{table}\n\nnot traced for this step: {others}", report)
     return 0
 
 

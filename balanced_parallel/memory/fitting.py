@@ -205,10 +205,10 @@ def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
 def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
     optimizers = each_optimizer(step.optimizer)
-    updated = [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
-    tensors = [*updated, *(tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))]
+    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+    tensors += [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
     replicas = [part.replicas for part in parts if isinstance(part, (DataParallelModel, DataParallelCriterion))]
-    others = [*copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(inner_optimizers(optimizers))]
+    others = *copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(inner_optimizers(optimizers))
     return tensors + [other for other in others if isinstance(other, Tensor)]
 
 

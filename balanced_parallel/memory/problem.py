@@ -89,6 +89,8 @@ class Layout(Protocol):
 
     def zero_grad(self) -> None:
         """Begins an update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def copies(self) -> Iterator[Tensor]:
         """Yields the copies of the parameters on other devices."""

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # torch has no public modu
 
 from ...runtime.values import parse_bytes
 from ...savings import linear_cross_entropy
-from ...savings.linear_cross_entropy import Chunks, Labels, rows_per_chunk
+from ...savings.linear_cross_entropy import Chunks, rows_per_chunk
 from ...savings.offloading import MIN_BYTES, Host, HostStep, Offload, Offloaded
 from ...savings.saving import OFFLOAD, OFFLOAD_OPTIMIZER, Saving, find_savings
 
@@ -92,20 +92,12 @@ def one_chunk(share: float) -> Iterator[None]:
     """
     run = linear_cross_entropy._run
 
-    def run_one(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Labels,
-        dtype: torch.dtype,
-        wanted: tuple[bool, ...],
-        factors: Tensor | None,
-    ) -> object:
-        products = 1 + wanted[0] + wanted[1]
-        chunks = functools.partial(_one_chunk, share, products)
+    def run_one(*arguments: Any) -> object:
+        wanted: tuple[bool, ...] = arguments[-2]
+        chunks = functools.partial(_one_chunk, share, 1 + wanted[0] + wanted[1])
         empty = SimpleNamespace(linear=_empty_linear)
         with patch.multiple(linear_cross_entropy, _chunks=chunks, F=empty, _write=lambda *_: None):
-            return run(hidden, weight, bias, labels, dtype, wanted, factors)
+            return run(*arguments)
 
     with patch.object(linear_cross_entropy, "_run", run_one):
         yield

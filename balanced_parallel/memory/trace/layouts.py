@@ -297,11 +297,6 @@ class SingleDevice(Layout):
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
 
-    def zero_grad(self) -> None:
-        """Begins an update."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the optimizers of torch."""
         return inner_optimizers(self.optimizers)
