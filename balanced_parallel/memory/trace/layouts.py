@@ -317,18 +317,16 @@ def gradients_of(
     parameters: Iterable[Tensor], replicas: Iterable[Replicas], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[Tensor | None]:
     """Yields the gradients of parameters, of what optimizers update in their place, and those that replicas hold."""
-    groups = (group for optimizer in inner_optimizers(optimizers) for group in optimizer.param_groups)
+    groups = [group for optimizer in inner_optimizers(optimizers) for group in optimizer.param_groups]
     updated = [parameter for group in groups for parameter in group["params"]]
     yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
-    for bucket in (bucket for each in replicas for bucket in each.gradients.buckets):
-        for gradients in bucket.held.values():
-            yield from gradients
+    held = (bucket.held for each in replicas for bucket in each.gradients.buckets)
+    yield from (gradient for by_device in held for gradients in by_device.values() for gradient in gradients)
 
 
 def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
     """Yields the copies of the parameters on other devices."""
-    for tensors in (tensors for each in replicas for tensors in each.copies.by_device.values()):
-        yield from tensors
+    yield from (tensor for each in replicas for tensors in each.copies.by_device.values() for tensor in tensors)
 
 
 class ReplicaLayout(SingleDevice):
