@@ -143,10 +143,9 @@ def plan(flags: argparse.Namespace) -> int:
         **settings,
     )
     if result.lines:
-        *before, first = result.lines[: result.lines.index("")]
-        others = [line for line in result.lines[len(before) + 1 :] if line != MATERIALIZE]  # there it has values
-        lines = *before, first, *import_of(flags.problem), *others
-        result = dataclasses.replace(result, lines=lines)
+        place = result.lines.index("")
+        others = [line for line in result.lines[place:] if line != MATERIALIZE]  # there it has values
+        result = dataclasses.replace(result, lines=(*result.lines[:place], *import_of(flags.problem), *others))
     _show(flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result)
     return 0 if result.fits else 1
 

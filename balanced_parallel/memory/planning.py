@@ -181,6 +181,7 @@ class MemoryPlan:
         trained = BalancedOptimizer(model, kind, learned, **defaults) if chosen.balanced_optimizer else kind(learned, **defaults)
         change_optimizers([trained], savings)
         step = SurroundedStep(
+            savings,
             model,
             wrapped,
             trained,
@@ -188,7 +189,6 @@ class MemoryPlan:
             precision=chosen.precision,
             max_grad_norm=max_grad_norm,
         )
-        step.savings = savings
         return model, wrapped, trained, step
 
     def save_html(self, path: Path | str) -> None:
@@ -443,7 +443,9 @@ def _text(settings: Mapping[str, object]) -> str:
 class SurroundedStep(TrainStep):
     """A :class:`TrainStep` inside of the savings that surround an update."""
 
-    savings: Sequence[Saving] = ()
+    def __init__(self, savings: Sequence[Saving], *arguments: Any, **settings: Any) -> None:
+        self.savings = savings
+        super().__init__(*arguments, **settings)
 
     @contextlib.contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, contextlib.ExitStack]]:

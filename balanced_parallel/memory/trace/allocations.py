@@ -184,8 +184,10 @@ class Count(TorchDispatchMode):
                 self.blocks[number - 1].kind = after
 
     def mark(self, name: str) -> None:
-        """Names the next event."""
+        """Names the next event. Operations are counted from the beginning of an update on."""
         self.marks[name] = len(self.events)
+        if name in ("first", "second"):
+            self.flops = 0
 
     def _reuse(self, func: object, argument: Tensor, result: Tensor) -> None:
         """Takes the memory of ``argument`` for ``result`` if it is released before the next operator: not that of a view."""

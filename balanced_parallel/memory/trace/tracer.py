@@ -264,7 +264,6 @@ def _run(
             for generation, (name, update) in enumerate((("first", micro_batches[:1]), ("second", micro_batches))):
                 gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
                 count.mark(name)
-                count.flops = 0
                 with around_update(savings), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
