@@ -133,12 +133,12 @@ def _runs_in_parent_only(error: Exception) -> bool:
     return "Autograd-and-Fork" in str(error)
 
 
-_known: list[Request] = []  # in a forked process
+_requests: list[Request] = []  # in a forked process
 
 
 def _prepare(requests: Sequence[Request]) -> None:
     """Begins a forked process."""
-    _known.extend(requests)
+    _requests.extend(requests)
     gc.freeze()  # the collector does not visit, and so does not copy, the parent's objects
     gc.disable()  # one more run, after a trace, would take a sixth of its time
     torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
@@ -147,7 +147,7 @@ def _prepare(requests: Sequence[Request]) -> None:
 def _run_known(function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int) -> T:
     place, changes = description
     try:
-        return function(dataclasses.replace(_known[place], **changes), rows)
+        return function(dataclasses.replace(_requests[place], **changes), rows)
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
