@@ -150,23 +150,21 @@ def checkpoint_activations(
         names = [blocks] if isinstance(blocks, str) else list(blocks)
         if not names:
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
-    if names:
-        modules = dict(module.named_modules(remove_duplicate=False))
-        for name in names:
-            if name not in modules:
-                raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
-        for child in dict.fromkeys(modules[name] for name in names):
-            child.__class__ = _checkpointed(_kind(child), 1, selective)
-        return CheckpointHandle([modules[name] for name in names], tuple(names))
-    sequentials = outermost_sequentials(module)
-    if not sequentials:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    segments = dict.fromkeys(names, 1) or {
+        name: max(2, round(math.sqrt(len(children_of(child))))) for name, child in outermost_sequentials(module).items()
+    }
+    if not segments:
         raise ValueError(f"{type(module).__name__} has neither repeated blocks nor an nn.Sequential to checkpoint, {EXPECTED}")
+    for name in segments:
+        if name not in modules:
+            raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
     parts: list[str] = []
-    for name, child in sequentials.items():
-        segments = max(2, round(math.sqrt(len(children_of(child)))))
-        child.__class__ = _checkpointed(_kind(child), segments, selective)
-        parts += [f"{name}[{start}:{end}]" for start, end in _segment_places(child, segments)]
-    return CheckpointHandle(list(sequentials.values()), tuple(parts))
+    for name, count in segments.items():
+        child = modules[name]
+        child.__class__ = _checkpointed(_kind(child), count, selective)
+        parts += [name] if count == 1 else [f"{name}[{start}:{end}]" for start, end in _segment_places(child, count)]
+    return CheckpointHandle([modules[name] for name in segments], tuple(parts))
 
 
 def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:

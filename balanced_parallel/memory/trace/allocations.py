@@ -213,13 +213,14 @@ class Count(TorchDispatchMode):
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if is_sharded(tensor):
-        return _storages(tensor._local_tensor)
-    if tensor.layout == torch.sparse_coo:
-        parts = tensor._indices(), tensor._values()  # indices() and values() refuse tensors that are not coalesced
-        return [storage for part in parts for storage in _storages(part)]
-    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
-        return [storage for name in tensor.__tensor_flatten__()[0] for storage in _storages(getattr(tensor, name))]
-    return [tensor.untyped_storage()]
+        parts = [tensor._local_tensor]
+    elif tensor.layout == torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]  # indices() and values() refuse tensors that are not coalesced
+    elif hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        return [tensor.untyped_storage()]
+    return [storage for part in parts for storage in _storages(part)]
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:
