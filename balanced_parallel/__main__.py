@@ -38,9 +38,9 @@ from . import memory
 from .batch.containers import describe
 from .memory.devices import find_kind
 from .memory.fitting import saved_bytes
-from .memory.planning import MATERIALIZE
+from .memory.planning import MATERIALIZE, MemoryPlan
 from .memory.problem import Problem
-from .memory.report import MemoryReport, load_plotly, write_page
+from .memory.report import MemoryReport, load_plotly
 from .memory.savings import PLANNED
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .runtime.values import format_bytes, parse_bytes
@@ -75,10 +75,8 @@ def make_parser() -> OneLineParser:
     parser = OneLineParser(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"balanced_parallel {version('balanced-parallel')}")
     subparsers = parser.add_subparsers(dest="command", metavar="|".join(COMMANDS))
-    commands = {name: subparsers.add_parser(name, allow_abbrev=False, help=text) for name, (_, text) in COMMANDS.items()}
-    for command in commands.values():
-        _add_problem(command)
-        _add_step(command)
+    common: dict[str, Any] = {"parents": [_problem_and_step()], "allow_abbrev": False}
+    commands = {name: subparsers.add_parser(name, help=text, **common) for name, (_, text) in COMMANDS.items()}
     add = commands["estimate"].add_argument
     add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
     add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
@@ -92,15 +90,13 @@ def make_parser() -> OneLineParser:
     return parser
 
 
-def _add_problem(parser: OneLineParser) -> None:
+def _problem_and_step() -> argparse.ArgumentParser:
+    """Makes the flags that all commands have."""
+    parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
     place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets)"
     add("--problem", required=True, metavar="FILE.py:NAME", help=place)
     add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows (default: 0)")
-
-
-def _add_step(parser: OneLineParser) -> None:
-    add = parser.add_argument
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
     add("--batch-size", type=positive, metavar="N", help=rows)
     add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
@@ -112,6 +108,7 @@ def _add_step(parser: OneLineParser) -> None:
     page = "write a page: memory over the step, the holders of its peak, the options of a plan; needs no network"
     add("--html", type=Path, metavar="FILE.html", help=page)
     add("--json", action="store_true", help="print JSON, and assumptions to stderr")
+    return parser
 
 
 def estimate(flags: argparse.Namespace) -> int:
@@ -128,7 +125,7 @@ def estimate(flags: argparse.Namespace) -> int:
         balanced_optimizer=flags.balanced_optimizer,
         **settings,
     )
-    _show(flags, report.to_json() if flags.json else str(report), report, find_kind(report.device_kind).capacity)
+    _show(flags, report.to_json() if flags.json else str(report), report)
     return 0
 
 
@@ -146,14 +143,10 @@ def plan(flags: argparse.Namespace) -> int:
         **settings,
     )
     if result.lines:
-        *before, first = result.lines[: result.lines.index("")]
-        others = [line for line in result.lines[len(before) + 1 :] if line != MATERIALIZE]  # there it has values
-        lines = *before, first, *import_of(flags.problem), *others
-        result = dataclasses.replace(result, lines=lines)
-    capacity = result.capacity[: result.report.devices] if result.report else None
-    text = result.to_json() if flags.json else result.describe(verbose=flags.verbose)
-    options = result._repr_html_() if flags.html else ""
-    _show(flags, text, result.report, capacity, options)
+        place = result.lines.index("")
+        others = [line for line in result.lines[place:] if line != MATERIALIZE]  # there it has values
+        result = dataclasses.replace(result, lines=(*result.lines[:place], *import_of(flags.problem), *others))
+    _show(flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result)
     return 0 if result.fits else 1
 
 
@@ -170,13 +163,15 @@ def tricks(flags: argparse.Namespace) -> int:
     report = memory.estimate(**vars(problem.with_rows(rows)), layout=layout_of(flags.devices), **settings)
     request, peak = report.batches.request, max(report.allocated)
     saved = {planned.saving: size for planned, size in saved_bytes(request, request.rows, peak, PLANNED).items()}
-    items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
+    if flags.json:
+        items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
+        _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
+        return 0
     lines = [[saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost] for saving, size in saved.items()]
     table = tabulate(lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True)
     others = ", ".join(planned.saving.name for planned in PLANNED if planned.saving not in saved)
-    text = f"peak without tricks: {format_bytes(peak)} on the busiest device\n\n{table}\n\nnot traced for this step: {others}"
-    data = json.dumps({"peak": peak, "tricks": items}, indent=2)
-    _show(flags, data if flags.json else text, report, find_kind(report.device_kind).capacity)
+    first = f"peak without tricks: {format_bytes(peak)} on the busiest device"
+    _show(flags, f"{first}\n\n{table}\n\nnot traced for this step: {others}", report)
     return 0
 
 
@@ -189,10 +184,10 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Returns a class of ``torch.optim`` by its name, in any case."""
     base = torch.optim.Optimizer
     classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base) and kind != base]
-    for kind in classes:
-        if kind.__name__.lower() == name.lower():
-            return kind
-    raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
+    by_name = {kind.__name__.lower(): kind for kind in classes}
+    if name.lower() not in by_name:
+        raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
+    return by_name[name.lower()]
 
 
 def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
@@ -209,15 +204,18 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     return problem, flags.batch_size or problem.rows, settings
 
 
-def _show(
-    flags: argparse.Namespace, text: str, report: MemoryReport | None, capacity: int | tuple[int, ...] | None, options: str = ""
-) -> None:
-    aside = sys.stderr if flags.json else flags.output
-    if flags.html and report is not None:
-        write_page(flags.html, report, capacity, options)
+def _show(flags: argparse.Namespace, text: str, result: MemoryReport | MemoryPlan) -> None:
     print(text, file=flags.output)
-    if flags.html:
-        print(f"wrote {flags.html}" if report is not None else f"nothing fits, so {flags.html} was not written", file=aside)
+    if not flags.html:
+        return
+    wrote = f"wrote {flags.html}"
+    if isinstance(result, MemoryReport):
+        result.save_html(flags.html, find_kind(result.device_kind).capacity)
+    elif result.fits:
+        result.save_html(flags.html)
+    else:
+        wrote = f"nothing fits, so {flags.html} was not written"
+    print(wrote, file=sys.stderr if flags.json else flags.output)
 
 
 COMMANDS = {

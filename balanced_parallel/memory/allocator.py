@@ -45,7 +45,10 @@ class CachingAllocator:
         size = -(-size // 512) * 512
         small = size <= _SMALL
         pool = small, stream
-        block = self._take(pool, size) or (self._grow if self.expandable else self._new_segment)(pool, size)
+        enlarge = self._grow if self.expandable else self._new_segment
+        block = self._take(pool, size) or enlarge(pool, size)
+        if block is None and self._release_free():
+            block = enlarge(pool, size)
         if block is None:
             return False
         length, segment, offset = block
@@ -108,8 +111,6 @@ class CachingAllocator:
         end, _ = self._segments[number]
         last = self._ends.get((number, end), (0, number, end))
         length = -(-(size - last[0]) // _page(pool)) * _page(pool)
-        if self.capacity is not None and self.reserved + length > self.capacity and self._release_free():
-            return self._grow(pool, size)
         if not self._reserve(length):
             return None
         if last[0]:
@@ -119,9 +120,7 @@ class CachingAllocator:
 
     def _reserve(self, length: int) -> bool:
         if self.capacity is not None and self.reserved + length > self.capacity:
-            self._release_free()
-            if self.reserved + length > self.capacity:
-                return False
+            return False
         self.reserved += length
         self.max_reserved = max(self.max_reserved, self.reserved)
         return True

@@ -4,9 +4,12 @@ An :class:`Option` is one way to run an effective batch. It is traced with two n
 for several, and becomes a :class:`Choice`: a row of the plan's table, with bytes per device and costs.
 """
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,11 +21,12 @@ from ..runtime.values import format_bytes
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
-from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, savings_of, with_savings
+from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
 from .trace.layouts import OptimizerChoice, is_coupled
 from .trace.tracer import try_traces
 
 _log = logging.getLogger(__name__)
+Combination = tuple[PlannedSaving, ...]
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,15 @@ class Option:
     trace is that of one of them, and ``capacity`` has an entry per rank.
     """
 
-    def __init__(self, savings: Sequence[PlannedSaving], request: Request, capacity: Sequence[int], batch_size: int) -> None:
-        self.savings, self.batch_size, self.capacity = tuple(savings), batch_size, tuple(capacity)
+    def __init__(self, savings: Combination, request: Request, capacity: tuple[int, ...], batch_size: int) -> None:
+        self.savings, self.batch_size, self.capacity = savings, batch_size, capacity
         self.is_distributed = request.layout.is_distributed
-        limits = [min(capacity)] * request.devices if self.is_distributed else capacity
-        self.limits = [size - SCALARS for size in limits]  # bytes for what a trace has
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
-        rows = self.share if self.is_distributed else batch_size
-        self.request = dataclasses.replace(request, micro_batches=1, update_rows=rows)
+        self.rows = self.share if self.is_distributed else batch_size  # of a process
+        self.request = dataclasses.replace(request, micro_batches=1, update_rows=self.rows)
+        sizes = [min(capacity)] * request.devices if self.is_distributed else capacity
+        self.limits = [size - SCALARS for size in sizes]  # bytes for what a trace has
+        self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
         self.traced: dict[int, Lines] = {}
 
     @property
@@ -144,16 +149,6 @@ class Option:
         if SHARDS in self.savings and self.request.balanced:  # of whole parameters
             names.insert(self.savings.index(SHARDS) + 1, SPREAD.saving.option)
         return ", ".join(names) or self.request.layout.name
-
-    @property
-    def optimizer(self) -> str | None:
-        """The name of an optimizer in the place of the given one."""
-        return next((each.saving.option for each in self.savings if each.saving.result == "another optimizer"), None)
-
-    @property
-    def is_unequal(self) -> bool:
-        """True for devices of several capacities in one process, which may have unequal shares."""
-        return not self.is_distributed and len(set(self.limits)) > 1
 
     def lines(self, micro_batches: int) -> Lines:
         """Returns the lines for a number of micro-batches per update, traced at the first call, or raises ``ValueError``."""
@@ -176,12 +171,8 @@ class Option:
             first = next(iter(self.traced.values())).first
             return first.flops / (first.rows * first.micro_batches)
         lines = self.lines(micro_batches)
-        assert lines.second is not None
-        (rows, flops), (more, more_flops) = (
-            (trace.rows * trace.micro_batches, trace.flops) for trace in (lines.first, lines.second)
-        )
-        per_row = (more_flops - flops) / (more - rows)
-        return per_row + (flops - per_row * rows) / self.batch_size  # the loss of all rows is computed once
+        rows = self.batch_size // lines.first.micro_batches
+        return lines.flops(rows) / self.batch_size
 
     def needs(self) -> int:
         """Returns the bytes that one row per device reserves, on the device that needs the most."""
@@ -193,101 +184,102 @@ class Option:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
         lines, step, context = self.lines(micro_batches), self.request.row_step, self.request.kind.context
 
-        def may_fit(device: int, rows: int) -> bool:
-            return lines.at_least(device, rows * step) + context <= self.limits[device]
+        @functools.cache
+        def most(device: int) -> int:
+            limit = self.limits[device]
+            # The first search takes no replay.
+            bound = most_that_fit(lambda rows: lines.at_least(device, rows * step) + context <= limit, share)
+            return most_that_fit(lambda rows: lines.reserved(device, rows * step, limit) is not None, bound)
 
-        def fits(device: int, rows: int) -> bool:
-            return lines.reserved(device, rows * step, self.limits[device]) is not None
-
-        most = {}
-        for device in dict.fromkeys(self.request.traced_devices):
-            bound = most_that_fit(functools.partial(may_fit, device), share)  # first what takes no replay
-            most[device] = most_that_fit(functools.partial(fits, device), bound)
-        return [most[device] for device in self.request.traced_devices]
+        return [most(device) for device in self.request.traced_devices]
 
     def _may_fit_at_once(self) -> bool:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the gradients of several."""
-        gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
-        gradients //= self.request.devices if self.request.layout.is_sharded else 1
+        gradients = 2 * self.parameters // (self.request.devices if self.request.layout.is_sharded else 1)
         lines, rows = self.lines(2), self.share * self.request.row_step
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
     def _rows(self) -> tuple[list[int], bool]:
         """Returns the most rows of each device in a forward, in as few micro-batches as fit, and True for unequal shares."""
-        most_share = self.batch_size if self.is_unequal else self.share
+        may_differ = not self.is_distributed and len(set(self.limits)) > 1
+        share = self.batch_size if may_differ else self.share
         # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
-        rows = self.most_rows(2, max(most_share // 2, 1) if is_coupled(self.request.criterion) else most_share)
-        unequal = self.is_unequal and min(rows) < self.share  # else equal shares fit
-        if not self._holds(rows, unequal) and self._may_fit_at_once():
-            at_once = self.most_rows(1, most_share)
-            rows = at_once if self._holds(at_once, unequal) else rows
-        return rows, unequal
+        rows = self.most_rows(2, max(share // 2, 1) if is_coupled(self.request.criterion) else share)
+        unequal = may_differ and min(rows) < self.share  # else equal shares fit
 
-    def _holds(self, rows: list[int], unequal: bool) -> bool:
-        return sum(rows) >= self.batch_size if unequal else min(rows) >= self.share
+        def holds_batch(rows: list[int]) -> bool:
+            return sum(rows) >= self.batch_size if unequal else min(rows) >= self.share
+
+        if not holds_batch(rows) and self._may_fit_at_once():
+            at_once = self.most_rows(1, share)
+            rows = at_once if holds_batch(at_once) else rows
+        return rows, unequal
 
     def choose(self, plain: "Option") -> Choice:
         """Returns the choice with the fewest micro-batches in which the batch fits. ``plain`` recomputes nothing."""
         rows, unequal = self._rows()
-        fits = all(rows)
+        request, fits = self.request, all(rows)
         split = tuple(map(float, rows)) if unequal and fits else None
+        shares = split or request.layout.devices_per_process(request.devices)
         most = max(rows) if split else min(*rows, self.share)
-        devices, rows_of_process = (1, self.share) if self.is_distributed else (len(rows), self.batch_size)
-        count = count_micro_batches(rows_of_process, most, split or devices) if fits else 0
-        largest = split_sizes(-(-rows_of_process // count), split or devices) if fits else [1] * devices
-        lines, step = self.lines(count or 2), self.request.row_step
-        read = [(device, max(largest[device], 1) * step) for device in self.request.traced_devices]
+        count = count_micro_batches(self.rows, most, shares) if fits else 0
+        largest = split_sizes(-(-self.rows // count), shares) if fits else [1] * len(rows)
+        lines = self.lines(count or 2)
+        read = [(device, max(largest[device], 1) * request.row_step) for device in request.traced_devices]
         limits = self.limits if fits else [None] * len(read)
-        reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
-        context = self.request.kind.context
+        reserved = [
+            (lines.reserved(device, at, limit) or 0) + request.kind.context
+            for (device, at), limit in zip(read, limits, strict=True)
+        ]
         performed, operations = self.flops(count or 2), plain.flops(1)
-        traffic, whole = self.traffic(count, context + max(size or 0 for size in reserved))
-        if fits and self.request.savings:  # offloaded activations go to the host and come back
-            traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
+        whole = self.whole_gradients(count, max(reserved))
+        traffic = self.traffic(count, whole)
+        if fits and request.savings:  # offloaded activations go to the host and come back
+            traffic += 2 * count * lines.bytes_on_host(max(largest) * request.row_step)
+        results = {each.saving.result: each.saving.option for each in self.savings}
         return Choice(
             name=f"{self.name}, gradients reduced once" if whole else self.name,
-            layout=self.request.layout.name,
-            precision=self.request.precision,
-            balanced_optimizer=self.request.balanced,
+            layout=request.layout.name,
+            precision=request.precision,
+            balanced_optimizer=request.balanced,
             micro_batch_size=(most if split else max(largest)) if fits else 0,
             micro_batches=count,
             split=split,
             allocated=tuple(lines.allocated(device, at) + whole for device, at in read),
-            reserved=tuple((size or 0) + whole + context for size in reserved),
+            reserved=tuple(size + whole for size in reserved),
             operations=int(performed * self.batch_size / len(self.capacity)),
             recomputed=max(0.0, performed / operations - 1) if operations else 0.0,
             traffic=traffic,
-            changes_result=any(each.saving.result == "other arithmetic" for each in self.savings),
+            changes_result="other arithmetic" in results,
             fits=fits,
-            statistics=statistics_of(self.request.module, len(self.capacity), count),
-            optimizer=self.optimizer,
-            savings=self.request.savings,
+            statistics=statistics_of(request.module, len(self.capacity), count),
+            optimizer=results.get("another optimizer"),
+            savings=request.savings,
         )
 
-    def traffic(self, count: int, reserved: int) -> tuple[int, int]:
-        """Returns the bytes to and from the busiest device per update, and those of whole gradients.
+    def whole_gradients(self, count: int, reserved: int) -> int:
+        """Returns the bytes of gradients of sharded parameters that stay whole until the last of ``count`` micro-batches.
 
-        Gradients of sharded parameters stay whole until the last micro-batch if they fit into half of what is free: the rule of
-        ``strategies/fsdp.py``. They are reduced once then. Otherwise each micro-batch reduces them.
+        They do if they fit into half of what is free: the rule of ``strategies/fsdp.py``. They are reduced once then.
         """
-        parameters: int = sum(parameter.nbytes for parameter in self.request.module.parameters())
-        devices = len(self.capacity)
-        if self.request.layout.is_sharded:
-            whole = 4 * sum(parameter.numel() for parameter in self.request.module.parameters())
-            whole = whole if count > 1 and whole <= (min(self.capacity) - reserved) // 2 else 0
-            gathered = parameters // 2 if self.request.precision == "bf16" else parameters
+        whole: int = 4 * sum(parameter.numel() for parameter in self.request.module.parameters())
+        stays = self.request.layout.is_sharded and count > 1 and whole <= (min(self.capacity) - reserved) // 2
+        return whole if stays else 0
+
+    def traffic(self, count: int, whole: int = 0) -> int:
+        """Returns the bytes to and from the busiest device per update."""
+        request, parameters, devices = self.request, self.parameters, len(self.capacity)
+        if request.layout.is_sharded:
+            gathered = parameters // 2 if request.precision == "bf16" else parameters
             moved = 4 * gathered * count + 2 * parameters * (1 if whole else count)
-            moved += 6 * parameters if self.request.balanced else 0  # values and gradients to all ranks, values from owners
-            return moved * (devices - 1) // devices, whole
+            moved += 6 * parameters * request.balanced  # values and gradients to all ranks, values from owners
+            return moved * (devices - 1) // devices
         # gradients and parameters to the host, parameters back; a reduce-scatter and an all-gather, or the first device's copies
         # and gradients of the others
-        of_host = 3 * parameters if ON_HOST.saving.name in self.request.savings else 0
-        is_ring = self.request.balanced or self.is_distributed
-        return of_host + (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), 0
-
-
-TRACED_DEVICES = 16  # replicas are traced all together, so more of them take long
+        of_host = 3 * parameters * (ON_HOST.saving.name in request.savings)
+        is_ring = request.balanced or self.is_distributed
+        return of_host + (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters)
 
 
 class Search:
@@ -311,27 +303,31 @@ class Search:
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
         self._failing: set[PlannedSaving] = set()
-        self._options: dict[tuple[PlannedSaving, ...], Option] = {}
-        savings = [saving for saving in savings_of("layout") if with_savings(request, [saving])]
-        layouts: list[tuple[PlannedSaving, ...]] = [(), *((saving,) for saving in savings if saving is not ON_HOST)]
+        self._options: dict[Combination, Option] = {}
+        savings = self._suited("layout")
+        layouts: list[Combination] = [(), *((saving,) for saving in savings if saving is not ON_HOST)]
         self._groups = [layouts]  # those of a group are tried together
         if ON_HOST in savings and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
             self._groups.append([(ON_HOST,)])
         self._least = layouts[-1]
-        self._traffic = min(option.traffic(1, 0)[0] for option in self._make(layouts))
-        # layouts whose tensors leave less than a fifth of a device are left out: temporaries of an update take as much. On one
-        # device a fused optimizer, which has none, comes before the host
-        module, optimizer = request.module, request.optimizer
+        self._traffic = min(option.traffic(1) for option in self._make(layouts))
+        self._leave_out_large()
+
+    def _leave_out_large(self) -> None:
+        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an update take as much.
+
+        On one device a fused optimizer, which has none, comes before the host. The last layout is traced in any case.
+        """
+        module, optimizer = self.request.module, self.request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
         state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
-        *others, _ = [layout for group in self._groups for layout in group]  # the last one is traced in any case
-        for layout in others:
-            (option,) = self._make([layout])
+        share = 1.0 if len(self.capacity) == 1 else 0.8
+        *others, _ = itertools.chain(*self._groups)
+        for option in self._make(others):
             held = size + state // (option.request.devices if option.request.balanced else 1)
-            share = 1.0 if len(self.capacity) == 1 else 0.8
             if held > share * max(self.capacity):
-                layouts.remove(layout)
+                self._groups[0].remove(option.savings)
                 self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
 
     def run(self) -> None:
@@ -340,16 +336,18 @@ class Search:
         if any(self._climb(layouts, ladder) for ladder in ladders for layouts in self._groups if layouts):
             return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
-        others = [saving for saving in savings_of("optimizer") if with_savings(self.request, [saving])]
-        for option in self._make([(saving, *self._least, *exact) for saving in others]):
+        for option in self._make((saving, *self._least, *exact) for saving in self._suited("optimizer")):
             self._fits(option)
 
     def untried(self) -> list[str]:
         """Returns the names of options that were not traced."""
-        layouts = [layout for group in self._groups for layout in group]
-        combinations = [(*layout, *step) for ladder in self._ladders() for step in ladder for layout in layouts]
-        options = self._make(combinations)
+        steps = itertools.chain(*self._ladders())
+        options = self._make((*layout, *step) for step in steps for layout in itertools.chain(*self._groups))
         return [option.name for option in options if option not in self.choices and option.name not in self.skipped]
+
+    def _suited(self, stage: Stage) -> list[PlannedSaving]:
+        """Returns the savings of a stage that suit the request."""
+        return [saving for saving in savings_of(stage) if with_savings(self.request, [saving])]
 
     def _fits(self, option: Option) -> bool:
         """Traces an option."""
@@ -367,51 +365,52 @@ class Search:
         least = {name: dataclasses.replace(first, traffic=self._traffic, precision=name).work for name in OPERATIONS_PER_BYTE}
         return any(choice.fits and choice.work <= 1.5 * least[choice.precision] for choice in choices)
 
-    def _ladders(self) -> list[list[tuple[PlannedSaving, ...]]]:
+    def _ladders(self) -> list[list[Combination]]:
         """Returns combinations of savings: exact ones, and the same with each that computes otherwise."""
-        steps: list[tuple[PlannedSaving, ...]] = [()]
-        for saving in savings_of("exact"):
+        steps: list[Combination] = [()]
+        for saving in self._suited("exact"):
             others = [each for each in steps[-1] if each.saving.name not in saving.instead_of]
-            steps += [(*others, saving)] if with_savings(self.request, [saving]) else []
+            steps.append((*others, saving))
         if len(steps[-1]) > 1:  # what runs twice may need more with offloaded activations than these alone
             steps.append(steps[-1][-1:])
-        arithmetic: list[PlannedSaving] = []
-        for saving in savings_of("arithmetic"):
-            arithmetic += [saving] if with_savings(self.request, [*arithmetic, saving]) else []
+        arithmetic = self._suited("arithmetic")
         return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]
 
-    def _climb(self, layouts: list[tuple[PlannedSaving, ...]], ladder: list[tuple[PlannedSaving, ...]]) -> bool:
+    def _climb(self, layouts: list[Combination], ladder: list[Combination]) -> bool:
         """Traces a ladder until a step fits and is fast. After its first step, the layout of the least memory comes first."""
-        if self._fit_fast(layouts, ladder[0]):
+        first, *further = ladder
+        if self._fit_fast(layouts, first):
             return True
-        firsts = {layout: self._make([(*layout, *ladder[0])]) for layout in layouts}
-        traced = [layout for layout, options in firsts.items() if any(option in self.choices for option in options)]
+        traced = [layout for layout in layouts if self._are_traced(self._make([(*layout, *first)]))]
         *others, least = traced or layouts
         if not self._any_fits():
-            last = self._make([(*least, *step) for step in ladder[-2:]])
+            last = self._make((*least, *step) for step in ladder[-2:])
             results = [self._fits(option) for option in last]
-            if not any(results) and any(option in self.choices for option in last):
+            if not any(results) and self._are_traced(last):
                 return False
-        steps = [(group, step) for group in ([least], others[::-1]) for step in ladder[1:]]
+        steps = [(group, step) for group in ([least], others[::-1]) for step in further]
         return any(self._fit_fast(group, step) for group, step in steps) or self._any_fits()
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
 
-    def _fit_fast(self, layouts: Sequence[tuple[PlannedSaving, ...]], step: Sequence[PlannedSaving]) -> bool:
+    def _are_traced(self, options: list[Option]) -> bool:
+        return any(option in self.choices for option in options)
+
+    def _fit_fast(self, layouts: list[Combination], step: Combination) -> bool:
         """Traces a step of a ladder with some layouts until a choice is fast. A saving that cannot be traced is left out."""
-        combination = tuple(saving for saving in step if saving not in self._failing)
-        options = self._make([(*layout, *combination) for layout in layouts])
+        combination = [saving for saving in step if saving not in self._failing]
+        options = self._make((*layout, *combination) for layout in layouts)
         if any(self._fits(option) and self._is_fast() for option in options):
             return True
-        if combination and options and not any(option in self.choices for option in options):
+        if combination and options and not self._are_traced(options):
             self._failing.add(combination[-1])
         return False
 
-    def _make(self, combinations: Iterable[Sequence[PlannedSaving]]) -> list[Option]:
+    def _make(self, combinations: Iterable[Combination]) -> list[Option]:
         """Returns an option for each of the combinations that suit the request."""
         options = []
-        for savings in dict.fromkeys(map(tuple, combinations)):
+        for savings in dict.fromkeys(combinations):
             if savings not in self._options and (changed := with_savings(self.request, savings)):
                 if changed.layout.is_sharded:
                     changed = dataclasses.replace(changed, devices=self._shards(changed.devices))
@@ -428,34 +427,26 @@ class Search:
     def what_would_fit(self) -> tuple[int, int | None]:
         """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
 
-        Where the state is spread or sharded, one of ``n`` devices needs ``fixed + spread / n``. Two traces give both terms.
+        Where the state is spread or sharded, twice the devices halve it. What is left of the difference is not spread.
         """
-        least = min((option for option in self.choices if option.optimizer is None), key=Option.needs)
+        least = min((option for option, choice in self.choices.items() if choice.optimizer is None), key=Option.needs)
         functions = [saving for saving in least.savings if saving.stage != "layout"]
         layouts = [saving for saving in (SHARDS, SPREAD) if saving.saving.option not in self.skipped]
-        capacity, devices = max(self.capacity), len(self.capacity)
+        capacity = max(self.capacity)
 
         @functools.cache
-        def needs(count: int) -> int | None:
+        def needs(count: int) -> float:
             request = dataclasses.replace(self.request, devices=count, split=None)
             search = Search(request, [capacity] * count, count)
-            for option in search._make([(layout, *functions) for layout in layouts]):
+            for option in search._make((layout, *functions) for layout in layouts):
                 if search._fits(option) or option in search.choices:
                     return option.needs()
-            return None
+            return math.inf
 
-        few, many = needs(2 * devices), needs(4 * devices)
-        if few is None or many is None or few <= many:
-            return least.needs(), None
-        spread = (few - many) * 4 * devices
-        free = capacity - (many - spread // (4 * devices))
-        if free <= 0:
-            return least.needs(), None
-        count = max(devices + 1, -(-spread // free))
-        for _ in range(4):  # shards are rounded up
-            if (count > TRACED_DEVICES and layouts[0] is not SHARDS) or (needs(count) or 0) <= capacity:
-                break
-            count += 1
-        while devices + 1 < count <= TRACED_DEVICES and (needs(count - 1) or capacity + 1) <= capacity:
-            count -= 1
-        return least.needs(), count
+        few = len(self.capacity)
+        while needs(2 * few) > capacity:
+            few *= 2
+            if not 2 * needs(2 * few) - needs(few) < capacity:
+                return least.needs(), None
+        counts = range(few + 1, 2 * few)
+        return least.needs(), counts.start + bisect.bisect_left(counts, True, key=lambda count: needs(count) <= capacity)

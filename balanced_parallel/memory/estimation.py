@@ -4,9 +4,10 @@ module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -19,13 +20,14 @@ from ..runtime.values import Precision, check_number
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
 from .operators import CONVOLUTIONS, SOURCE, UnknownMemory
-from .problem import Layout, Problem, Request
+from .problem import Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
 from .trace.layouts import LAYOUTS, OptimizerChoice, is_coupled, plain_criterion
 from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
+T = TypeVar("T")
 
 
 def estimate(
@@ -89,7 +91,8 @@ def estimate(
         >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
         (10280, 20568)
     """
-    setup = Setup(
+    request = make_request(
+        Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
         micro_batch_size=micro_batch_size,
@@ -102,7 +105,6 @@ def estimate(
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
     )
-    request = make_request(Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar), setup)
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
 
@@ -113,66 +115,57 @@ _CALLS = {
 }
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Arguments of :func:`estimate` that say how an update of a problem runs."""
-
-    optimizer: MakeOptimizer = torch.optim.AdamW
-    precision: str = "fp32"
-    micro_batch_size: int | None = None
-    layout: str = "single"
-    devices: int = 1
-    balanced_optimizer: bool = False
-    savings: Iterable[str] = ()
-    device_kind: str | None = None
-    split: Sequence[float] | None = None
-    whole_gradients: bool = False
-    expandable_segments: bool = False
-
-
-def make_request(problem: Problem, setup: Setup) -> Request:
+def make_request(
+    problem: Problem,
+    *,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    precision: str = "fp32",
+    micro_batch_size: int | None = None,
+    layout: str = "single",
+    devices: int = 1,
+    balanced_optimizer: bool = False,
+    savings: Iterable[str] = (),
+    device_kind: str | None = None,
+    split: Sequence[float] | None = None,
+    whole_gradients: bool = False,
+    expandable_segments: bool = False,
+) -> Request:
     """Checks the arguments of :func:`estimate`, and makes a request of them."""
     check_module(problem.module)
-    for name, function in {"criterion": problem.criterion, "optimizer": setup.optimizer}.items():
+    for name, function in {"criterion": problem.criterion, "optimizer": optimizer}.items():
         if not callable(function):
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
-    kind = dataclasses.replace(find_kind(setup.device_kind), expandable=setup.expandable_segments)
-    Precision(setup.precision)
-    for name, number in {"devices": setup.devices, "micro_batch_size": setup.micro_batch_size or 1}.items():
+    kind = dataclasses.replace(find_kind(device_kind), expandable=expandable_segments)
+    Precision(precision)
+    for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    layout = _find_layout(setup)
-    rows_per_device = setup.micro_batch_size
-    count = count_micro_batches(problem.rows, rows_per_device, setup.split or layout.devices_per_process(setup.devices))
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    _check("takes_several_devices", layout, devices=devices, balanced_optimizer=balanced_optimizer)
+    _check("is_sharded", layout, whole_gradients=whole_gradients)
+    shares = split or LAYOUTS[layout].devices_per_process(devices)
     arguments = {"inputs": as_arguments(problem.inputs), "targets": spread(problem.targets)}
     return Request(
         **{**vars(problem), **arguments},
-        optimizer=OptimizerChoice(setup.optimizer, foreach=kind.like_cuda),
-        precision=setup.precision,
-        micro_batches=count,
-        layout=layout,
-        devices=setup.devices,
-        balanced=setup.balanced_optimizer,
-        split=None if setup.split is None else tuple(setup.split),
+        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        precision=precision,
+        micro_batches=count_micro_batches(problem.rows, micro_batch_size, shares),
+        layout=LAYOUTS[layout],
+        devices=devices,
+        balanced=balanced_optimizer,
+        split=None if split is None else tuple(split),
         kind=kind,
-        savings=sorted_names(setup.savings),
-        whole_gradients=setup.whole_gradients,
+        savings=sorted_names(savings),
+        whole_gradients=whole_gradients,
     )
 
 
-def _find_layout(setup: Setup) -> type[Layout]:
-    """Returns the layout of a name, which takes the other arguments."""
-    if setup.layout not in LAYOUTS:
-        raise ValueError(f"layout={setup.layout!r}, expected one of {', '.join(LAYOUTS)}")
-    for argument, default, needs in (
-        ("devices", 1, "takes_several_devices"),
-        ("whole_gradients", False, "is_sharded"),
-        ("balanced_optimizer", False, "takes_balanced_optimizer"),
-    ):
-        value = getattr(setup, argument)
-        if value != default and not getattr(LAYOUTS[setup.layout], needs):
+def _check(needs: str, layout: str, **settings: int) -> None:
+    """Refuses settings other than their defaults, 1 and False, in a layout that does not have an attribute."""
+    for name, value in settings.items():
+        if int(value) > (name == "devices") and not getattr(LAYOUTS[layout], needs):
             others = " or ".join(repr(name) for name, other in LAYOUTS.items() if getattr(other, needs))
-            raise ValueError(f"{argument}={value!r} with layout={setup.layout!r}, expected layout={others}")
-    return LAYOUTS[setup.layout]
+            raise ValueError(f"{name}={value!r} with layout={layout!r}, expected layout={others}")
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
@@ -207,15 +200,14 @@ _COMPILED = "the module is compiled, and this is the estimate of the uncompiled 
 def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows from ``exact``, read there or at the rows ``asked`` for."""
     read = list(zip(request.traced_devices, asked or [rows] * request.devices, strict=True))
-    reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
-    assumed = KIND_SOURCES if request.kind.context else {}
-    if assumed:
-        sources = {"recurrence": {"recurrent layers": SOURCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
-        for name, source in sources.items():
-            if any(name in block.operator for block in exact.first.blocks):
-                assumed = assumed | source
-    if any(map(is_compiled, request.module.modules())):
-        assumed = assumed | {"compiled": _COMPILED}
+    context = request.kind.context
+
+    def each(value: Callable[[int, int], T]) -> tuple[T, ...]:
+        """Returns a value of each device."""
+        return tuple(value(device, at) for device, at in read)
+
+    reserved = each(lambda i, at: exact.reserved(i, at) or 0)
+    upper = each(lambda i, at: exact.reserved(i, at, upper=True) or 0)
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,
@@ -223,22 +215,32 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        allocated=tuple(exact.allocated(i, at) for i, at in read),
+        allocated=each(exact.allocated),
         reserved=reserved,
-        nvidia_smi=tuple(size + request.kind.context for size in reserved),
-        at_most=tuple(
-            max(size, exact.reserved(i, at, upper=True) or 0) + request.kind.context
-            for size, (i, at) in zip(reserved, read, strict=True)
-        ),
-        parts=tuple(parts_at_peak(exact, i, at) for i, at in read),
-        assumed=assumed,
-        timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
-        where=tuple(holders_of(exact, i, at) for i, at in read),
+        nvidia_smi=tuple(size + context for size in reserved),
+        at_most=tuple(size + context for size in map(max, reserved, upper)),
+        parts=each(functools.partial(parts_at_peak, exact)),
+        assumed=_assumed(request, exact),
+        timeline=each(lambda i, at: tuple(exact.levels(i, at).tolist())),
+        where=each(functools.partial(holders_of, exact)),
         phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
         flops=exact.flops(rows) * request.micro_batches // exact.first.micro_batches,
         affine=lines.is_affine,
         batches=OtherBatches(request, exact, lines),
     )
+
+
+def _assumed(request: Request, lines: Lines) -> dict[str, str]:
+    """Returns the sources of what a report assumes."""
+    assumed = {**KIND_SOURCES} if request.kind.context else {}
+    operators = " ".join({block.operator for block in lines.first.blocks})
+    if assumed and "recurrence" in operators:
+        assumed["recurrent layers"] = SOURCE
+    if assumed and "aten.convolution" in operators:
+        assumed["convolutions"] = CONVOLUTIONS
+    if any(map(is_compiled, request.module.modules())):
+        assumed["compiled"] = _COMPILED
+    return assumed
 
 
 def parts_at_peak(lines: Lines, device: int, rows: int) -> dict[str, int]:

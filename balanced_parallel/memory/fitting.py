@@ -26,7 +26,7 @@ from ..training.optimizers import each_optimizer
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .devices import DeviceKind, find_kind
-from .estimation import Setup, lines_of, make_report, make_request
+from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
 from .report import Holder, MemoryReport, OtherBatches
@@ -74,7 +74,7 @@ def fit(
     limits = _limits(step, capacity, request)
     shares = request.split or request.layout.devices_per_process(request.devices)
     lines = trace_exactly(request, request.rows)
-    if lines.fit(limits):
+    if lines.fit(limits, request.rows):
         rows = max(split_sizes(request.rows, shares))
     else:
         most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
@@ -173,7 +173,8 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
         mark_leaves(marked.inputs, dim, "targets"),
         model.dim,
     )
-    setup = Setup(
+    request = make_request(
+        problem,
         precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),
         layout="replicas" if is_local else "ddp",
         devices=len(model.devices) if is_local else world_size(),
@@ -183,7 +184,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
     )
     existing = ExistingOptimizers(optimizers, foreach=kind.like_cuda)
     savings = (ON_HOST.saving.name,) if all(map(is_offloaded, optimizers)) else ()
-    return dataclasses.replace(make_request(problem, setup), optimizer=existing, savings=savings)
+    return dataclasses.replace(request, optimizer=existing, savings=savings)
 
 
 def kind_of(device: torch.device) -> DeviceKind:
@@ -204,10 +205,10 @@ def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
 def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
     optimizers = each_optimizer(step.optimizer)
-    updated = [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
-    tensors = [*updated, *(tensor for part in parts for tensor in (*part.parameters(), *part.buffers()))]
+    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+    tensors += [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
     replicas = [part.replicas for part in parts if isinstance(part, (DataParallelModel, DataParallelCriterion))]
-    others = [*copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(inner_optimizers(optimizers))]
+    others = *copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(inner_optimizers(optimizers))
     return tensors + [other for other in others if isinstance(other, Tensor)]
 
 
@@ -216,7 +217,7 @@ def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[Planne
     options = {saving: option for saving in savings if (option := with_savings(request, [saving]))}
     traces = try_traces([(option, _rows_of(option, request, rows)) for option in options.values()])
     return {
-        saving: peak - max(Lines(option, trace).allocated_by_device())
+        saving: peak - max(Lines(option, trace).allocated_by_device(trace.rows))
         for (saving, option), trace in zip(options.items(), traces, strict=True)
         if isinstance(trace, Trace)
     }

@@ -47,7 +47,7 @@ class Lines:
         self._devices = np.array([places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64)
         self._certain = np.array([block.kind != MAYBE for block in first.blocks])
         self._events = np.array(first.events, dtype=np.int64)
-        self._replays: dict[tuple[int, int | None, int | None, bool], Replay | None] = {}
+        self._replays: dict[tuple[int, int, int | None, bool], Replay | None] = {}
 
     @property
     def is_affine(self) -> bool:
@@ -56,61 +56,59 @@ class Lines:
             return False
         return all(block.operator == other.operator for block, other in zip(self.first.blocks, self.second.blocks, strict=True))
 
-    def sizes(self, rows: int | None = None) -> Numbers:
+    def sizes(self, rows: int) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
         first, second = self._bytes
-        if rows is None or self.second is None:
+        if self.second is None:
             return first
-        beyond = [self._beyond(rows, device) for device in range(self.request.devices)]
-        beyond.append((rows - self.first.rows, self.second.rows - self.first.rows))  # for blocks on the host
-        steps, of = np.array(beyond, dtype=np.int64)[self._devices].T
-        sizes: Numbers = first + (second - first) * steps // of
+        start, end = self._rows(self.first.rows), self._rows(self.second.rows)
+        steps, spans = self._rows(rows) - start, np.maximum(end - start, 1)
+        sizes: Numbers = first + (second - first) * steps[self._devices] // spans[self._devices]
         return sizes
 
-    def _beyond(self, rows: int, device: int) -> tuple[int, int]:
-        """Returns the distance of a device's rows from those of the first trace, and the same for the second trace."""
-        assert self.second is not None
-        if self.request.split is None:
-            return self.request.round_up(rows) - self.first.rows, self.second.rows - self.first.rows
-        rows_of_device, first, second = (
-            split_sizes(count, self.request.split)[device] for count in (rows, self.first.rows, self.second.rows)
-        )
-        return rows_of_device - first, (second - first) or 1
+    def _rows(self, rows: int) -> Numbers:
+        """Returns the rows of each device, and those of the host, among so many rows."""
+        request = self.request
+        of_devices = split_sizes(rows, request.split) if request.split else [request.round_up(rows)] * request.devices
+        return np.array([*of_devices, rows], dtype=np.int64)
 
-    def levels(self, device: int, rows: int | None = None) -> Numbers:
-        """Returns the bytes of blocks in use on a device after each event, with the allocator's rounding."""
+    def levels(self, device: int, rows: int) -> Numbers:
+        """Returns the bytes of blocks in use on a device after each event of the second update, with the allocator's rounding."""
         replayed = self._replay(device, rows)
         assert replayed is not None
-        return np.array(replayed.allocated, dtype=np.int64)
+        return np.array(replayed.allocated[self.start :], dtype=np.int64)
 
-    def allocated(self, device: int, rows: int | None = None) -> int:
+    def allocated(self, device: int, rows: int) -> int:
         """Returns the maximum of bytes in use in the second update."""
-        return int(self.levels(device, rows)[self.start :].max())
+        return int(self.levels(device, rows).max())
 
-    def allocated_by_device(self, rows: int | None = None) -> tuple[int, ...]:
+    def allocated_by_device(self, rows: int) -> tuple[int, ...]:
         """Returns the maximum of bytes in use on each device."""
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
-    def reserved(self, device: int, rows: int | None = None, capacity: int | None = None, *, upper: bool = False) -> int | None:
+    def reserved(self, device: int, rows: int, capacity: int | None = None, *, upper: bool = False) -> int | None:
         """Returns the bytes that the allocator reserves, or None beyond ``capacity``; with ``upper`` at most."""
         replayed = self._replay(device, rows, capacity, upper)
         return None if replayed is None else replayed.reserved
 
-    def at_least(self, device: int, rows: int | None = None) -> int:
+    def at_least(self, device: int, rows: int) -> int:
         """Returns the most bytes of blocks in use on a device, without what the allocator does not split off. No replay."""
-        return int(self._sums(device, rows)[1][0 if self.request.kind.segments else self.start :].max())
+        return self._most(self._sums(device, rows)[1])
 
-    def _sums(self, device: int, rows: int | None, *, upper: bool = False) -> tuple[Numbers, Numbers]:
+    def _most(self, levels: Numbers) -> int:
+        """Returns the maximum in the updates that count: segments of the first update stay."""
+        return int(levels[0 if self.request.kind.segments else self.start :].max())
+
+    def _sums(self, device: int, rows: int, upper: bool = False) -> tuple[Numbers, Numbers]:
         """Returns the size of each block of a device, and the sum of those in use after each event."""
         unit, sizes = self.request.kind.rounds_to, self.sizes(rows) * ((self._devices == device) & (self._certain | upper))
         return sizes, np.cumsum(np.sign(self._events) * (-(-sizes // unit) * unit)[np.abs(self._events) - 1])
 
-    def _replay(self, device: int, rows: int | None, capacity: int | None = None, upper: bool = False) -> Replay | None:
+    def _replay(self, device: int, rows: int, capacity: int | None = None, upper: bool = False) -> Replay | None:
         key = device, rows, capacity, upper
         if key not in self._replays:
-            kind, (sizes, levels) = self.request.kind, self._sums(device, rows, upper=upper)
-            most = int(levels[0 if kind.segments else self.start :].max())
-            limit = None if capacity is None else capacity - kind.context
+            kind, (sizes, levels) = self.request.kind, self._sums(device, rows, upper)
+            most, limit = self._most(levels), None if capacity is None else capacity - kind.context
             if limit is not None and most > limit:  # a replay would take long
                 self._replays[key] = None
             elif kind.segments:
@@ -120,33 +118,33 @@ class Lines:
                 self._replays[key] = Replay(levels.tolist(), most)
         return self._replays[key]
 
-    def fit(self, limits: Sequence[int], rows: int | None = None) -> bool:
+    def fit(self, limits: Sequence[int], rows: int) -> bool:
         """Returns True if each device reserves at most its limit in bytes."""
         limits_of_devices = zip(self.request.traced_devices, limits, strict=True)
         return all(self.reserved(device, rows, limit) is not None for device, limit in limits_of_devices)
 
-    def flops(self, rows: int | None = None) -> int:
+    def flops(self, rows: int) -> int:
         """Returns the operations of the second update."""
-        if rows is None or self.second is None:
+        if self.second is None:
             return self.first.flops
         more = (self.second.flops - self.first.flops) * (rows - self.first.rows)
         return self.first.flops + more // (self.second.rows - self.first.rows)
 
-    def bytes_on_host(self, rows: int | None = None) -> int:
+    def bytes_on_host(self, rows: int) -> int:
         """Returns the bytes per device that forward and backward of a micro-batch allocate on the host, in the second update."""
         events = self._events[self.start : self.first.marks["update"]]
         allocated = events[events > 0] - 1
         on_host = allocated[self._devices[allocated] == self.request.devices]
         return int(self.sizes(rows)[on_host].sum()) // (self.request.devices * self.first.micro_batches)
 
-    def blocks_at_peak(self, device: int, rows: int | None = None) -> list[Block]:
+    def blocks_at_peak(self, device: int, rows: int) -> list[Block]:
         """Returns the blocks in use at the peak of a device, with their sizes for ``rows`` rows."""
-        peak = self.start + int(self.levels(device, rows)[self.start :].argmax())
-        events = self.first.events[: peak + 1]
-        live = set(events) - {-event for event in events if event < 0}
+        peak = self.start + int(self.levels(device, rows).argmax())
+        events = self._events[: peak + 1]
+        in_use = np.setdiff1d(events, -events)  # those without a release
+        live = in_use[in_use > 0] - 1
         sizes = self.sizes(rows)
-        numbers = [number for number in sorted(live) if number > 0 and self._devices[number - 1] == device]
-        return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
+        return [dataclasses.replace(self.first.blocks[n], size=int(sizes[n])) for n in live if self._devices[n] == device]
 
 
 def trace_exactly(request: Request, rows: int) -> Lines:

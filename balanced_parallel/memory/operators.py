@@ -78,14 +78,8 @@ def _in_float32(operator: Callable[..., object], unless_told: bool) -> Callable[
     return kernel
 
 
-@torch.library.custom_op("balanced_parallel::fused_attention", mutates_args=())
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Fused attention: an output, and one float32 per query and head for the backward."""
-    raise NotImplementedError
-
-
-@fused_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     *rows, heads, length, _ = query.shape
     # the layout of the query, as in the flash kernel
     same = query.shape[-1] == value.shape[-1]
@@ -129,10 +123,6 @@ def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> i
     return int((input.nbytes + output.nbytes) * 1.5 ** len(sizes))
 
 
-def _save_attention(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
 def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, mask, *_results = ctx.saved_tensors
     of_mask = mask.new_empty(mask.shape) if ctx.needs_input_grad[3] else None
@@ -142,7 +132,11 @@ def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | Non
     return *gradients, of_mask
 
 
-fused_attention.register_autograd(_attention_backward, setup_context=_save_attention)
+fused_attention = torch.library.custom_op("balanced_parallel::fused_attention", _attend, mutates_args=())
+fused_attention.register_fake(_attend)
+fused_attention.register_autograd(
+    _attention_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output)
+)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -254,18 +248,10 @@ def _workspace(weights: list[Tensor]) -> Tensor:
     return weights[0].new_empty(3 * sum(weight.nbytes for weight in weights) // 2, dtype=torch.uint8)
 
 
-@torch.library.custom_op("balanced_parallel::recurrence", mutates_args=())
-def recurrence(
+def _recur(
     input: Tensor, hidden: list[Tensor], weights: list[Tensor], values: int, directions: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Recurrent layers of cuDNN: the output, the last states, and the reserve for the backward."""
-    raise NotImplementedError
-
-
-@recurrence.register_fake
-def _(
-    input: Tensor, hidden: list[Tensor], weights: list[Tensor], values: int, directions: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *steps, _ = input.shape
     layers = hidden[0].shape[0] // directions
     units = torch.Size(steps).numel() * directions * hidden[-1].shape[-1]
@@ -294,6 +280,8 @@ def _recurrence_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[object, ..
     return d_input, d_hidden[: ctx.states], d_weights, None, None
 
 
+recurrence = torch.library.custom_op("balanced_parallel::recurrence", _recur, mutates_args=())
+recurrence.register_fake(_recur)
 recurrence.register_autograd(_recurrence_backward, setup_context=_save_recurrence)
 
 
@@ -347,16 +335,8 @@ def answer(
         number = 0.9 if args[0].is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
         value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else number
         return type(value)(scalar) if line and scalar is not None else value
-    if func is _aten._pack_padded_sequence.default:
-        raise UnknownMemory(
-            f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
-            "of which packing never needs more"
-        )
-    if func is _aten.mkldnn_rnn_layer.default:
-        raise UnknownMemory(
-            "nn.LSTM on the CPU keeps a workspace of oneDNN, whose bytes no fake tensor has: estimate it for a kind of GPU, "
-            "such as device_kind='h200'"
-        )
+    if func in _UNKNOWN:
+        raise UnknownMemory(_UNKNOWN[func])
     rule = _RULES.get(func)
     return NotImplemented if rule is None else rule(*args, **kwargs)
 
@@ -422,6 +402,12 @@ SELECTIONS: dict[object, Callable[..., object]] = {
         _integers(tensor, *tensor.shape),
         _integers(tensor, tensor.numel()),
     ),
+}
+_UNKNOWN: dict[object, str] = {
+    _aten._pack_padded_sequence.default: "aten._pack_padded_sequence.default packs sequences by their lengths, which are values: "
+    "give memory.estimate the module with padded sequences, of which packing never needs more",
+    _aten.mkldnn_rnn_layer.default: "nn.LSTM on the CPU keeps a workspace of oneDNN, whose bytes no fake tensor has: estimate it "
+    "for a kind of GPU, such as device_kind='h200'",
 }
 _RULES: dict[object, Callable[..., object]] = {
     **SELECTIONS,

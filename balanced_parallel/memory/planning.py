@@ -35,12 +35,12 @@ from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import MakeOptimizer, Setup, lines_of, make_report, make_request, parts_at_peak
+from .estimation import MakeOptimizer, lines_of, make_report, make_request, parts_at_peak
 from .problem import Problem
 from .report import MemoryReport, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice, plain_criterion
-from .trace.tracer import keeping_children
+from .trace.tracer import keeping_processes
 
 _NOTES = {
     "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
@@ -161,30 +161,27 @@ class MemoryPlan:
             ValueError: nothing fits, or the number of devices is not that of the plan.
         """
         chosen = self.chosen
-        options: dict[str, Any] = {"dim": self.dim}
         if chosen.layout == "replicas":
             if device_ids is None and torch.accelerator.is_available():
                 device_ids = list(range(self.devices))
             if device_ids is not None and len(device_ids) != self.devices:
                 raise ValueError(f"device_ids has {len(device_ids)} devices, expected the {self.devices} that were planned for")
-            options["split"] = chosen.split
         else:
             check_strategy(chosen.layout, environment := TorchrunEnvironment.detect())
             if environment is not None and environment.world_size != self.devices:
                 raise ValueError(f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for")
-            options |= {"strategy": chosen.layout, "precision": chosen.precision}
         savings = find_savings(chosen.savings)
         change_module(module, savings)
         is_wrapped = isinstance(criterion, DataParallelCriterion)
         wrapped: Any = criterion if is_wrapped else DataParallelCriterion(criterion, dim=self.dim, weight=weight)
         model: Model
-        model, wrapped = parallelize(module, wrapped, device_ids, **options)
+        model, wrapped = parallelize(module, wrapped, device_ids, **_parallel_settings(self))
         learned = [*model.parameters(), *wrapped.parameters()]
-        is_balanced = chosen.balanced_optimizer
-        make: Any = optimizer
-        trained = BalancedOptimizer(model, make, learned, **defaults) if is_balanced else optimizer(learned, **defaults)
+        kind: Any = optimizer
+        trained = BalancedOptimizer(model, kind, learned, **defaults) if chosen.balanced_optimizer else kind(learned, **defaults)
         change_optimizers([trained], savings)
         step = SurroundedStep(
+            savings,
             model,
             wrapped,
             trained,
@@ -192,7 +189,6 @@ class MemoryPlan:
             precision=chosen.precision,
             max_grad_norm=max_grad_norm,
         )
-        step.savings = savings
         return model, wrapped, trained, step
 
     def save_html(self, path: Path | str) -> None:
@@ -223,17 +219,19 @@ class MemoryPlan:
 
     def describe(self, *, verbose: bool = False) -> str:
         """Returns the plan as text of at most 100 columns; ``verbose`` with what was not tried, and savings by hand."""
-        table = tabulate(map(row_of, self.choices), HEADERS, "simple", disable_numparse=True, maxcolwidths=WIDTHS)
         notes = [textwrap.fill(note, 100, break_long_words=False) for note in self._notes(verbose)]
         program = ["\n".join(f"    {line}".rstrip() for line in self.lines)] if self.lines else []
-        return "\n\n".join([self.verdict, *program, self._title, str(table), *notes])
+        return "\n\n".join([self.verdict, *program, self._title, self._table("simple", WIDTHS), *notes])
 
     def _repr_html_(self) -> str:
         """Returns the plan as HTML, for notebooks."""
-        table = tabulate(map(row_of, self.choices), HEADERS, "html", disable_numparse=True)
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes(verbose=False))
+        verdict, title, *notes = (f"<p>{html.escape(text)}</p>" for text in (self.verdict, self._title, *self._notes()))
         program = f"<pre>{html.escape(chr(10).join(self.lines))}</pre>" if self.lines else ""
-        return f"<p>{html.escape(self.verdict)}</p>{program}<p>{html.escape(self._title)}</p>{table}{notes}"
+        return "".join([verdict, program, title, self._table("html"), *notes])
+
+    def _table(self, style: str, widths: Sequence[int | None] | None = None) -> str:
+        rows = map(row_of, self.choices)
+        return str(tabulate(rows, HEADERS, style, disable_numparse=True, maxcolwidths=widths))
 
     @property
     def _title(self) -> str:
@@ -242,7 +240,7 @@ class MemoryPlan:
         hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
         return f"{self.batch_size} rows per update on {hosts}{self.devices // self.hosts} x {self.device_kind} with {shown}"
 
-    def _notes(self, verbose: bool) -> Iterator[str]:
+    def _notes(self, verbose: bool = False) -> Iterator[str]:
         yield _RESERVED
         if note := _NOTES.get(self.choices[0].statistics or ""):
             yield note
@@ -254,6 +252,14 @@ class MemoryPlan:
             yield f"by hand: {'; '.join(self.remarks)}"
         if self.untried and verbose:
             yield f"not tried (`tricks` measures each saving): {'; '.join(self.untried)}"
+
+
+def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
+    """Returns the settings of :func:`parallelize` besides its devices."""
+    chosen = plan.chosen
+    if chosen.layout == "replicas":
+        return {"split": chosen.split, "dim": plan.dim}
+    return {"dim": plan.dim, "strategy": chosen.layout, "precision": chosen.precision}
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -317,19 +323,19 @@ def plan(
     """
     for name, number in {"devices": devices, "hosts": hosts}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    setup = Setup(
+    request = make_request(
+        Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
         layout="replicas" if hosts == 1 else "ddp",
         devices=devices * hosts,
         device_kind=device_kind,
     )
-    request = make_request(Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar), setup)
     if capacity is None and (capacity := request.kind.capacity) is None:
         raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
     limits = parse_each(capacity, devices) * hosts
     check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
-    with keeping_children(request):
+    with keeping_processes(request):
         search = Search(request, limits, batch_size, hosts)
         search.run()
     if not search.choices:
@@ -404,13 +410,11 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool, is_m
     maker = OptimizerChoice(optimizer, foreach=False)
     name = f"torch.optim.{maker.name}" if getattr(torch.optim, maker.name, None) is maker.plain_make else maker.name
     learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
-    parallel: dict[str, object] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
-    parallel |= {"dim": plan.dim} if plan.dim else {}
-    parallel |= {"strategy": chosen.layout, "precision": chosen.precision} if chosen.layout != "replicas" else {}
+    devices = {"device_ids": list(range(plan.devices))} if chosen.split else {}
+    parallel = devices | {setting: value for setting, value in _parallel_settings(plan).items() if value}
     training: dict[str, object] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
-    is_balanced = chosen.balanced_optimizer
-    arguments = f"model, {name}, {learned}" if is_balanced else learned
-    names = sorted(["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced])
+    make = f"BalancedOptimizer(model, {name}, " if chosen.balanced_optimizer else f"{name}("
+    names = ["BalancedOptimizer"] * chosen.balanced_optimizer + ["TrainStep", "parallelize"]
     names += ["savings"] if any(planned.lines for planned in functions) else []
     hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
     launch = f"# torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
@@ -423,7 +427,7 @@ def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool, is_m
         *([MATERIALIZE] if is_meta else []),
         *of_module,
         f"model, criterion = parallelize(module, criterion{_text(parallel)})",
-        f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(maker.settings)}{settings})",
+        f"optimizer = {make}{learned}{_text(maker.settings)}{settings})",
         *of_optimizer,
         f"step = TrainStep(model, criterion, optimizer{_text(training)})",
         *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),
@@ -439,7 +443,9 @@ def _text(settings: Mapping[str, object]) -> str:
 class SurroundedStep(TrainStep):
     """A :class:`TrainStep` inside of the savings that surround an update."""
 
-    savings: Sequence[Saving] = ()
+    def __init__(self, savings: Sequence[Saving], *arguments: Any, **settings: Any) -> None:
+        self.savings = savings
+        super().__init__(*arguments, **settings)
 
     @contextlib.contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, contextlib.ExitStack]]:

@@ -54,8 +54,7 @@ class Layout(Protocol):
     name: ClassVar[str]
     is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
-    takes_several_devices: ClassVar[bool] = False
-    takes_balanced_optimizer: ClassVar[bool] = False
+    takes_several_devices: ClassVar[bool] = False  # and a BalancedOptimizer, which spreads state over them
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     optimizers: list[Optimizer]
@@ -69,8 +68,8 @@ class Layout(Protocol):
 
     @classmethod
     def pieces(cls, request: "Request") -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Yields a parameter for each of its pieces on devices or ranks that own it, with the facts that tell pieces apart."""
-        ...
+        """Yields a parameter for each of its pieces on devices that own it, with the facts that tell pieces apart."""
+        yield from ()
 
     def inner_optimizers(self) -> list[Optimizer]:
         """Returns the optimizers of torch, those inside of balanced ones."""
@@ -90,6 +89,8 @@ class Layout(Protocol):
 
     def zero_grad(self) -> None:
         """Begins an update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def copies(self) -> Iterator[Tensor]:
         """Yields the copies of the parameters on other devices."""
@@ -108,12 +109,8 @@ class OptimizerMaker(Protocol):
 
     has_state: ClassVar[bool]
 
-    def plain(self, parameters: Iterable[Tensor]) -> list[Optimizer]:
-        """Makes the optimizers."""
-        ...
-
-    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[Optimizer]:
-        """Makes the optimizers, with a :class:`BalancedOptimizer` for ``model``."""
+    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[Optimizer]:
+        """Makes the optimizers, with a :class:`BalancedOptimizer` if there is a model."""
         ...
 
 

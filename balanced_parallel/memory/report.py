@@ -59,11 +59,6 @@ class OtherBatches:
     lines: Lines
     traces: dict[int, Lines] = dataclasses.field(default_factory=dict)
 
-    def allocated_at(self, rows: int) -> tuple[int, ...]:
-        """Returns the allocated bytes of each device for ``rows`` rows."""
-        lines = self.trace(rows) if rows == 1 else self.at(rows)  # one row broadcasts and has other strides
-        return lines.allocated_by_device(rows)
-
     def at(self, rows: int) -> Lines:
         """Returns the lines to read for ``rows`` rows."""
         return self.lines if self.lines.is_affine else self.trace(rows)
@@ -71,7 +66,7 @@ class OtherBatches:
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
-        while self.lines.is_affine and rows and not self.trace(rows).fit(limits):  # not affine in between
+        while self.lines.is_affine and rows and not self.trace(rows).fit(limits, rows):  # not affine in between
             rows -= 1
         return rows
 
@@ -172,7 +167,8 @@ class MemoryReport:
         check_number("rows", rows, "a positive number", at_least=1, whole=True)
         capacity = capacity or self.batches.request.kind.capacity
         fits = None if capacity is None else self.batches.fits(rows, parse_each(capacity, self.devices))
-        return Peak(self.batches.allocated_at(rows), fits)
+        lines = self.batches.trace(rows) if rows == 1 else self.batches.at(rows)  # one row broadcasts and has other strides
+        return Peak(lines.allocated_by_device(rows), fits)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.

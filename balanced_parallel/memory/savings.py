@@ -84,7 +84,7 @@ def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_spreadable(request: Request) -> bool:
-    return request.devices > 1 and request.layout.takes_balanced_optimizer and not request.balanced
+    return request.devices > 1 and request.layout.takes_several_devices and not request.balanced
 
 
 def _is_shardable(request: Request) -> bool:
@@ -133,7 +133,7 @@ def _has_more_state(smaller: tuple[str, ...], request: Request) -> bool:
     choice = request.optimizer
     if not isinstance(choice, OptimizerChoice) or choice.name in smaller:
         return False
-    return choice.name != "SGD" or choice.plain([nn.Parameter(torch.zeros(1))])[0].param_groups[0]["momentum"] != 0
+    return choice.name != "SGD" or choice.make_all([nn.Parameter(torch.zeros(1))])[0].param_groups[0]["momentum"] != 0
 
 
 def _use_optimizer(make: type[optim.Optimizer], request: Request) -> Request:

@@ -7,7 +7,7 @@ the same random numbers and reads the same buffers, which ``torch.utils.checkpoi
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, SupportsIndex
 
 import torch
@@ -150,23 +150,21 @@ def checkpoint_activations(
         names = [blocks] if isinstance(blocks, str) else list(blocks)
         if not names:
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
-    if names:
-        modules = dict(module.named_modules(remove_duplicate=False))
-        for name in names:
-            if name not in modules:
-                raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
-        for child in dict.fromkeys(modules[name] for name in names):
-            child.__class__ = _checkpointed(_kind(child), 1, selective)
-        return CheckpointHandle([modules[name] for name in names], tuple(names))
-    sequentials = outermost_sequentials(module)
-    if not sequentials:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    segments = dict.fromkeys(names, 1) or {
+        name: max(2, round(math.sqrt(len(children_of(child))))) for name, child in outermost_sequentials(module).items()
+    }
+    if not segments:
         raise ValueError(f"{type(module).__name__} has neither repeated blocks nor an nn.Sequential to checkpoint, {EXPECTED}")
+    for name in segments:
+        if name not in modules:
+            raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
     parts: list[str] = []
-    for name, child in sequentials.items():
-        segments = max(2, round(math.sqrt(len(children_of(child)))))
-        child.__class__ = _checkpointed(_kind(child), segments, selective)
-        parts += [f"{name}[{start}:{end}]" for start, end in _segment_places(child, segments)]
-    return CheckpointHandle(list(sequentials.values()), tuple(parts))
+    for name, count in segments.items():
+        child = modules[name]
+        child.__class__ = _checkpointed(_kind(child), count, selective)
+        parts += [name] if count == 1 else [f"{name}[{start}:{end}]" for start, end in _segment_places(child, count)]
+    return CheckpointHandle([modules[name] for name in segments], tuple(parts))
 
 
 def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
@@ -202,8 +200,9 @@ def run_checkpointed(
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
     parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
     devices = [tensor.device for tensor in (*tensors, *parameters)]  # an argument may be an object, layers on another device
-    again = functools.partial(_Rerun.contexts, owners, devices, selective)
-    outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=again)
+    rerun = _Rerun(owners, devices, selective)
+    contexts = rerun.first_run(), rerun
+    outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
     if versions(tensors) != before:
         raise RuntimeError(
             f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the module that does"
@@ -214,26 +213,17 @@ def run_checkpointed(
 class _Rerun:
     """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
 
-    def __init__(self, owners: list[nn.Module], devices: list[torch.device], inner: AbstractContextManager[object]) -> None:
+    def __init__(self, owners: list[nn.Module], devices: list[torch.device], selective: bool) -> None:
+        self._first, self._inner = _make_selective() if selective else noop_context_fn()
+        if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
+            self._first.respect_saved_tensors_hooks = False
         self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
         self._random = RandomState(devices)
-        self._inner = inner
         self._written: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._entered: list[ExitStack] = []
 
-    @classmethod
-    def contexts(
-        cls, owners: list[nn.Module], devices: list[torch.device], selective: bool
-    ) -> tuple[AbstractContextManager[None], "_Rerun"]:
-        """Returns the contexts of the first run of a forward, and of each further one."""
-        first, again = _make_selective() if selective else noop_context_fn()
-        if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
-            first.respect_saved_tensors_hooks = False
-        rerun = cls(owners, devices, again)
-        return rerun.first_run(first), rerun
-
     @contextmanager
-    def first_run(self, inner: AbstractContextManager[object]) -> Iterator[None]:
+    def first_run(self) -> Iterator[None]:
         """Records the buffers that the block writes to, with their values before."""
         before = []
         for owner, buffers in self._owners:
@@ -243,7 +233,7 @@ class _Rerun:
             elif owner.training:
                 before += [(buffers, name, buffer, buffer.clone()) for name, buffer in buffers.items() if buffer is not None]
         now = versions([buffer for _, _, buffer, _ in before])
-        with inner:
+        with self._first:
             yield
         for version, (buffers, name, buffer, value) in zip(now, before, strict=True):
             if buffers.get(name) is not buffer or versions([buffer]) != [version]:

@@ -298,8 +298,8 @@ def replace_lm_head(model: Any) -> None:
     name = kind.__name__
     if issubclass(kind, WithoutLogits):
         return
-    code = getattr(inspect.unwrap(getattr(kind, "forward", None) or (lambda: None)), "__code__", None)
-    if not isinstance(getattr(kind, "loss_function", None), property) or "loss_function" not in getattr(code, "co_names", ()):
+    has_loss = isinstance(getattr(kind, "loss_function", None), property)
+    if not has_loss or "loss_function" not in inspect.unwrap(kind.forward).__code__.co_names:
         raise TypeError(f"{name}.forward does not call self.loss_function, expected a causal language model of transformers")
     _check_loss(model.loss_function, name)
     _change_heads(model, name)
@@ -318,6 +318,11 @@ class _Call:
     head: nn.Linear | None = None
     hidden: Tensor | None = None
     has_loss: bool = False
+
+    def keep(self, head: nn.Linear, hidden: Tensor) -> Tensor:
+        """Returns hidden states, which the loss will see in the place of logits."""
+        self.head, self.hidden = head, hidden
+        return hidden
 
     def loss(
         self,
@@ -363,8 +368,7 @@ class _Head(nn.Linear):
         call = _running.get()
         if call is None:
             return super().forward(input)
-        call.head, call.hidden = self, input
-        return input
+        return call.keep(self, input)
 
 
 def _change_heads(model: Any, name: str) -> None:

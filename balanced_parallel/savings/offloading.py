@@ -37,22 +37,56 @@ from ..runtime.values import parse_bytes
 AHEAD = 2
 
 
+class Offloaded(NamedTuple):
+    """A saved tensor whose storage is on the host."""
+
+    stored: "Stored"
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Host:
+    """The host, and how its copies see the devices. A trace has another one."""
+
+    device = torch.device("cpu")
+    kinds: tuple[type, ...] = (Tensor, nn.Parameter)  # classes of tensors that can be copied as bytes
+
+    def stream_of(self, device: torch.device) -> torch.Stream | None:
+        """Returns the current stream of a device; None for the host."""
+        return current_stream(device)
+
+    def side_stream(self, device: torch.device) -> torch.Stream:
+        """Makes a stream for copies."""
+        return torch.Stream(device)
+
+    def refer(self, storage: torch.UntypedStorage) -> Hashable:
+        """Returns a key for a storage, which does not keep its memory."""
+        return StorageReference(storage)
+
+    def empty(self, tensor: Tensor) -> Tensor:
+        """Allocates pinned memory for a copy of a tensor."""
+        return torch.empty_like(tensor, device=self.device, pin_memory=True)
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Returns the storage of a tensor as bytes: all its views come back with it, in one copy."""
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+        """Returns a saved tensor of a storage that is on the device again."""
+        view = torch.empty(0, dtype=saved.dtype, device=loaded.device)
+        return view.set_(loaded.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+
 class Link:
     """The copies between one device and the host."""
 
-    def __init__(self, device: torch.device, side: torch.Stream) -> None:
-        self.device, self.side = device, side
+    def __init__(self, device: torch.device, host: Host) -> None:
+        self.device, self.host, self.side = device, host, host.side_stream(device)
         self.lock = threading.RLock()  # replicas on one device run in several threads
         self._leaving: deque[tuple[Stored, Tensor]] = deque()
         self._last: Callable[[], Stored | None] = lambda: None
-
-    def bytes_of(self, tensor: Tensor) -> Tensor:
-        """Returns a storage as bytes: all its views come back with it, in one copy."""
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
-
-    def empty_on_host(self, size: int) -> Tensor:
-        """Allocates bytes of pinned memory."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def store(self, tensor: Tensor, stream: torch.Stream) -> "Stored":
         """Starts to copy the storage of a tensor to the host."""
@@ -80,8 +114,8 @@ class Stored:
         self.overwritten = False  # True if it was written to before the copy was complete
         self.link = link
         self._stream, self._previous = stream, previous
-        self._on_device: Tensor | None = link.bytes_of(tensor)
-        self._host = link.empty_on_host(tensor.untyped_storage().nbytes())
+        self._on_device: Tensor | None = link.host.bytes_of(tensor)
+        self._host = link.host.empty(self._on_device)
         self._copied = self._copy(self._host, self._on_device)
 
     def leave(self, *, overwritten: bool) -> None:
@@ -149,43 +183,31 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
         >>> cluster.moved["sim:0", "cpu"]  # the input and the output of tanh, 4 MiB each
         8388608
     """
-    with Offload(parse_bytes(min_bytes)).surrounding():
+    with Offload(parse_bytes(min_bytes), Host()).surrounding():
         yield
-
-
-class Offloaded(NamedTuple):
-    """A saved tensor whose storage is on the host."""
-
-    stored: Stored
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
 
 
 class Offload:
     """The hooks of one block. Workers of replicas and threads of autograd call them at the same time."""
 
-    kinds: tuple[type, ...] = (Tensor, nn.Parameter)  # classes of tensors that can be copied as bytes
-
-    def __init__(self, min_bytes: int) -> None:
-        self.min_bytes = min_bytes
+    def __init__(self, min_bytes: int, host: Host) -> None:
+        self.min_bytes, self.host = min_bytes, host
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}
         self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = weakref.WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int] | Offloaded:
         """Hook that autograd calls with each tensor that it saves. Returns one that stays with its version."""
-        stream = self.stream_of(tensor.device)
+        stream = self.host.stream_of(tensor.device)
         (version,) = versions([tensor])
         if stream is None or self.stays(tensor):
             return tensor.detach(), version  # an output of a node would keep its node alive
         with self._lock:
             if tensor.device not in self._links:
-                self._links[tensor.device] = self.make_link(tensor.device)
+                self._links[tensor.device] = Link(tensor.device, self.host)
             link = self._links[tensor.device]
         with link.lock:
-            key = self.refer(tensor.untyped_storage()), version
+            key = self.host.refer(tensor.untyped_storage()), version
             stored = self._stored.get(key)
             if stored is None:
                 self._stored[key] = stored = link.store(tensor, stream)
@@ -202,10 +224,10 @@ class Offload:
         with link.lock:
             if saved.stored.overwritten:
                 raise _modified(saved.size)
-            stream = self.stream_of(link.device)
+            stream = self.host.stream_of(link.device)
             assert stream is not None
             loaded = saved.stored.load(stream)
-        return self.restore(loaded, saved)
+        return self.host.restore(loaded, saved)
 
     @contextlib.contextmanager
     def surrounding(self) -> Iterator[None]:
@@ -217,27 +239,10 @@ class Offload:
                 for link in self._links.values():
                     link.settle()
 
-    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
-        """Returns a saved tensor of a storage that is on the device again."""
-        view = torch.empty(0, dtype=saved.dtype, device=loaded.device)
-        return view.set_(loaded.untyped_storage(), saved.offset, saved.size, saved.stride)
-
-    def stream_of(self, device: torch.device) -> torch.Stream | None:
-        """Returns the current stream of a device; None for the CPU."""
-        return current_stream(device)
-
-    def refer(self, storage: torch.UntypedStorage) -> Hashable:
-        """Returns a key for a storage, which does not keep its memory."""
-        return StorageReference(storage)
-
-    def make_link(self, device: torch.device) -> Link:
-        """Makes the copies between a device and the host."""
-        return Link(device, torch.Stream(device))
-
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
         parameter = isinstance(base_of(tensor), nn.Parameter)
-        plain = type(tensor) in self.kinds and tensor.layout == torch.strided
+        plain = type(tensor) in self.host.kinds and tensor.layout == torch.strided
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
         return tensor.untyped_storage().nbytes() < self.min_bytes
@@ -284,7 +289,7 @@ def offload_optimizer(optimizer: Optimizer) -> None:
         raise TypeError("the parameters are shards of FSDP2, expected whole ones: the ranks share the state already")
     if is_offloaded(optimizer):
         raise ValueError("the state of this optimizer is on the host already, expected one call of offload_optimizer")
-    HostStep(optimizer)
+    HostStep(optimizer, Host())
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
@@ -299,9 +304,8 @@ _offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 class HostStep:
     """The hooks of an optimizer, and the copies of its parameters on the host."""
 
-    host = torch.device("cpu")
-
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, host: Host) -> None:
+        self.host = host
         self._copies: dict[Tensor, Tensor] = {}
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
@@ -328,28 +332,20 @@ class HostStep:
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
-            return None if gradient is None else gradient.to(self.host)
-        return self.empty(gradient).copy_(gradient)
-
-    def empty(self, tensor: Tensor) -> Tensor:
-        """Allocates pinned memory of the host for a copy of a tensor."""
-        return torch.empty_like(tensor, device=self.host, pin_memory=True)
-
-    def is_on_host(self, tensor: Tensor) -> bool:
-        """Returns True for a tensor that needs no copy on the host."""
-        return tensor.is_cpu
+            return None if gradient is None else gradient.to(self.host.device)
+        return self.host.empty(gradient).copy_(gradient)
 
     def _to_host(self, optimizer: Optimizer, state_dict: object = None) -> None:
         """Lets copies take the place of the parameters, in the groups and as keys of the state."""
         self._to_devices(optimizer)  # after a step that raised an error
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
-            if not self.is_on_host(parameter) and parameter not in self._copies:
-                self._copies[parameter] = nn.Parameter(self.empty(parameter.detach()), parameter.requires_grad)
+            if self.host.stream_of(parameter.device) is not None and parameter not in self._copies:
+                self._copies[parameter] = nn.Parameter(self.host.empty(parameter.detach()), parameter.requires_grad)
         _replace(optimizer, self._copies)
         for copy in self._copies.values():
             if copy in optimizer.state:
-                optimizer.state[copy] = map_tensors(lambda tensor: tensor.to(self.host), optimizer.state[copy])
+                optimizer.state[copy] = map_tensors(lambda tensor: tensor.to(self.host.device), optimizer.state[copy])
 
     def _to_devices(self, optimizer: Optimizer) -> None:
         _replace(optimizer, {copy: parameter for parameter, copy in self._copies.items()})

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .checkpointing import checkpoint_activations
 from .linear_cross_entropy import replace_lm_head
-from .offloading import HostStep, offload_activations
+from .offloading import offload_activations, offload_optimizer
 
 Result = Literal["exact", "other arithmetic", "another optimizer"]
 
@@ -103,7 +103,7 @@ OFFLOAD_OPTIMIZER = Saving(
     name="offload_optimizer",
     option="optimizer on the host",
     cost="traffic of gradients and parameters; the CPU updates",
-    change_optimizer=HostStep,
+    change_optimizer=offload_optimizer,
 )
 SHARDED = Saving('strategy="fsdp"', "FSDP2", "traffic of all parameters in every micro-batch")
 FUSED = Saving(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from balanced_parallel import memory, simulate
 from balanced_parallel.memory.devices import KINDS, find_kind
-from balanced_parallel.memory.trace import fakes, tracer
+from balanced_parallel.memory.trace import tracer
 
 
 def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
@@ -75,50 +75,76 @@ def test_killed_child_process_raises_an_error():
         memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
 
 
-def test_child_that_hangs_is_replaced_by_this_process(monkeypatch):
+HERE = os.getpid()
+
+
+def hang_elsewhere(request, rows):
+    if os.getpid() != HERE:
+        threading.Event().wait()
+    return os.getpid(), rows
+
+
+def work_for(request, rows):
+    end = time.monotonic() + rows
+    while time.monotonic() < end:
+        pass
+    return os.getpid()
+
+
+class Empty:
+    """In the place of a request."""
+
+
+def test_processes_that_hang_are_replaced_by_this_process(monkeypatch):
     """A fork copies locks that other threads hold, which nothing releases in the child."""
-    monkeypatch.setattr(fakes, "PATIENCE", 0.5)
-    here = os.getpid()
-
-    def work(value):
-        if os.getpid() != here:
-            threading.Event().wait()
-        return os.getpid(), value
-
-    child = fakes.Child(work)
-    assert child.start(1)() == (here, 1)
-    assert child.start(2)() == (here, 2)
+    monkeypatch.setattr(tracer, "PATIENCE", 0.5)
+    monkeypatch.setattr(tracer.dataclasses, "replace", lambda request, **changes: request)
+    request = Empty()
+    with contextlib.closing(tracer.Processes([request])) as processes:
+        assert processes.run([(request, 1)], hang_elsewhere) == [(HERE, 1)]
+        assert processes.run([(request, 2)], hang_elsewhere) == [(HERE, 2)]
 
 
-def test_child_that_works_is_waited_for(monkeypatch):
-    monkeypatch.setattr(fakes, "PATIENCE", 0.3)
-    here = os.getpid()
+def test_processes_that_work_are_waited_for(monkeypatch):
+    monkeypatch.setattr(tracer, "PATIENCE", 0.3)
+    monkeypatch.setattr(tracer.dataclasses, "replace", lambda request, **changes: request)
+    request = Empty()
+    with contextlib.closing(tracer.Processes([request])) as processes:
+        first, second = processes.run([(request, 1), (request, 0)], work_for)
+        assert HERE != first == second
 
-    def work(seconds):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            pass
-        return os.getpid()
 
-    with contextlib.closing(fakes.Child(work)) as child:
-        assert here != child.start(1)() == child.start(0)()
+class Odd(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def test_an_error_that_cannot_be_sent_is_raised_as_a_built_in_one():
+    class Refusing(nn.Linear):
+        def forward(self, inputs):
+            raise Odd("not", "here")
+
+    with pytest.raises(Exception, match="Odd: not here"):
+        memory.estimate(Refusing(8, 8), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
 
 
 def test_options_of_a_plan_are_traced_in_the_same_processes(monkeypatch):
-    children = []
+    pools = []
 
-    class Counted(fakes.Child):
-        def __init__(self, function):
-            super().__init__(function)
-            self.number = self._process
-            children.append(self)
+    class Counted(tracer.ProcessPoolExecutor):
+        def submit(self, *args):
+            result = super().submit(*args)
+            pools.append((self, list(self._processes)))
+            return result
 
-    monkeypatch.setattr(tracer, "Child", Counted)
+    monkeypatch.setattr(tracer, "ProcessPoolExecutor", Counted)
     net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)])
     batch = torch.zeros(4, 64), torch.zeros(4, 64)
     plan = memory.plan(net, F.mse_loss, *batch, batch_size=256, capacity="190KiB", devices=2, device_kind="cpu")
     assert len(plan.choices) > 1
-    assert len(children) == min(2, os.cpu_count())
-    for child in children:
+    assert len({pool for pool, _ in pools}) == 1
+    (numbers,) = {tuple(numbers) for _, numbers in pools}
+    assert len(numbers) == min(2, os.cpu_count())
+    for number in numbers:
         with pytest.raises(ProcessLookupError):
-            os.kill(child.number, 0)
+            os.kill(number, 0)

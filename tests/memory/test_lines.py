@@ -29,7 +29,7 @@ def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")
     assert report.affine
     for rows in (1, 301):
-        assert report.at(rows)[0] == pytest.approx(report.batches.trace(rows).allocated_by_device()[0], rel=1e-4)
+        assert report.at(rows)[0] == pytest.approx(report.batches.trace(rows).allocated_by_device(rows)[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "sim", "h200"])
@@ -40,9 +40,9 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
     rows = report.largest(capacity)
     assert rows > 18
     assert report.largest(f"{capacity}B") == rows
-    assert report.batches.trace(rows).allocated_by_device()[0] <= capacity
+    assert report.batches.trace(rows).allocated_by_device(rows)[0] <= capacity
     if kind != "h200":  # there the allocator may give back segments, and do with less than it would take
-        assert report.batches.trace(rows + 1).allocated_by_device()[0] > capacity
+        assert report.batches.trace(rows + 1).allocated_by_device(rows + 1)[0] > capacity
     assert report.largest(1000) == 0
 
 
@@ -51,7 +51,7 @@ def test_extrapolation_with_unequal_splits():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(20), **settings)
-    assert report.at(33) == pytest.approx(report.batches.trace(33).allocated_by_device(), rel=1e-4)
+    assert report.at(33) == pytest.approx(report.batches.trace(33).allocated_by_device(33), rel=1e-4)
     capacity = report.at(29)
     assert report.largest(capacity) == 29
     assert report.largest([capacity[0], "1GiB"]) >= 29 > report.largest(capacity[1])
@@ -71,5 +71,5 @@ def test_the_loss_without_logits_is_a_line_below_and_above_one_chunk(length, dev
     for rows in (2, 3, 40):
         at = rows * devices
         whole = report.batches.trace(at)
-        assert report.at(at) == whole.allocated_by_device()
+        assert report.at(at) == whole.allocated_by_device(at)
         assert report.batches.lines.flops(at) == whole.first.flops

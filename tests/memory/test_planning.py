@@ -23,7 +23,6 @@ from balanced_parallel import DataParallelCriterion, convert_sync_batchnorm, mem
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory import MemoryPlan, candidates, estimation
 from balanced_parallel.memory.candidates import row_of
-from balanced_parallel.memory.estimation import Setup
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.savings import savings_of, with_savings
 from balanced_parallel.runtime.values import format_bytes
@@ -385,7 +384,7 @@ def test_an_optimizer_with_less_state_is_shown_but_not_chosen():
 )
 def test_only_optimizers_with_less_state_are_alternatives(given, smaller):
     problem = Problem(nn.Linear(2, 2), nn.MSELoss(), torch.zeros(2, 2), torch.zeros(2, 2))
-    request = estimation.make_request(problem, Setup(optimizer=given))
+    request = estimation.make_request(problem, optimizer=given)
     names = [planned.saving.option for planned in savings_of("optimizer") if with_savings(request, [planned])]
     assert names == smaller
 

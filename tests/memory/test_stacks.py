@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
-from balanced_parallel.memory.estimation import Setup, make_request
+from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.trace import stacks, tracer
 from balanced_parallel.replicas import buckets
@@ -52,7 +52,7 @@ class Stacked(nn.Module):
 
 def request_for(module, rows=6, criterion=MEAN, **settings):
     batch = torch.zeros(rows, 24, device="meta")
-    return make_request(Problem(module, criterion, batch, batch), Setup(**{"device_kind": "h200", **settings}))
+    return make_request(Problem(module, criterion, batch, batch), **{"device_kind": "h200", **settings})
 
 
 def trace_both(request):
@@ -123,7 +123,7 @@ def test_models_of_transformers_are_traced_by_few_blocks(name):
     savings = [] if name == "Bert" else ["replace_lm_head"]
     settings = {"device_kind": "h200", "precision": "bf16", "savings": savings}
     problem = Problem(causal_model(name), lambda output, labels: output.loss, inputs, words)
-    request = make_request(problem, Setup(**settings))
+    request = make_request(problem, **settings)
     repeated, whole = trace_both(request)
     assert repeated == whole
 

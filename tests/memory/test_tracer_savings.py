@@ -13,7 +13,7 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, memory, savings, simulate
 from balanced_parallel.memory import MemoryPlan
-from balanced_parallel.memory.estimation import Setup, make_request
+from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.planning import SurroundedStep
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.trace.tracer import run_traces
@@ -193,7 +193,7 @@ def test_a_trace_runs_the_same_operators_for_every_number_of_rows():
     for rows in (2, 256, 257, 4000):
         hidden, target = torch.zeros(rows, 8), torch.zeros(rows, dtype=torch.int64)
         problem = Problem(nn.Identity(), criterion, hidden.requires_grad_(), target)
-        request = make_request(problem, Setup(device_kind="sim"))
+        request = make_request(problem, device_kind="sim")
         traces += run_traces([(request, rows)])
     operators = [[block.operator for block in trace.blocks] for trace in traces]
     assert all(each == operators[0] for each in operators)
@@ -207,6 +207,6 @@ def test_a_trace_runs_the_same_operators_for_every_number_of_rows():
 def test_a_chunk_has_no_more_rows_than_the_largest_batch(most, chunk):
     hidden, target = torch.zeros(4, 8, requires_grad=True), torch.zeros(4, dtype=torch.int64)
     problem = Problem(nn.Identity(), savings.LinearCrossEntropy(8, 600), hidden, target)
-    request = make_request(problem, Setup(device_kind="sim"))
+    request = make_request(problem, device_kind="sim")
     for trace in run_traces([(dataclasses.replace(request, update_rows=most), rows) for rows in (2, 50)]):
         assert max(block.size for block in trace.blocks if block.operator.startswith("aten.new_empty")) == chunk * 600 * 4

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from balanced_parallel import Rows, Whole, memory
-from balanced_parallel.memory.estimation import Setup, make_request
+from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.trace import tracer, values
 
@@ -101,8 +101,8 @@ def test_values_change_nothing_of_what_is_allocated(monkeypatch, layout, devices
         nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.Linear(40, 9)),
         (torch.ones(6, 5).long(), torch.ones(6).long()),
     )
-    setup = Setup(device_kind="h200", layout=layout, devices=devices)
-    request = make_request(Problem(net, nn.CrossEntropyLoss(), *batch), setup)
+    setup = {"device_kind": "h200", "layout": layout, "devices": devices}
+    request = make_request(Problem(net, nn.CrossEntropyLoss(), *batch), **setup)
     traces = []
     for most in (values.KNOWN, 0):
         monkeypatch.setattr(values, "KNOWN", most)

@@ -1,7 +1,9 @@
 """A record of every allocation and every release during a step on fake tensors, in order."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import multiprocessing
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +24,10 @@ from ..devices import DeviceKind
 from ..operators import IN_PLACE, MATRIX_PRODUCTS, SELECTIONS, answer, convolution_workspace, is_in_place, keep_elements, selected
 from .values import Values
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = torch.__path__[0]
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
 _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
+_RUNNERS = *concurrent.futures.__path__, *multiprocessing.__path__, _TORCH, "<"
 
 
 @dataclass
@@ -126,8 +129,7 @@ class Count(TorchDispatchMode):
             and (handle := (str(args[0].device), node is not None)) not in self._handles
         ):
             self._handles.add(handle)
-            self.blocks.append(Block(handle[0], self.workspace, "workspace", str(func), *_where(self.names)))
-            self.events.append(len(self.blocks))
+            self._take(self.workspace, "workspace", func, args, releases=False)
         self._take(selected(func, args), "temporaries", func, args)
         self._take(convolution_workspace(func, args, result) if self.fuses else 0, MAYBE, func, args)
         return result
@@ -141,11 +143,11 @@ class Count(TorchDispatchMode):
             self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
         return result
 
-    def _take(self, size: int, kind: str, func: object, args: Sequence[Any]) -> None:
-        """Records memory that an operator allocates, and releases before it returns."""
+    def _take(self, size: int, kind: str, func: object, args: Sequence[Any], releases: bool = True) -> None:
+        """Records memory that an operator allocates for itself, and releases before it returns."""
         if size:
             self.blocks.append(Block(str(args[0].device), size, kind, str(func), *_where(self.names)))
-            self.events += [len(self.blocks), -len(self.blocks)]
+            self.events += [len(self.blocks), -len(self.blocks)][: 1 + releases]
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
@@ -182,8 +184,10 @@ class Count(TorchDispatchMode):
                 self.blocks[number - 1].kind = after
 
     def mark(self, name: str) -> None:
-        """Names the next event."""
+        """Names the next event. Operations are counted from the beginning of an update on."""
         self.marks[name] = len(self.events)
+        if name in ("first", "second"):
+            self.flops = 0
 
     def _reuse(self, func: object, argument: Tensor, result: Tensor) -> None:
         """Takes the memory of ``argument`` for ``result`` if it is released before the next operator: not that of a view."""
@@ -209,13 +213,14 @@ class Count(TorchDispatchMode):
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if is_sharded(tensor):
-        return _storages(tensor._local_tensor)
-    if tensor.layout == torch.sparse_coo:
-        parts = tensor._indices(), tensor._values()  # indices() and values() refuse tensors that are not coalesced
-        return [storage for part in parts for storage in _storages(part)]
-    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
-        return [storage for name in tensor.__tensor_flatten__()[0] for storage in _storages(getattr(tensor, name))]
-    return [tensor.untyped_storage()]
+        parts = [tensor._local_tensor]
+    elif tensor.layout == torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]  # indices() and values() refuse tensors that are not coalesced
+    elif hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        return [tensor.untyped_storage()]
+    return [storage for part in parts for storage in _storages(part)]
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:
@@ -227,7 +232,7 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (module and line):
         code = frame.f_code
-        if not line and not code.co_filename.startswith((_TORCH, _HERE, "<")):
+        if not line and not code.co_filename.startswith((_HERE, *_RUNNERS)):
             line = f"{code.co_filename}:{frame.f_lineno}"
         if not module and code.co_name == "forward":
             owner = frame.f_locals.get("self")
@@ -245,7 +250,7 @@ def _user_line() -> str:
         name = frame.f_code.co_filename
         if name.startswith(_OPTIMIZERS):
             return ""  # also an optimizer of another package, whose step() torch wraps
-        if not line and not name.startswith((_TORCH, _MEMORY, "<")):
+        if not line and not name.startswith((_MEMORY, *_RUNNERS)):
             if name.startswith(_HERE):
                 return ""
             line = f"{name}:{frame.f_lineno}"

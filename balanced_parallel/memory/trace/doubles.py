@@ -16,12 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # torch has no public module of fake tensors
-from torch.optim import Optimizer
 
 from ...runtime.values import parse_bytes
 from ...savings import linear_cross_entropy
-from ...savings.linear_cross_entropy import Chunks, Labels, rows_per_chunk
-from ...savings.offloading import MIN_BYTES, HostStep, Link, Offload, Offloaded
+from ...savings.linear_cross_entropy import Chunks, rows_per_chunk
+from ...savings.offloading import MIN_BYTES, Host, HostStep, Offload, Offloaded
 from ...savings.saving import OFFLOAD, OFFLOAD_OPTIMIZER, Saving, find_savings
 
 
@@ -30,55 +29,12 @@ def traced_savings(names: Iterable[str], host: torch.device | None) -> list[Savi
     savings = find_savings(names)
     if host is None:
         return savings
+    fake = TracedHost(host)
     doubles = {
-        OFFLOAD: dataclasses.replace(OFFLOAD, surround=lambda: TracedOffload(host).surrounding()),
-        OFFLOAD_OPTIMIZER: dataclasses.replace(OFFLOAD_OPTIMIZER, change_optimizer=lambda each: TracedHostStep(each, host)),
+        OFFLOAD: dataclasses.replace(OFFLOAD, surround=lambda: Offload(parse_bytes(MIN_BYTES), fake).surrounding()),
+        OFFLOAD_OPTIMIZER: dataclasses.replace(OFFLOAD_OPTIMIZER, change_optimizer=lambda each: HostStep(each, fake)),
     }
     return [doubles.get(saving, saving) for saving in savings]
-
-
-class TracedOffload(Offload):
-    """The hooks of one block on fake devices, which have one stream each. Everything on it is in order."""
-
-    kinds = (*Offload.kinds, FakeTensor)
-
-    def __init__(self, host: torch.device) -> None:
-        super().__init__(parse_bytes(MIN_BYTES))
-        self._host = host
-
-    def stream_of(self, device: torch.device) -> Any:
-        """Returns the stream of a device; None for the host."""
-        return None if device == self._host else _STREAM
-
-    def refer(self, storage: torch.UntypedStorage) -> Hashable:
-        """Returns a reference that lets the Python object of a storage end, whose end a trace counts as a release."""
-        return weakref.ref(storage)
-
-    def make_link(self, device: torch.device) -> Link:
-        """Makes the copies between a device and the host."""
-        return TracedLink(device, self._host)
-
-    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
-        """Returns a saved tensor as a view: the fake mode keeps every storage that ``set_`` was given."""
-        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
-
-
-class TracedLink(Link):
-    """The copies between a fake device and the host."""
-
-    def __init__(self, device: torch.device, host: torch.device) -> None:
-        side: Any = _STREAM
-        super().__init__(device, side)
-        self._host = host
-
-    def bytes_of(self, tensor: Tensor) -> Tensor:
-        """Returns a storage as bytes."""
-        count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
-
-    def empty_on_host(self, size: int) -> Tensor:
-        """Allocates bytes of the host."""
-        return torch.empty(size, dtype=torch.uint8, device=self._host)
 
 
 class _Stream(contextlib.nullcontext[None]):
@@ -93,20 +49,38 @@ class _Stream(contextlib.nullcontext[None]):
 _STREAM = _Stream()
 
 
-class TracedHostStep(HostStep):
-    """The hooks of an optimizer whose parameters are on fake devices."""
+class TracedHost(Host):
+    """A fake device in the place of the host. Fake devices have one stream each, and everything on it is in order."""
 
-    def __init__(self, optimizer: Optimizer, host: torch.device) -> None:
-        self.host = host
-        super().__init__(optimizer)
+    kinds = (*Host.kinds, FakeTensor)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def stream_of(self, device: torch.device) -> Any:
+        """Returns the stream of a device; None for the host."""
+        return None if device == self.device else _STREAM
+
+    def side_stream(self, device: torch.device) -> Any:
+        """Returns the stream of all copies."""
+        return _STREAM
+
+    def refer(self, storage: torch.UntypedStorage) -> Hashable:
+        """Returns a reference that lets the Python object of a storage end, whose end a trace counts as a release."""
+        return weakref.ref(storage)
 
     def empty(self, tensor: Tensor) -> Tensor:
-        """Allocates memory of the host for a copy of a tensor."""
-        return torch.empty_like(tensor, device=self.host)
+        """Allocates memory for a copy of a tensor."""
+        return torch.empty_like(tensor, device=self.device)
 
-    def is_on_host(self, tensor: Tensor) -> bool:
-        """Returns True for a tensor that needs no copy on the host."""
-        return tensor.device == self.host
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Returns the storage of a tensor as bytes."""
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+        """Returns a saved tensor as a view: the fake mode keeps every storage that ``set_`` was given."""
+        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 @contextlib.contextmanager
@@ -118,20 +92,12 @@ def one_chunk(share: float) -> Iterator[None]:
     """
     run = linear_cross_entropy._run
 
-    def run_one(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Labels,
-        dtype: torch.dtype,
-        wanted: tuple[bool, ...],
-        factors: Tensor | None,
-    ) -> object:
-        products = 1 + wanted[0] + wanted[1]
-        chunks = functools.partial(_one_chunk, share, products)
+    def run_one(*arguments: Any) -> object:
+        wanted: tuple[bool, ...] = arguments[-2]
+        chunks = functools.partial(_one_chunk, share, 1 + wanted[0] + wanted[1])
         empty = SimpleNamespace(linear=_empty_linear)
         with patch.multiple(linear_cross_entropy, _chunks=chunks, F=empty, _write=lambda *_: None):
-            return run(hidden, weight, bias, labels, dtype, wanted, factors)
+            return run(*arguments)
 
     with patch.object(linear_cross_entropy, "_run", run_one):
         yield

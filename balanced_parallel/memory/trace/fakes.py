@@ -1,22 +1,12 @@
-"""Surroundings of a trace: fake copies of modules and batches, fake devices, changes to torch, and a process of its own.
-
-A forked process has every object of the caller without sending it, and leaves nothing behind.
-"""
+"""Surroundings of a trace: fake copies of modules and batches, fake devices, and changes to torch."""
 
 import contextlib
 import copy
-import functools
 import gc
 import logging
-import multiprocessing
-import os
-import pickle
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -215,100 +205,3 @@ def rows_of_one_sequence() -> Context:
 
 
 FORKS = sys.platform == "linux"
-PATIENCE = 20.0  # seconds
-
-
-class Child:
-    """A forked process that calls ``function`` with each value that is sent to it, and sends the results back, in order.
-
-    A call runs in this process on other platforms than Linux, after a backward on an accelerator, which autograd refuses in a
-    fork, and if the child hangs: a fork copies locks that other threads hold, and nothing releases them there.
-    """
-
-    def __init__(self, function: Callable[[Any], object]) -> None:
-        self._function, self._process = function, 0
-        if not FORKS:
-            return
-        self._connection, end = multiprocessing.Pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks are not taken there
-            self._process = os.fork()
-        if self._process == 0:
-            self._connection.close()
-            _serve(function, end)
-        end.close()
-
-    def start(self, value: object) -> Callable[[], Any]:
-        """Starts a call. Returns a function that waits for it, and returns its result or its exception."""
-        if self._process:
-            self._connection.send(value)
-        return functools.partial(self._finish, value)
-
-    def close(self) -> None:
-        """Ends the process."""
-        if self._process:
-            os.kill(self._process, signal.SIGKILL)  # it may not see that the connection ends: other children have copies of it
-            os.waitpid(self._process, 0)
-            self._connection.close()
-            self._process = 0
-
-    def _finish(self, value: object) -> Any:
-        if self._process and not _answers(self._connection, self._process):
-            self.close()
-        if not self._process:
-            return self._function(value)
-        try:
-            result = pickle.loads(self._connection.recv_bytes())
-        except EOFError:
-            _, status = os.waitpid(self._process, 0)
-            self._process = 0
-            raise RuntimeError(f"the process that traced the step ended with status {status} and without a result") from None
-        return self._function(value) if isinstance(result, BaseException) and runs_in_parent_only(result) else result
-
-
-def _answers(receiver: Connection, child: int) -> bool:
-    """Waits for data or the end of the child. Returns False if it uses no processor for ``PATIENCE`` seconds."""
-    used = -1
-    while not receiver.poll(PATIENCE):
-        fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
-        before, used = used, int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
-        if used == before:
-            return False
-    return True
-
-
-def runs_in_parent_only(error: BaseException) -> bool:
-    """Returns True for the error of autograd in a process that was forked after a backward on an accelerator."""
-    return isinstance(error, RuntimeError) and "Autograd-and-Fork" in str(error)
-
-
-def _serve(function: Callable[[Any], object], connection: Connection) -> None:
-    """Answers until the parent closes the connection, and ends this process without running exit handlers."""
-    status = 1
-    try:
-        gc.freeze()  # the collector does not visit, and so does not copy, the parent's objects
-        gc.disable()  # one more run, after a trace, would take a sixth of its time
-        torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
-        with contextlib.suppress(EOFError):
-            while True:
-                value = connection.recv()
-                try:
-                    result: object = function(value)
-                except BaseException as error:  # noqa: BLE001 - the parent raises it
-                    result = error
-                connection.send_bytes(_pickled(result))
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _pickled(result: object) -> bytes:
-    try:
-        message = pickle.dumps(result)
-        if isinstance(result, BaseException):
-            pickle.loads(message)
-        return message
-    except Exception:  # noqa: BLE001 - an exception with arguments of its own
-        kind = next(base for base in type(result).__mro__ if base.__module__ == "builtins")
-        return pickle.dumps(kind(f"{type(result).__name__}: {result}"))

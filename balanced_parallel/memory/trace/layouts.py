@@ -75,10 +75,15 @@ class OptimizerChoice:
     def __deepcopy__(self, memo: dict[int, object]) -> "OptimizerChoice":
         return self  # its settings keep their values in a trace
 
-    def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Makes the optimizer."""
-        optimizer = self.make(parameters)
-        refuse_closures(type(optimizer), "an estimate")
+    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
+        """Makes the optimizer, a :class:`BalancedOptimizer` if there is a model."""
+        if model is None:
+            optimizer = self.make(parameters)
+            refuse_closures(type(optimizer), "an estimate")
+        elif isinstance(self.plain_make, type):
+            optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
+        else:
+            raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 
@@ -87,20 +92,12 @@ class OptimizerChoice:
         small = torch.nn.Parameter(torch.zeros(64, 64))
         small.grad = torch.zeros_like(small)
         try:
-            (optimizer,) = self.plain([small])
+            (optimizer,) = self.make_all([small])
             optimizer.step()
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
         states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
         return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
-
-    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Makes a :class:`BalancedOptimizer` for ``model``."""
-        if not isinstance(self.plain_make, type):
-            raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
-        optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
-        use_kernels([optimizer], self.foreach)
-        return [optimizer]
 
 
 def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -126,32 +123,29 @@ class ExistingOptimizers:
         self.others = [optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)]
         self.recipes = [(each.recipe, each.shard) for each in optimizers if isinstance(each, BalancedOptimizer)]
 
-    def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Returns all optimizers. Those in the place of balanced ones have the pieces among ``parameters``."""
+    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
+        """Returns all optimizers. Those in the place of balanced ones have the pieces among ``parameters``.
+
+        They are balanced again if there is a model. If there was none, the first becomes one.
+        """
+        others, recipes = [*self.others], self.recipes
+        if model is not None and not recipes:
+            first, *others = others
+            recipes = [(Recipe(type(first), first.param_groups, {}), None)]
         pieces_of_model = set(map(id, parameters))
-        optimizers = [*self.others]
-        for (kind, groups, defaults), _ in self.recipes:
+        for (kind, groups, rest), sharding in recipes:
+            if model is not None:
+                others.append(BalancedOptimizer(model, kind, groups, sharding, **rest))
+                continue
             pieces = [
                 {**group, "params": [piece for piece in group["params"] if id(piece) in pieces_of_model]} for group in groups
             ]
-            optimizers.append(kind([group for group in pieces if group["params"]], **defaults))
-        return self._suited(optimizers)
-
-    def balanced(self, model: nn.Module, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Returns all optimizers, with a :class:`BalancedOptimizer` for ``model``. If there was none, the first becomes one."""
-        others, recipes = self.others, self.recipes
-        if not recipes:
-            first, *others = others
-            recipes = [(Recipe(type(first), first.param_groups, {}), None)]
-        balanced = [BalancedOptimizer(model, kind, groups, shard, **rest) for (kind, groups, rest), shard in recipes]
-        return self._suited([*others, *balanced])
-
-    def _suited(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        inner = inner_optimizers(optimizers)
+            others.append(kind([group for group in pieces if group["params"]], **rest))
+        inner = inner_optimizers(others)
         for group in (group for optimizer in inner for group in optimizer.param_groups if "capturable" in group):
             group["capturable"] = False  # torch refuses it for the CPUs of a trace
         use_kernels(inner, self.foreach)
-        return optimizers
+        return others
 
 
 def plain_criterion(criterion: Any) -> Any:
@@ -186,28 +180,26 @@ class TracedCriterion(DataParallelCriterion):
 
 def fill(loss: CoupledLoss, rows: int) -> None:
     """Collects outputs and targets of further rows, on the devices of the last ones, without a forward."""
-
-    def more(leaf: Any, count: int, present: int) -> Any:
-        if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
-            return leaf
-        shape = list(leaf.leaf.shape)
-        shape[leaf.dim] = shape[leaf.dim] * count // max(present, 1)
-        return Along(leaf.leaf.new_empty(shape), leaf.dim)
-
     if not isinstance(loss, WholeLoss):
         return
-    missing = max(rows - sum(map(_rows, loss.pieces)), 0)
-    last = list({_along(piece).leaf.device: piece for piece in loss.pieces}.values())
-    for piece, count in zip(last, split_sizes(missing, len(last)), strict=True):
-        loss.pieces.append(map_leaves(functools.partial(more, count=count, present=_rows(piece)), piece))
+    sizes = [count_rows(piece) or 0 for piece in loss.pieces]
+    last = {_device(piece): place for place, piece in enumerate(loss.pieces)}
+    missing = max(rows - sum(sizes), 0)
+    for place, count in zip(last.values(), split_sizes(missing, len(last)), strict=True):
+        loss.pieces.append(map_leaves(functools.partial(_resize, count, max(sizes[place], 1)), loss.pieces[place]))
 
 
-def _along(piece: Arguments) -> Along:
-    return next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
+def _device(piece: Arguments) -> torch.device:
+    device: torch.device = next(leaf.leaf.device for _, leaf in leaves(piece) if isinstance(leaf, Along))
+    return device
 
 
-def _rows(piece: Arguments) -> int:
-    return int(_along(piece).leaf.size(_along(piece).dim))
+def _resize(rows: int, of: int, leaf: object) -> object:
+    if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
+        return leaf
+    shape = list(leaf.leaf.shape)
+    shape[leaf.dim] = shape[leaf.dim] * rows // of
+    return Along(leaf.leaf.new_empty(shape), leaf.dim)
 
 
 T = TypeVar("T")
@@ -244,17 +236,9 @@ class SingleDevice(Layout):
         self.buckets = []
         self.optimizers = self.make_optimizers()
 
-    @classmethod
-    def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Yields the parameters that the busiest rank owns."""
-        if request.devices > 1 and request.balanced:
-            _, owned = busiest_owner(trained(request.module.parameters()), request.devices)
-            yield from (((), parameter) for parameter in owned)
-
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
-        optimizer = self.request.optimizer
-        return optimizer.balanced(self.module, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
+        return self.request.optimizer.make_all(self.parameters, self.module if self.request.balanced else None)
 
     def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
@@ -304,11 +288,6 @@ class SingleDevice(Layout):
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
 
-    def zero_grad(self) -> None:
-        """Begins an update."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the optimizers of torch."""
         return inner_optimizers(self.optimizers)
@@ -329,18 +308,16 @@ def gradients_of(
     parameters: Iterable[Tensor], replicas: Iterable[Replicas], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[Tensor | None]:
     """Yields the gradients of parameters, of what optimizers update in their place, and those that replicas hold."""
-    groups = (group for optimizer in inner_optimizers(optimizers) for group in optimizer.param_groups)
+    groups = [group for optimizer in inner_optimizers(optimizers) for group in optimizer.param_groups]
     updated = [parameter for group in groups for parameter in group["params"]]
     yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
-    for bucket in (bucket for each in replicas for bucket in each.gradients.buckets):
-        for gradients in bucket.held.values():
-            yield from gradients.values()
+    held = (bucket.held for each in replicas for bucket in each.gradients.buckets)
+    yield from (gradient for by_device in held for gradients in by_device.values() for gradient in gradients.values())
 
 
 def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
     """Yields the copies of the parameters on other devices."""
-    for tensors in (tensors for each in replicas for tensors in each.copies.by_device.values()):
-        yield from tensors
+    yield from (tensor for each in replicas for tensors in each.copies.by_device.values() for tensor in tensors)
 
 
 class ReplicaLayout(SingleDevice):
@@ -349,7 +326,6 @@ class ReplicaLayout(SingleDevice):
     name = "replicas"
     takes_several_devices = True
     batch_on_host = True
-    takes_balanced_optimizer = True
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         # gradients on devices with streams live until another stream has read them
@@ -400,7 +376,6 @@ class DDP(SingleDevice):
     name = "ddp"
     is_distributed = True
     takes_several_devices = True
-    takes_balanced_optimizer = True
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         super().__init__(request, module, criterion)
@@ -419,7 +394,7 @@ class DDP(SingleDevice):
         owned = self.parameters
         if self.request.balanced:
             _, owned = busiest_owner(trained(owned), self.request.devices)
-        return self.request.optimizer.plain(owned)
+        return self.request.optimizer.make_all(owned)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""
@@ -448,7 +423,6 @@ class FSDP(SingleDevice):
     name = "fsdp"
     is_distributed = True
     takes_several_devices = True
-    takes_balanced_optimizer = True
     is_sharded = True
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:

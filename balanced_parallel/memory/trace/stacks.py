@@ -21,7 +21,6 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 
 from ...runtime.torch_private import children_of, parameters_of
@@ -99,31 +98,35 @@ def _count_equal(blocks: Sequence[nn.Module], owners: Mapping[int, int]) -> int:
     return len(blocks)
 
 
-def _is_alike(left: Any, right: Any, distance: int, seen: set[tuple[int, int]]) -> bool:
+def _is_alike(left: object, right: object, distance: int, seen: set[tuple[int, int]]) -> bool:
     """Returns True if two parts of blocks are alike: equal numbers, numbers of their blocks, or rates between 0 and 1."""
-    if left is right or (id(left), id(right)) in seen:
+    pair = id(left), id(right)
+    if left is right or pair in seen:
         return True
     if type(left) is not type(right):
         return False
-    if isinstance(left, (bool, str, bytes, type(None), torch.dtype, torch.device)):
-        return bool(left == right)
-    if isinstance(left, int):
+    if type(left) is int and type(right) is int:
         return right - left in (0, distance)
-    if isinstance(left, float):
-        return left == right or (0 < left < 1 and 0 < right < 1)  # such as the rates of stochastic depth
-    if isinstance(left, Tensor):
-        names = ("shape", "dtype", "layout", "device", "requires_grad")
-        return [getattr(left, name) for name in names] == [getattr(right, name) for name in names]
-    if isinstance(left, dict):
-        return list(left) == list(right) and _is_alike(list(left.values()), list(right.values()), distance, seen)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(_is_alike(a, b, distance, seen) for a, b in zip(left, right, strict=True))
-    if isinstance(left, MethodType):
-        return left.__func__ is right.__func__
-    if isinstance(left, FunctionType) or not hasattr(left, "__dict__"):
-        return bool(left == right)
-    seen.add((id(left), id(right)))
-    return _is_alike(vars(left), vars(right), distance, seen)
+    if isinstance(left, float) and isinstance(right, float) and 0 < left < 1 and 0 < right < 1:
+        return True  # such as the rates of stochastic depth
+    seen.add(pair)
+    (facts, parts), (other_facts, others) = _take_apart(left), _take_apart(right)
+    return bool(facts == other_facts) and all(_is_alike(a, b, distance, seen) for a, b in zip(parts, others, strict=True))
+
+
+def _take_apart(value: Any) -> tuple[object, list[object]]:
+    """Returns what must be equal in two values, and their parts, which must be alike."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.dtype, value.layout, value.device, value.requires_grad), []
+    if isinstance(value, dict):
+        return list(value), list(value.values())
+    if isinstance(value, (list, tuple)):
+        return len(value), list(value)
+    if isinstance(value, MethodType):
+        return value.__func__, []
+    if isinstance(value, FunctionType) or not hasattr(value, "__dict__"):
+        return value, []
+    return None, [vars(value)]
 
 
 class NotRepeating(Exception):
@@ -260,20 +263,16 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:
-    """Returns True if devices or ranks divide the parameters of each further block in the same way."""
-    pieces = []
+    """Returns True if devices divide the parameters of each further block in the same way. Ranks that own whole ones do not."""
+    if request.layout.is_distributed:
+        return not request.balanced
+    names = {id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()}
+    owned = []
     for count in (FEWEST, FEWEST + 1, stack.length):
         with stack.cut(count):
-            pieces.append(list(_pieces(request, stack)))
+            pieces = [(*names[id(parameter)], facts) for facts, parameter in request.layout.pieces(request)]
+        owned.append([Entry((name, *facts), number) for name, number, facts in pieces])
     try:
-        return extend(pieces[0], pieces[1], stack.length - FEWEST) == pieces[2]
+        return extend(owned[0], owned[1], stack.length - FEWEST) == owned[2]
     except NotRepeating:
         return False
-
-
-def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:
-    """Yields the pieces of the parameters."""
-    names = {id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()}
-    for facts, parameter in request.layout.pieces(request):
-        name, number = names[id(parameter)]
-        yield Entry((name, *facts), number)

@@ -6,8 +6,14 @@ import dataclasses
 import gc
 import importlib
 import itertools
+import multiprocessing
 import os
+import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +34,7 @@ from ..problem import Layout, Request, TracedBatch
 from . import fakes
 from .allocations import Count, Trace
 from .doubles import one_chunk, traced_savings
-from .fakes import HOME, Child, host_of
+from .fakes import HOME, host_of
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
@@ -38,51 +44,77 @@ T = TypeVar("T")
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
     """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores."""
-    return _run_in_children(jobs, _trace)
+    return _run_in_processes(jobs, _trace)
 
 
 def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
     """Returns a trace for each of ``jobs``, or the reason why there is none, in one line."""
-    return _run_in_children(jobs, _trace_or_reason)
+    return _run_in_processes(jobs, _trace_or_reason)
 
 
-_children: contextvars.ContextVar["_Children | None"] = contextvars.ContextVar("children", default=None)
+PATIENCE = 20.0  # seconds
+_processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar("processes", default=None)
 
 
 @contextlib.contextmanager
-def keeping_children(request: Request) -> Iterator[None]:
+def keeping_processes(request: Request) -> Iterator[None]:
     """Traces ``request`` and those that follow from it in the same processes, which find torch's caches filled."""
-    with contextlib.closing(_Children([(request, 1)] * 2)) as children:
-        token = _children.set(children)
+    with contextlib.closing(Processes([request] * 2)) as processes:
+        token = _processes.set(processes)
         try:
             yield
         finally:
-            _children.reset(token)
+            _processes.reset(token)
 
 
-class _Children:
-    """Processes that trace the requests of some jobs, and requests with other settings."""
+class Processes:
+    """Forked processes that trace requests. They have the objects of the caller without receiving them, and leave nothing behind.
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    A trace runs in this process on other platforms than Linux, after a backward on an accelerator, which autograd refuses in a
+    fork, and if all processes hang: a fork copies locks that other threads hold, and nothing releases them there.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
         importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
-        self._requests = [request for request, _ in jobs]
-        self._children = [Child(self._run_all) for _ in range(min(len(jobs), os.cpu_count() or 1))]
+        self._requests = requests
+        self._pool: ProcessPoolExecutor | None = None
+        if fakes.FORKS and not multiprocessing.current_process().daemon:
+            count = min(len(requests), os.cpu_count() or 1)
+            self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _prepare, (requests,))
 
     def run(self, jobs: Sequence[Job], function: Callable[[Request, int], T]) -> list[T]:
         """Returns the results of a function of each job, a request and a number of rows."""
-        count, sent = len(self._children), [(*self._describe(request), rows) for request, rows in jobs]
-        waiting = [child.start((function, sent[number::count])) for number, child in enumerate(self._children)]
-        results: list[Any] = [None] * len(jobs)
-        for number, result in enumerate([finish() for finish in waiting]):
-            if isinstance(result, BaseException):
-                raise result
-            results[number::count] = result
-        return results
+        if self._pool is None:
+            return [function(*job) for job in jobs]
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks are not taken there
+            results = [self._pool.submit(_run_known, function, self._describe(request), rows) for request, rows in jobs]
+        try:
+            if self._work(results):
+                return [result.result() for result in results]
+        except BrokenProcessPool:
+            raise RuntimeError("the process that traced the step ended without a result") from None
+        except RuntimeError as error:
+            if not _runs_in_parent_only(error):
+                raise
+        self.close()
+        return self.run(jobs, function)
 
     def close(self) -> None:
         """Ends the processes."""
-        for child in self._children:
-            child.close()
+        if self._pool is not None:
+            for process in self._pool._processes.values():  # kill_workers() is new in Python 3.14
+                process.kill()
+            self._pool.shutdown()
+            self._pool = None
+
+    def _work(self, results: Sequence[Future[T]]) -> bool:
+        """Waits for results. Returns False if the processes use no processor for ``PATIENCE`` seconds."""
+        used = -1
+        while self._pool is not None and wait(results, PATIENCE).not_done:
+            before, used = used, sum(map(_processor_time, self._pool._processes))
+            if used == before:
+                return False
+        return True
 
     def _describe(self, request: Request) -> tuple[int, dict[str, Any]]:
         """Returns the place of a known request, and what is different: modules and batches are not sent."""
@@ -90,23 +122,53 @@ class _Children:
         before = vars(self._requests[place])
         return place, {name: value for name, value in vars(request).items() if value is not before[name]}
 
-    def _run_all(self, message: Any) -> list[Any]:
-        function, jobs = message
-        return [function(dataclasses.replace(self._requests[place], **changes), rows) for place, changes, rows in jobs]
+
+def _processor_time(process: int) -> int:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
 
 
-def _run_in_children(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
-    if (children := _children.get()) is not None:
-        return children.run(jobs, run)
-    with contextlib.closing(_Children(jobs)) as children:
-        return children.run(jobs, run)
+def _runs_in_parent_only(error: Exception) -> bool:
+    """Returns True for the error of autograd in a process that was forked after a backward on an accelerator."""
+    return "Autograd-and-Fork" in str(error)
+
+
+_requests: list[Request] = []  # in a forked process
+
+
+def _prepare(requests: Sequence[Request]) -> None:
+    """Begins a forked process."""
+    _requests.extend(requests)
+    gc.freeze()  # the collector does not visit, and so does not copy, the parent's objects
+    gc.disable()  # one more run, after a trace, would take a sixth of its time
+    torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
+
+
+def _run_known(function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int) -> T:
+    place, changes = description
+    try:
+        return function(dataclasses.replace(_requests[place], **changes), rows)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - an exception with arguments of its own
+            kind = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
+            raise kind(f"{type(error).__name__}: {error}") from None
+        raise
+
+
+def _run_in_processes(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
+    if (processes := _processes.get()) is not None:
+        return processes.run(jobs, run)
+    with contextlib.closing(Processes([request for request, _ in jobs])) as processes:
+        return processes.run(jobs, run)
 
 
 def _trace_or_reason(request: Request, rows: int) -> Trace | str:
     try:
         return _trace(request, rows)
     except Exception as error:
-        if fakes.runs_in_parent_only(error):
+        if _runs_in_parent_only(error):
             raise
         prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return f"{prefix}{error}".splitlines()[0]
@@ -202,7 +264,6 @@ def _run(
             for generation, (name, update) in enumerate((("first", micro_batches[:1]), ("second", micro_batches))):
                 gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
                 count.mark(name)
-                count.flops = 0
                 with around_update(savings), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
@@ -288,7 +349,7 @@ def _unknown_memory(count: Count) -> Iterator[None]:
         if "There was no fake impl registered for" in str(error):
             name = str(error).partition("registered for ")[2].partition(". ")[0]
             raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
-        if not count.assumed or fakes.runs_in_parent_only(error):
+        if not count.assumed or _runs_in_parent_only(error):
             raise
         raise ValueError(
             f"{type(error).__name__}: {error}. Before it, {count.assumed}: if training selects fewer, {HINT}"

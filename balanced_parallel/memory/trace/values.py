@@ -7,6 +7,7 @@ is allocated, are the same as without values: real tensors only go along with th
     real    sizes  --->  sizes.prod(1)  --->  .sum()  --->  24
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,16 +44,17 @@ class Values:
             if writes:
                 self._forget(args[:1])
             return run()
+        compute = functools.partial(self._compute, func, args, kwargs)
         if func in READS:
-            return self._compute(func, args, kwargs)
+            return compute()
         try:
             result = run()
         except (DataDependentOutputException, DynamicOutputShapeException):
-            real, device = self._compute(func, args, kwargs), tensors[0].device
-            result = map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), real)
+            device = tensors[0].device
+            result = map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), compute())
         leaves = _tensors(result)
         if all(leaf.numel() <= KNOWN**2 for leaf in leaves):
-            for leaf, real in zip(leaves, _tensors(self._compute(func, args, kwargs)), strict=True):
+            for leaf, real in zip(leaves, _tensors(compute()), strict=True):
                 if leaf.shape == real.shape:
                     self._real[leaf] = real
         return result
