@@ -63,6 +63,7 @@ from .ranks import (
     connect,
     first_row,
     forget_unused,
+    tensors_of,
     undone,
     watch_output,
 )
@@ -231,6 +232,9 @@ class _FSDPUpdate(RankUpdate):
         self._divisor: Weight = 1.0  # The last backward had it.
         self._is_complete = False
 
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def count_micro_batches(self, count: int) -> int:
         if self._asks:
             return collectives.max_over_ranks(count, self._group)
@@ -314,7 +318,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
-    views = [tensor for tensor in tensors_in(output) if base_of(tensor) is not tensor]
+    views = [tensor for tensor in tensors_of(output) if base_of(tensor) is not tensor]
     return watch_output(output) if views else output
 
 

@@ -197,11 +197,18 @@ def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable
 
     It calls ``at_backward``, and reaches ``first`` without a gradient for it.
     """
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     if not tensors or not torch.is_grad_enabled():
         return output
+    if output is tensors[0]:
+        return _watch(tensors, first, at_backward)[0]
     watched = iter(_watch(tensors, first, at_backward))
     return map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, output)
+
+
+def tensors_of(output: object) -> list[Tensor]:
+    """Returns the tensors of nested output, most often one."""
+    return [output] if isinstance(output, Tensor) else list(tensors_in(output))
 
 
 def _watch(tensors: list[Tensor], first: Tensor | None, at_backward: Callable[[], None] | None) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ The code below is one update::
 """
 
 import abc
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -51,9 +50,9 @@ class UpdateSync(abc.ABC):
         everything, or 0. In float16, gradients need a divisor near the final one, and a power of two.
         """
 
+    @abc.abstractmethod
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
-        return contextlib.nullcontext()
 
     def forget_forwards(self) -> None:  # noqa: B027 - DistributedDataParallel alone has something to do
         """Tells that all forwards of the update were undone, and run again."""
