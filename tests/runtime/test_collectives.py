@@ -78,7 +78,7 @@ def check_group(rank):
 
 
 def test_collectives_of_a_process_group_leave_other_ranks_alone():
-    assert run_ranks(3, check_group) == [True] * 3
+    assert run_ranks(3, check_group, fresh=True) == [True] * 3
 
 
 def test_a_message_names_at_most_eight_ranks():
