@@ -135,7 +135,7 @@ class Option:
         self.savings, self.batch_size, self.capacity = savings, batch_size, capacity
         self.is_distributed = request.layout.is_distributed
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
-        self.rows = self.share if self.is_distributed else batch_size  # of a process
+        self.rows = self.share if self.is_distributed else batch_size  # The batch of a process.
         self.request = dataclasses.replace(request, micro_batches=1, update_rows=self.rows)
         sizes = [min(capacity)] * request.devices if self.is_distributed else capacity
         self.limits = [size - SCALARS for size in sizes]  # bytes for what a trace has
@@ -146,13 +146,13 @@ class Option:
     def name(self) -> str:
         """The savings as text."""
         names = [each.saving.option for each in self.savings]
-        if SHARDS in self.savings and self.request.balanced:  # of whole parameters
+        if SHARDS in self.savings and self.request.balanced:  # Its optimizer needs whole parameters.
             names.insert(self.savings.index(SHARDS) + 1, SPREAD.saving.option)
         return ", ".join(names) or self.request.layout.name
 
     def lines(self, micro_batches: int) -> Lines:
         """Returns the lines for a number of micro-batches per update, traced at the first call, or raises ``ValueError``."""
-        several = min(micro_batches, 2)  # with replicas, one that adds and reduces is enough
+        several = min(micro_batches, 2)  # One that adds and reduces is enough with replicas.
         if several not in self.traced:
             request = dataclasses.replace(self.request, micro_batches=several)
             first, second = try_traces([(request, count * BASE * request.row_step) for count in (1, 2)])
@@ -306,7 +306,7 @@ class Search:
         self._options: dict[Combination, Option] = {}
         savings = self._suited("layout")
         layouts: list[Combination] = [(), *((saving,) for saving in savings if saving is not ON_HOST)]
-        self._groups = [layouts]  # those of a group are tried together
+        self._groups = [layouts]  # The layouts of a group are tried together.
         if ON_HOST in savings and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
             self._groups.append([(ON_HOST,)])
         self._least = layouts[-1]
@@ -371,7 +371,7 @@ class Search:
         for saving in self._suited("exact"):
             others = [each for each in steps[-1] if each.saving.name not in saving.instead_of]
             steps.append((*others, saving))
-        if len(steps[-1]) > 1:  # what runs twice may need more with offloaded activations than these alone
+        if len(steps[-1]) > 1:  # Offloaded activations alone may need less than with blocks that run twice.
             steps.append(steps[-1][-1:])
         arithmetic = self._suited("arithmetic")
         return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]

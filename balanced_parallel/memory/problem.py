@@ -54,7 +54,7 @@ class Layout(Protocol):
     name: ClassVar[str]
     is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
-    takes_several_devices: ClassVar[bool] = False  # and a BalancedOptimizer, which spreads state over them
+    takes_several_devices: ClassVar[bool] = False  # A BalancedOptimizer may spread state over them.
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     optimizers: list[Optimizer]
@@ -130,7 +130,7 @@ class Request(Problem):
     kind: DeviceKind
     savings: tuple[str, ...] = ()
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
-    whole_gradients: bool = False  # of FSDP, until the last micro-batch
+    whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
 
     @property
     def rows_per_micro_batch(self) -> int:

@@ -23,7 +23,7 @@ from ..runtime.values import UNITS, check_number, format_bytes, parse_each
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Request
 
-_HOLDERS = 12  # of a peak, the largest
+_HOLDERS = 12  # The largest holders of a peak are shown.
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class OtherBatches:
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
-        while self.lines.is_affine and rows and not self.trace(rows).fit(limits, rows):  # not affine in between
+        while self.lines.is_affine and rows and not self.trace(rows).fit(limits, rows):  # It may not be affine in between.
             rows -= 1
         return rows
 
@@ -210,7 +210,7 @@ class MemoryReport:
         return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))
 
 
-POINTS = 600  # of a curve
+POINTS = 600  # A curve has at most as many.
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>

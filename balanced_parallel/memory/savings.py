@@ -93,7 +93,7 @@ def _is_shardable(request: Request) -> bool:
 
 def _shard(request: Request) -> Request:
     optimizer = request.optimizer
-    balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters  # of matrices
+    balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters  # Its update needs whole matrices.
     return dataclasses.replace(request, layout=FSDP, split=None, balanced=balanced)
 
 

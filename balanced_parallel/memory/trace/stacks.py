@@ -108,7 +108,7 @@ def _is_alike(left: object, right: object, distance: int, seen: set[tuple[int, i
     if type(left) is int and type(right) is int:
         return right - left in (0, distance)
     if isinstance(left, float) and isinstance(right, float) and 0 < left < 1 and 0 < right < 1:
-        return True  # such as the rates of stochastic depth
+        return True  # Stochastic depth has such rates.
     seen.add(pair)
     (facts, parts), (other_facts, others) = _take_apart(left), _take_apart(right)
     return bool(facts == other_facts) and all(_is_alike(a, b, distance, seen) for a, b in zip(parts, others, strict=True))

@@ -86,7 +86,7 @@ class Processes:
         """Returns the results of a function of each job, a request and a number of rows."""
         if self._pool is None:
             return [function(*job) for job in jobs]
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks are not taken there
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # The locks of threads are not taken there.
             results = [self._pool.submit(_run_known, function, self._describe(request), rows) for request, rows in jobs]
         try:
             if self._work(results):
@@ -133,7 +133,7 @@ def _runs_in_parent_only(error: Exception) -> bool:
     return "Autograd-and-Fork" in str(error)
 
 
-_requests: list[Request] = []  # in a forked process
+_requests: list[Request] = []  # Only a forked process has some.
 
 
 def _prepare(requests: Sequence[Request]) -> None:
