@@ -4,12 +4,10 @@ An :class:`Option` is one way to run an effective batch. It is traced with two n
 for several, and becomes a :class:`Choice`: a row of the plan's table, with bytes per device and costs.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -282,6 +280,9 @@ class Option:
         return of_host + (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters)
 
 
+TRACED_DEVICES = 16  # replicas are traced all together, so more of them take long
+
+
 class Search:
     """Traces options until one of them fits in little more time than any of them could take.
 
@@ -427,26 +428,34 @@ class Search:
     def what_would_fit(self) -> tuple[int, int | None]:
         """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
 
-        Where the state is spread or sharded, twice the devices halve it. What is left of the difference is not spread.
+        Where the state is spread or sharded, one of ``n`` devices needs ``fixed + spread / n``. Two traces give both terms.
         """
         least = min((option for option, choice in self.choices.items() if choice.optimizer is None), key=Option.needs)
         functions = [saving for saving in least.savings if saving.stage != "layout"]
         layouts = [saving for saving in (SHARDS, SPREAD) if saving.saving.option not in self.skipped]
-        capacity = max(self.capacity)
+        capacity, devices = max(self.capacity), len(self.capacity)
 
         @functools.cache
-        def needs(count: int) -> float:
+        def needs(count: int) -> int | None:
             request = dataclasses.replace(self.request, devices=count, split=None)
             search = Search(request, [capacity] * count, count)
             for option in search._make((layout, *functions) for layout in layouts):
                 if search._fits(option) or option in search.choices:
                     return option.needs()
-            return math.inf
+            return None
 
-        few = len(self.capacity)
-        while needs(2 * few) > capacity:
-            few *= 2
-            if not 2 * needs(2 * few) - needs(few) < capacity:
-                return least.needs(), None
-        counts = range(few + 1, 2 * few)
-        return least.needs(), counts.start + bisect.bisect_left(counts, True, key=lambda count: needs(count) <= capacity)
+        few, many = needs(2 * devices), needs(4 * devices)
+        if few is None or many is None or few <= many:
+            return least.needs(), None
+        spread = (few - many) * 4 * devices
+        free = capacity - (many - spread // (4 * devices))
+        if free <= 0:
+            return least.needs(), None
+        count = max(devices + 1, -(-spread // free))
+        for _ in range(4):  # shards are rounded up
+            if (count > TRACED_DEVICES and layouts[0] is not SHARDS) or (needs(count) or 0) <= capacity:
+                break
+            count += 1
+        while devices + 1 < count <= TRACED_DEVICES and (needs(count - 1) or capacity + 1) <= capacity:
+            count -= 1
+        return least.needs(), count
