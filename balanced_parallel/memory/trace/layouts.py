@@ -180,26 +180,28 @@ class TracedCriterion(DataParallelCriterion):
 
 def fill(loss: CoupledLoss, rows: int) -> None:
     """Collects outputs and targets of further rows, on the devices of the last ones, without a forward."""
+
+    def more(leaf: Any, count: int, present: int) -> Any:
+        if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
+            return leaf
+        shape = list(leaf.leaf.shape)
+        shape[leaf.dim] = shape[leaf.dim] * count // max(present, 1)
+        return Along(leaf.leaf.new_empty(shape), leaf.dim)
+
     if not isinstance(loss, WholeLoss):
         return
-    sizes = [count_rows(piece) or 0 for piece in loss.pieces]
-    last = {_device(piece): place for place, piece in enumerate(loss.pieces)}
-    missing = max(rows - sum(sizes), 0)
-    for place, count in zip(last.values(), split_sizes(missing, len(last)), strict=True):
-        loss.pieces.append(map_leaves(functools.partial(_resize, count, max(sizes[place], 1)), loss.pieces[place]))
+    missing = max(rows - sum(map(_rows, loss.pieces)), 0)
+    last = list({_along(piece).leaf.device: piece for piece in loss.pieces}.values())
+    for piece, count in zip(last, split_sizes(missing, len(last)), strict=True):
+        loss.pieces.append(map_leaves(functools.partial(more, count=count, present=_rows(piece)), piece))
 
 
-def _device(piece: Arguments) -> torch.device:
-    device: torch.device = next(leaf.leaf.device for _, leaf in leaves(piece) if isinstance(leaf, Along))
-    return device
+def _along(piece: Arguments) -> Along:
+    return next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
 
 
-def _resize(rows: int, of: int, leaf: object) -> object:
-    if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
-        return leaf
-    shape = list(leaf.leaf.shape)
-    shape[leaf.dim] = shape[leaf.dim] * rows // of
-    return Along(leaf.leaf.new_empty(shape), leaf.dim)
+def _rows(piece: Arguments) -> int:
+    return int(_along(piece).leaf.size(_along(piece).dim))
 
 
 T = TypeVar("T")
@@ -235,6 +237,13 @@ class SingleDevice(Layout):
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
         self.buckets = []
         self.optimizers = self.make_optimizers()
+
+    @classmethod
+    def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
+        """Yields the parameters that the busiest rank owns."""
+        if request.devices > 1 and request.balanced:
+            _, owned = busiest_owner(trained(request.module.parameters()), request.devices)
+            yield from (((), parameter) for parameter in owned)
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""

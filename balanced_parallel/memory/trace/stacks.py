@@ -263,16 +263,20 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:
-    """Returns True if devices divide the parameters of each further block in the same way. Ranks that own whole ones do not."""
-    if request.layout.is_distributed:
-        return not request.balanced
-    names = {id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()}
-    owned = []
+    """Returns True if devices or ranks divide the parameters of each further block in the same way."""
+    pieces = []
     for count in (FEWEST, FEWEST + 1, stack.length):
         with stack.cut(count):
-            pieces = [(*names[id(parameter)], facts) for facts, parameter in request.layout.pieces(request)]
-        owned.append([Entry((name, *facts), number) for name, number, facts in pieces])
+            pieces.append(list(_pieces(request, stack)))
     try:
-        return extend(owned[0], owned[1], stack.length - FEWEST) == owned[2]
+        return extend(pieces[0], pieces[1], stack.length - FEWEST) == pieces[2]
     except NotRepeating:
         return False
+
+
+def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:
+    """Yields the pieces of the parameters."""
+    names = {id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()}
+    for facts, parameter in request.layout.pieces(request):
+        name, number = names[id(parameter)]
+        yield Entry((name, *facts), number)
