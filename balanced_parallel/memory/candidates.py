@@ -20,7 +20,7 @@ from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
-from .trace.layouts import OptimizerChoice, is_coupled
+from .trace.layouts import OptimizerChoice
 from .trace.tracer import try_traces
 
 _log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Option:
 
     def flops(self, micro_batches: int) -> float:
         """Operations per row of an update. Those of several micro-batches differ if each runs its forward twice."""
-        if not is_coupled(self.request.criterion):
+        if not self.request.couples_rows:
             first = next(iter(self.traced.values())).first
             return first.flops / (first.rows * first.micro_batches)
         lines = self.lines(micro_batches)
@@ -203,7 +203,7 @@ class Option:
         may_differ = not self.is_distributed and len(set(self.limits)) > 1
         share = self.batch_size if may_differ else self.share
         # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
-        rows = self.most_rows(2, max(share // 2, 1) if is_coupled(self.request.criterion) else share)
+        rows = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
         unequal = may_differ and min(rows) < self.share  # else equal shares fit
 
         def holds_batch(rows: list[int]) -> bool:

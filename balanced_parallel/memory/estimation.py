@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
 from ..batch.rows import as_arguments, spread
+from ..loss.coupled import AdditiveLoss
+from ..loss.criterion import DataParallelCriterion
 from ..replicas.module_tree import check_module
 from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision, check_number
@@ -23,7 +26,7 @@ from .operators import CONVOLUTIONS, SOURCE, UnknownMemory
 from .problem import Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
-from .trace.layouts import LAYOUTS, OptimizerChoice, is_coupled, plain_criterion
+from .trace.layouts import LAYOUTS, OptimizerChoice
 from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -92,7 +95,7 @@ def estimate(
         (10280, 20568)
     """
     request = make_request(
-        Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar),
+        Problem(module, unwrapped(criterion), inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
         micro_batch_size=micro_batch_size,
@@ -107,6 +110,18 @@ def estimate(
     )
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
+
+
+def couples_rows(criterion: object) -> bool:
+    """Returns True for a criterion whose parts have no loss of their own, such as an :class:`AdditiveLoss`."""
+    return criterion.kind.couples_rows if isinstance(criterion, DataParallelCriterion) else isinstance(criterion, AdditiveLoss)
+
+
+def unwrapped(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns the criterion in a :class:`DataParallelCriterion`, which layouts wrap themselves, unless it couples rows."""
+    if not isinstance(criterion, DataParallelCriterion) or criterion.kind.couples_rows:
+        return criterion
+    return criterion.module
 
 
 _CALLS = {
@@ -155,6 +170,7 @@ def make_request(
         balanced=balanced_optimizer,
         split=None if split is None else tuple(split),
         kind=kind,
+        couples_rows=couples_rows(problem.criterion),
         savings=sorted_names(savings),
         whole_gradients=whole_gradients,
     )
@@ -176,7 +192,7 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     base = request.round_up(max(rows, 2))  # one row is a special case for torch: broadcasting, strides
     counts = sorted({rows, base, 2 * base})
     reason = "twice the rows ran other operators"
-    if is_coupled(request.criterion) and request.micro_batches == 1:
+    if request.couples_rows and request.micro_batches == 1:
         counts, reason = counts[:1], "the loss of all rows may need memory for each pair of them"
     try:
         traces = run_traces([(request, count) for count in counts])

@@ -26,13 +26,13 @@ from ..training.optimizers import each_optimizer
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .devices import DeviceKind, find_kind
-from .estimation import lines_of, make_report, make_request
+from .estimation import lines_of, make_report, make_request, unwrapped
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
 from .report import Holder, MemoryReport, OtherBatches
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
-from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, inner_optimizers, is_coupled
+from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, inner_optimizers
 from .trace.tracer import states_of, try_traces
 
 
@@ -94,7 +94,7 @@ def fit(
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
     """Returns the most rows of one of several micro-batches that fit, over all devices, and the lines that show it."""
-    coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
+    coupled = request.couples_rows  # takes two passes, with all outputs, for two micro-batches and more
     exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if coupled else 2))))
     batches = OtherBatches(request, exact, lines)
     if coupled:
@@ -159,7 +159,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
         )
     marked, dim = criterion.mark(spread(targets), {}, model.out_dims)
     arguments = model.mark(as_arguments(inputs))
-    if is_coupled(criterion) and not model.out_dims == dim == model.dim:
+    if criterion.kind.couples_rows and not model.out_dims == dim == model.dim:
         raise ValueError(
             f"the rows of the outputs are in dimension {model.out_dims!r}, those of inputs and targets in {model.dim} and {dim}: "
             "expected one dim= for all with a loss whose rows depend on each other, or memory.estimate and step.micro_batch_size"
@@ -168,7 +168,7 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
     optimizers = each_optimizer(step.optimizer)
     problem = Problem(
         model.module,
-        criterion if is_local or is_coupled(criterion) else criterion.module,
+        criterion if is_local else unwrapped(criterion),
         arguments.kwargs or arguments.inputs,
         mark_leaves(marked.inputs, dim, "targets"),
         model.dim,

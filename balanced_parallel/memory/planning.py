@@ -35,11 +35,11 @@ from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import MakeOptimizer, lines_of, make_report, make_request, parts_at_peak
+from .estimation import MakeOptimizer, lines_of, make_report, make_request, parts_at_peak, unwrapped
 from .problem import Problem
 from .report import MemoryReport, write_page
 from .savings import PLANNED, savings_of
-from .trace.layouts import OptimizerChoice, plain_criterion
+from .trace.layouts import OptimizerChoice
 from .trace.tracer import keeping_processes
 
 _NOTES = {
@@ -324,7 +324,7 @@ def plan(
     for name, number in {"devices": devices, "hosts": hosts}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
     request = make_request(
-        Problem(module, plain_criterion(criterion), inputs, targets, dim, scalar),
+        Problem(module, unwrapped(criterion), inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
         layout="replicas" if hosts == 1 else "ddp",

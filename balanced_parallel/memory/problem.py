@@ -128,6 +128,7 @@ class Request(Problem):
     balanced: bool
     split: tuple[float, ...] | None
     kind: DeviceKind
+    couples_rows: bool = False  # The loss is a function of all rows, or of sums over them.
     savings: tuple[str, ...] = ()
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.

@@ -184,11 +184,11 @@ class _FSDPSync(RankSync):
 
     _model: ShardedModel
 
-    def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
+    def __init__(self, model: ShardedModel, *, takes_two_passes: bool) -> None:
         super().__init__(model)
         self.round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
         self.keeps_whole = False  # gradients until the end of a round
-        self._always_asks = is_coupled or model.meets_ranks
+        self._always_asks = takes_two_passes or model.meets_ranks
         self._updates = 0  # complete ones
 
     def open(self) -> UpdateSync:
@@ -313,7 +313,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
             "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
-    return _FSDPSync(model, is_coupled=criterion.kind.passes > 1)
+    return _FSDPSync(model, takes_two_passes=criterion.kind.passes > 1)
 
 
 def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:

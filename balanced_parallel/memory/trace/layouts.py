@@ -26,7 +26,7 @@ from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows, move_leaves
 from ...loss.copies import Criterion, ShardLoss
-from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss
+from ...loss.coupled import CoupledLoss, WholeLoss
 from ...loss.criterion import DataParallelCriterion
 from ...loss.kinds import MeansInside
 from ...loss.sums import add_up
@@ -148,18 +148,6 @@ class ExistingOptimizers:
         return others
 
 
-def plain_criterion(criterion: Any) -> Any:
-    """Returns the criterion in a :class:`DataParallelCriterion`, or the criterion itself, also if its rows are coupled."""
-    return criterion.module if isinstance(criterion, DataParallelCriterion) and not is_coupled(criterion) else criterion
-
-
-def is_coupled(criterion: Any) -> bool:
-    """Returns True for a criterion with ``whole=True``, and for an :class:`AdditiveLoss`."""
-    if isinstance(criterion, DataParallelCriterion):
-        return criterion.kind.couples_rows
-    return isinstance(criterion, AdditiveLoss)
-
-
 class TracedCriterion(DataParallelCriterion):
     """A :class:`DataParallelCriterion` on fake devices, with the settings of a criterion that may be wrapped.
 
@@ -258,7 +246,7 @@ class SingleDevice(Layout):
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
-        if not is_coupled(self.criterion):
+        if not self.request.couples_rows:
             return [functools.partial(self.loss, *micro_batch) for micro_batch in micro_batches]
         if world_size() > 1:
             raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
