@@ -149,16 +149,16 @@ def without_tf32() -> Iterator[None]:
         old_way: tuple[str, bool] | None = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
     except RuntimeError:  # set in the new way, by a program that then does not read the old one
         old_way = None
-    try:
+
+    def set_precisions(precisions: Sequence[str], old: tuple[str, bool]) -> None:
         if old_way is not None:
-            torch.set_float32_matmul_precision("highest")
-            backends.cudnn.allow_tf32 = False
-        for switch in switches:
-            switch.fp32_precision = "ieee"
+            torch.set_float32_matmul_precision(old[0])
+            backends.cudnn.allow_tf32 = old[1]
+        for switch, precision in zip(switches, precisions, strict=True):
+            switch.fp32_precision = precision
+
+    try:
+        set_precisions(["ieee"] * len(switches), ("highest", False))
         yield
     finally:
-        if old_way is not None:
-            torch.set_float32_matmul_precision(old_way[0])
-            backends.cudnn.allow_tf32 = old_way[1]
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
+        set_precisions(before, old_way or ("highest", False))

@@ -95,6 +95,11 @@ class UpdateRandom:
         self.seed, self.rows = seed, rows  # Rows that have begun, here and in the ranks before.
         self.forwards, self._library = list[Forward](), _replace_kernels()
 
+    def number(self, rows: int) -> int:
+        """Begins ``rows`` more rows. Returns the number of the first."""
+        first, self.rows = self.rows, self.rows + rows
+        return first
+
     def end(self) -> None:
         """Ends the update, after its last backward."""
         for forward in self.forwards:

@@ -65,6 +65,7 @@ from .ranks import (
     RowSettings,
     connect,
     first_row,
+    forget_gradients,
     forget_unused,
     undone,
     watch_output,
@@ -461,8 +462,7 @@ class _DDPUpdate(RankUpdate):
                     _zero_of([parameter], [None]).backward()
             is_memory = isinstance(error, torch.OutOfMemoryError)
             self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
-        for parameter in self._model.reduced_parameters:
-            parameter.grad = None
+        forget_gradients(self._model.reduced_parameters)
 
     def _exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, and notes whether this rank has unused parameters."""

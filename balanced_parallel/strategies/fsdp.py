@@ -62,6 +62,7 @@ from .ranks import (
     RowSettings,
     connect,
     first_row,
+    forget_gradients,
     forget_unused,
     tensors_of,
     undone,
@@ -104,8 +105,7 @@ class ShardedModel(RankModel):
 
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
-        for parameter in self.gradients.parameters:
-            parameter.grad = None
+        forget_gradients(self.gradients.parameters)
         if self.gradients.has_run and hasattr(self.units[-1], "reset_iter_state"):  # newer than torch 2.11
             self.units[-1].reset_iter_state()
             torch_private.forget_whole_gradients(self.units)

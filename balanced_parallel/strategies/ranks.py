@@ -256,9 +256,14 @@ def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: co
     counts = torch.tensor([number in used for number in range(len(parameters))], dtype=torch.int32)
     wait = collectives.start_sum(counts, group)
     if len(used) < len(parameters):
-        for parameter, count in zip(parameters, wait().tolist(), strict=True):
-            if not count:
-                parameter.grad = None
+        counted = zip(parameters, wait().tolist(), strict=True)
+        forget_gradients([parameter for parameter, count in counted if not count])
+
+
+def forget_gradients(parameters: Iterable[Tensor]) -> None:
+    """Sets the gradients of parameters to None."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def shared_gradients(tensors: Iterable[Tensor], shared: Iterable[Tensor], place: str) -> list[Tensor]:

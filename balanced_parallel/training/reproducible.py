@@ -89,8 +89,7 @@ class NumberedRows:
             is_known = all(is_known for _, _, is_known in everyone)
         elif world_size() > 1:
             raise ValueError("reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)")
-        update, first, shapes = self._update, self._update.rows, DrawShapes()
-        update.rows += rows
+        update, first, shapes = self._update, self._update.number(rows), DrawShapes()
 
         def surround(shard: Shard, draws: list[Draw] | None) -> Shard:
             if shard.is_joined:

@@ -30,7 +30,7 @@ _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 _RUNNERS = *concurrent.futures.__path__, *multiprocessing.__path__, _TORCH, "<"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Block:
     """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it."""
 
@@ -157,7 +157,7 @@ class Count(TorchDispatchMode):
                 module, line = _where(self.names)
                 self._allocate(storage, Block(str(tensor.device), storage.nbytes(), kind, operator, module, line))
             elif kind != "temporaries":
-                self.blocks[entry[1] - 1].kind = kind
+                self._change(entry[1], kind=kind)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Records another size of a storage."""
@@ -175,13 +175,13 @@ class Count(TorchDispatchMode):
     def move(self, tensor: Tensor, device: torch.device) -> None:
         """Moves a recorded tensor to a device that fake tensors cannot be on."""
         for storage in _storages(tensor):
-            self.blocks[self._live[storage_id(storage)][1] - 1].device = str(device)
+            self._change(self._live[storage_id(storage)][1], device=str(device))
 
     def turn(self, before: str, after: str) -> None:
         """Relabels every live allocation of kind ``before`` as ``after``."""
         for _, number in self._live.values():
             if self.blocks[number - 1].kind == before:
-                self.blocks[number - 1].kind = after
+                self._change(number, kind=after)
 
     def mark(self, name: str) -> None:
         """Names the next event. Operations are counted from the beginning of an update on."""
@@ -198,10 +198,13 @@ class Count(TorchDispatchMode):
         if has_result and is_in_place(func, is_of_node=old > self._older):
             self._reused = old, place
 
+    def _change(self, number: int, **changes: Any) -> None:
+        """Changes the device or the kind of a block."""
+        self.blocks[number - 1] = dataclasses.replace(self.blocks[number - 1], **changes)
+
     def _allocate(self, storage: torch.UntypedStorage, block: Block) -> None:
         key = storage_id(storage)
-        block.stream = int(on_side_stream())
-        self.blocks.append(block)
+        self.blocks.append(dataclasses.replace(block, stream=int(on_side_stream())))
         self.events.append(len(self.blocks))
         self._live[key] = (weakref.ref(storage, lambda _: self._release(key)), len(self.blocks))
 
