@@ -9,7 +9,7 @@ host waits for no backward.
 
 What is special about an update surrounds its :class:`Accumulation`, as :class:`Work` that does some of it in another way::
 
-    RandomByRow          gives the shards of each batch random numbers that follow their rows
+    NumberedRows         gives the shards of each batch random numbers that follow their rows
       Recovery           runs all batches again in smaller micro-batches, after an out of memory
         TwoPasses        keeps all batches, for a loss whose rows depend on each other
           Accumulation   runs each batch
