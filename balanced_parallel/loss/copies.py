@@ -184,8 +184,7 @@ class CriterionCopies:
             for tensor in (*criterion.parameters(), *criterion.buffers()):
                 if tensor.device != devices[0]:
                     criterion.to(devices[0])
-            modules: contextlib.AbstractContextManager[Sequence[Criterion]] = self.replicas.of(criterion, devices, devices[0])
-            return modules
+            return self.replicas.of(criterion, devices, devices[0])
         if isinstance(criterion, functools.partial):
             bound = criterion.args, criterion.keywords
             if any(device.type != "cpu" for device in devices):

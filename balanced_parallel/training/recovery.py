@@ -7,7 +7,6 @@ All ranks learn of it in the all-reduce of their losses. Nothing is updated befo
 """
 
 import contextlib
-import functools
 import gc
 import logging
 import time
@@ -24,7 +23,7 @@ from ..runtime.torch_private import TorchDispatchMode
 from ..savings.saving import advice
 from .settings import Settings
 from .snapshot import Snapshot, explain_writes, record_versions
-from .sync import GradientSync
+from .sync import GradientSync, UpdateSync
 from .update import Attempt, BatchRun, Forwards, Limit, Reduced
 
 _log = logging.getLogger(__name__)
@@ -39,14 +38,14 @@ class Recovery:
     """Runs the batches of an update, and after an out of memory runs all of them again in smaller micro-batches.
 
     Args:
-        attempt: returns an attempt, with the synchronisation that it is given, or a new one.
+        attempt: returns an attempt with a synchronisation.
         before: for the state that an attempt changes.
         limit: of micro-batches, which is lowered.
     """
 
     def __init__(
         self,
-        attempt: Callable[..., Attempt],
+        attempt: Callable[[UpdateSync], Attempt],
         strategy: GradientSync,
         forwards: Forwards,
         before: Snapshot,
@@ -62,18 +61,19 @@ class Recovery:
         self._is_local = False  # True for a forward or a backward of this rank.
         with RetriedAllocations():
             before.take()
-        self._work = attempt()
+        self._sync = strategy.open()
+        self._work: Attempt | None = None  # opened where an out of memory is kept
 
     def add(self, run: BatchRun) -> None:
         """Runs a batch, unless memory was too small before."""
         self._recorded += record_versions(run.batch)
         self._runs.append(run)
-        self._try(lambda: self._work.add(run))
+        self._add(run)
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients. If memory was too small on any rank, all batches run again before."""
         while True:
-            self._try(self._work.run_kept)
+            self._try(lambda: self._opened().run_kept())
             reduced = self._reduce(settings)
             if reduced is not None:
                 self._before.learn()
@@ -83,7 +83,15 @@ class Recovery:
 
     def discard(self, error: BaseException) -> None:
         """Drops all gradients."""
-        self._work.discard(error)
+        self._sync.discard(error)
+
+    def _add(self, run: BatchRun) -> None:
+        self._try(lambda: self._opened().add(run))
+
+    def _opened(self) -> Attempt:
+        if self._work is None:
+            self._work = self._attempt(self._sync)
+        return self._work
 
     def _try(self, work: Callable[[], None]) -> None:
         """Calls ``work``, unless memory was too small before. An out of memory is kept for :meth:`finish`."""
@@ -97,15 +105,14 @@ class Recovery:
 
     def _reduce(self, settings: Callable[[], Settings]) -> Reduced | None:
         """Reduces all gradients, or tells the other ranks that memory was too small, and returns None."""
-        work = self._work
         if self._reason:
-            sync = work.sync.abandon()
+            sync = self._sync.abandon()
             if sync is None:
                 return None
-            work = self._work = self._attempt(sync)
+            self._sync, self._work = sync, None
         try:
             with retrying_allocations(self._devices):  # None of the ranks must fail after their agreement.
-                return work.reduce(settings)
+                return self._opened().reduce(settings)
         except torch.OutOfMemoryError as error:
             self._keep(error)
             return None
@@ -113,7 +120,8 @@ class Recovery:
     def _keep(self, error: torch.OutOfMemoryError) -> None:
         """Keeps the reason of an out of memory, without its traceback, which holds memory. Drops all gradients."""
         self._reason = self._reason or str(error) or type(error).__name__
-        self._work.discard(error)
+        self._work = None
+        self._sync.discard(error)
 
     def _restart(self) -> None:
         """Puts everything back, and runs all batches with a smaller limit, the same on all ranks."""
@@ -132,11 +140,11 @@ class Recovery:
         self._tried.append(size)
         self._limit.set(self._limit.unit, smaller)
         self._is_local, self._reason = False, ""
-        self._work = self._attempt(sync)
+        self._sync, self._work = sync, None
         for run in self._runs:
             if run.outputs is not None:
                 run.outputs.clear()
-            self._try(functools.partial(self._work.add, run))
+            self._add(run)
 
     def _too_large(self, writes: str) -> torch.OutOfMemoryError:
         if writes:
