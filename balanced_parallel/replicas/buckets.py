@@ -174,8 +174,15 @@ class Bucket:
         else:
             reduction()
         if self._local and self.owners is not None:
-            run_after_backward(self.reduce)  # grad has the part of the first replica, and in a backward may have another bucket's
+            # grad has the part of the first replica, and in a backward may have another bucket's
+            run_after_backward(functools.partial(self._reduce_behind, schedule.side))
         return returned
+
+    def _reduce_behind(self, side: SideStreams | None) -> None:
+        """Reduces behind the sums of other modules, which may share a parameter and end on their side streams."""
+        if side is not None:
+            side.begin()
+        self.reduce()
 
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners, which take ``grad`` away.
