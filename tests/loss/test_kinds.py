@@ -34,7 +34,7 @@ def weigh(output, target):
 
 
 class Shifted(nn.Module):
-    """Has a parameter of its own."""
+    """A cross entropy with a parameter of its own."""
 
     def __init__(self):
         super().__init__()

@@ -92,7 +92,7 @@ def work_for(request, rows):
 
 
 class Empty:
-    """In the place of a request."""
+    """A stand-in for a request."""
 
 
 def test_processes_that_hang_are_replaced_by_this_process(monkeypatch):
