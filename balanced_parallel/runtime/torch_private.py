@@ -161,6 +161,11 @@ def local_tensors(tensors: Iterable[Tree]) -> list[Tree | Tensor]:
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
 
+def has_elements(tensor: Tensor) -> bool:
+    """Returns True if a sparse tensor has elements. The public functions need it coalesced."""
+    return tensor._nnz() > 0
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """Returns the tensor that ``tensor`` is a view of, or ``tensor`` itself."""
     base = tensor._base

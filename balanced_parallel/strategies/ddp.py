@@ -42,9 +42,7 @@ from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ..batch.containers import describe, leaves, map_leaves, map_tensors
 from ..batch.outputs import PerReplica
@@ -58,6 +56,7 @@ from ..runtime.torch_private import CHILDREN, base_of, children_of, current_back
 from ..runtime.values import check_type
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
+    GradientRecord,
     RankModel,
     RankReport,
     RankSync,
@@ -66,7 +65,6 @@ from .ranks import (
     connect,
     first_row,
     forget_gradients,
-    forget_unused,
     undone,
     watch_output,
 )
@@ -87,15 +85,18 @@ class DistributedModel(RankModel, DistributedDataParallel):
         if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
         super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
-        self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
-        self.reduced_parameters = wrapped.trained  # The module and the criterion have these.
+        self._wrapped = [wrapped]  # The list keeps its names out of the state_dict().
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
-        self._requested = RequestedGradients()
-        collectives.mark_shared(wrapped.trained)
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self.module = module
-        self.record = GradientRecord(self._wrapped[0])
+        self._begin(module)
         self._set_rows(device, **rows)
+
+    def _begin(self, module: nn.Module) -> None:
+        """Begins to record the gradients of the reducer, which is a new one."""
+        self.module = module
+        self.record = BucketRecord(self._wrapped[0].trained)
+        self._requested = RequestedGradients(self.record.parameters)
+        collectives.mark_shared(self.record.parameters)
 
     def share_buffers(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
@@ -108,8 +109,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
-        derivatives: list[Tensor | None] = [None] * (len(self.reduced_parameters) + 1)
-        zero = _zero_of([*self.reduced_parameters, self._sentinel], derivatives)
+        derivatives: list[Tensor | None] = [None] * (len(self.record.parameters) + 1)
+        zero = _zero_of([*self.record.parameters, self._sentinel], derivatives)
         node: torch_private.Node = zero.grad_fn
         node.register_prehook(functools.partial(self._begin_backward, derivatives, reduces))
         return zero
@@ -125,7 +126,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 raise TypeError(
                     f"the hook returned {describe(future)}, expected a torch.futures.Future of the bucket's gradients"
                 )
-            future.wait()  # on gloo's threads, several collectives (powerSGD_hook) would mix with those of the next bucket
+            # Several collectives of a hook (powerSGD_hook) would mix with those of the next bucket, on gloo's threads.
+            future.wait()
             return future
 
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
@@ -138,36 +140,45 @@ class DistributedModel(RankModel, DistributedDataParallel):
         )
 
     def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
-        children = children_of(self)  # reading or assigning self.module takes ten times as long as its entry
-        module: Any = children["module"]
-        function: Callable[..., Any] = module if method is None else getattr(module, method)
-        example = None
-        if rows and method not in self._examples:
-            self._examples[method] = first_row(arguments, self.dim)
-        if rows == 0 and not self.meets_ranks:  # whose layers wait for this rank
-            example = self._examples.get(method) or row_of_ones(arguments, self.dim)
-            arguments, empty = example or arguments, arguments
-        inputs, kwargs = move_arguments(arguments, self.devices[0])
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: call parallelize again")
-
-        def call() -> Any:
-            children["module"] = module  # as code inside of the function knows it
-            self.require_forward_param_sync = False  # the buffers are shared, whether or not this forward fails
-            if example is None:
-                output = function(*inputs, **kwargs)
-            else:
-                with undone(module, self.devices), torch.no_grad():
-                    row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
-                output = connect(map_tensors(_with_gradient, row.narrow(0, 0)[0]), empty)
-            return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
-
+        children = children_of(self)  # Reading or assigning self.module takes ten times as long as its entry.
+        module: Any = children["module"]
+        function: Callable[..., Any] = module if method is None else getattr(module, method)
+        if rows and method not in self._examples:
+            self._examples[method] = first_row(arguments, self.dim)
+        row = None
+        if rows == 0 and not self.meets_ranks:  # Otherwise layers wait for this rank.
+            row = self._examples.get(method) or row_of_ones(arguments, self.dim)
         reduces = self.require_backward_grad_sync
         is_watched = torch.is_grad_enabled() and (reduces or not in_step)
+
+        def call() -> Any:
+            children["module"] = module  # Code inside of the function knows it so.
+            self.require_forward_param_sync = False  # The buffers are shared, whether or not this forward fails.
+            if row is None:
+                inputs, kwargs = move_arguments(arguments, self.devices[0])
+                output = function(*inputs, **kwargs)
+            else:
+                output = self._run_without_rows(function, row, arguments)
+            return watch_output(output, self.zero(reduces=reduces)) if is_watched else output
+
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
         self.require_forward_param_sync = reduces and is_watched
         return PerReplica([output], [rows], self.out_dims)
+
+    def _run_without_rows(self, function: Callable[..., Any], row: Arguments, empty: Arguments) -> Any:
+        """Runs a row in place of arguments without rows, and leaves nothing of it but the structure of the output."""
+        inputs, kwargs = move_arguments(row, self.devices[0])
+        with undone(self.module, self.devices), torch.no_grad():
+            outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
+        has_gradients = torch.is_grad_enabled()
+
+        def connected(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(has_gradients) if is_differentiable(tensor) else tensor
+
+        return connect(map_tensors(connected, outputs.narrow(0, 0)[0]), empty)
 
     def _call_in_forward(self, function: Callable[[], Any]) -> Any:
         """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of its reducer.
@@ -184,22 +195,15 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def _begin_backward(self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]) -> None:
         """Begins a backward that reaches all parameters, before it has reached any. ``derivatives`` are those of the zero."""
-        is_by_hand = self.record.agrees
+        is_by_hand = self.record.is_by_hand
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-            if self._requested.begin():
-                self._requested.expect(self.reduced_parameters, derivatives)
-            return
-        if not reduces or not self.record.begin_backward():
-            return
-        if is_by_hand:
-            torch_private.prepare_reduction(self)
-            run_after_backward(lambda: run_after_backward(self.forget_unused))  # behind the reducer's
-        if self._wrapped[0].sparse:
+            self._requested.begin(derivatives)
+        elif reduces and self.record.begin_backward():
+            if is_by_hand:
+                torch_private.prepare_reduction(self)
+                # The reducer's callback comes between these two.
+                run_after_backward(lambda: run_after_backward(self.record.forget_unused))
             self.begin_sparse_gradients()
-
-    def forget_unused(self) -> None:
-        """Sets the gradients of parameters that no rank has used to None. All ranks call this."""
-        forget_unused(self.reduced_parameters, self.record.used(), self.process_group)
 
     def begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has counted nothing."""
@@ -210,16 +214,10 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 weight.grad = torch.sparse_coo_tensor(nowhere, nothing, weight.shape, check_invariants=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        modules = state[CHILDREN]  # of the copy, which is not a module yet
+        modules = state[CHILDREN]  # The copy is not a module yet.
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
-        self.module = module
-        self.record = GradientRecord(self._wrapped[0])
-        collectives.mark_shared(self.reduced_parameters)
-
-
-def _with_gradient(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if is_differentiable(tensor) and torch.is_grad_enabled() else tensor
+        self._begin(module)
 
 
 class _Wrapped(nn.Module):
@@ -230,7 +228,7 @@ class _Wrapped(nn.Module):
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.inner = module
         self.of_criterion = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
-        self.trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self.trained: list[Tensor] = [parameter for parameter in self.parameters() if parameter.requires_grad]
         embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
         self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
 
@@ -238,74 +236,47 @@ class _Wrapped(nn.Module):
         return function()
 
 
-class GradientRecord:
-    """The parameters that have got a gradient, in an update of a step, or in a backward without one."""
+class BucketRecord(GradientRecord):
+    """The record of a reducer. Gradients of a step are in its buckets, which a loop by hand does not know."""
 
-    def __init__(self, wrapped: _Wrapped) -> None:
-        self.agrees = True  # with the other ranks, at the end of a backward; TrainStep does it behind several
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters)
         self.buckets: list[Tensor] = []  # The buckets of the reducer, which contain nothing but gradients.
-        self._parameters = wrapped.trained
         self._places: dict[int, Tensor] = {}  # Gradients in the buckets, by the number of the parameter.
-        self._places_of_update: dict[int, Tensor] = {}  # the places, if gradients are accumulated there
-        self._versions: list[int] = []  # Their version counters at the beginning.
-        self._noted: set[int] = set()  # numbers of used parameters
-        self._backward: int | None = None
-        for number, parameter in enumerate(self._parameters):
-            if any(parameter is weight for weight in wrapped.sparse):  # it has a gradient in each backward
-                node: torch_private.Node = get_gradient_edge(parameter).node
-                node.register_prehook(functools.partial(self._note_use, number))
-
-    def run_step(self, backward: Callable[[], None]) -> None:
-        """Runs the backward of a step. The ranks do not agree on unused parameters at its end."""
-        self.agrees = False
-        try:
-            backward()
-        finally:
-            self.agrees = True
-
-    def used(self) -> set[int]:
-        """Returns the numbers of the parameters that have got a gradient."""
-        now = torch_private.versions([*self._places_of_update.values()])
-        changed = zip(self._places_of_update, self._versions, now, strict=True)
-        return self._noted | {number for number, before, after in changed if before != after}
+        self._zeros: dict[int, Tensor] = {}  # Gradients at the beginning of the update, at their places.
 
     def begin(self) -> None:
         """Begins an update, with gradients of zeros in the buckets, as soon as the reducer has made them."""
-        self._noted.clear()
         for bucket in self.buckets:
             bucket.zero_()
-        for number, place in self._places.items():
-            self._parameters[number].grad = place
-        self._places_of_update, self._versions = self._places, torch_private.versions([*self._places.values()])
+        self._zeros = {number: place.data for number, place in self._places.items()}  # They have version counters of their own.
+        for number, zero in self._zeros.items():
+            self.parameters[number].grad = zero
 
     def begin_backward(self) -> bool:
-        """Begins the running backward, which reduces. Returns False if it has begun already: a loss may have several outputs."""
-        before, self._backward = self._backward, current_backward_id()
-        if before == self._backward:
+        """Begins the running backward, which reduces. Returns False if it has begun already."""
+        if not self.begins_backward():
             return False
-        if self.agrees:
-            self._noted.clear()
-            self._places_of_update, self._versions = {}, []
-        if not self._places_of_update:
-            self._noted.update(number for number, parameter in enumerate(self._parameters) if parameter.grad is not None)
-            run_after_backward(self._note_gradients)  # before the reducer's, which sets those that are still missing
+        if self.is_by_hand:
+            self._zeros = {}
+        run_after_backward(self._note)  # The reducer's callback follows, and sets gradients that are still missing.
         return True
 
     def take_places(self) -> None:
         """Takes the places of the reduced gradients, in the buckets that the reducer keeps."""
-        gradients = [(number, parameter.grad) for number, parameter in enumerate(self._parameters)]
-        dense = {number: grad for number, grad in gradients if grad is not None and grad.layout == torch.strided}
-        self.buckets = list({id(bucket): bucket for bucket in map(base_of, dense.values())}.values())
-        self._places = {number: grad.data for number, grad in dense.items()}  # unlike a view, this has its own version counter
+        gradients = [(number, parameter.grad) for number, parameter in enumerate(self.parameters)]
+        self._places = {number: grad for number, grad in gradients if grad is not None and grad.layout == torch.strided}
+        self.buckets = list({id(bucket): bucket for bucket in map(base_of, self._places.values())}.values())
 
-    def _note_gradients(self) -> None:
-        for number, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and parameter.grad.layout == torch.strided:
-                self._noted.add(number)
-
-    def _note_use(self, number: int, gradients: tuple[Tensor | None]) -> None:
-        if gradients[0] is not None:
-            self._noted.add(number)
+    def _note(self) -> None:
+        """Notes the parameters that have a gradient."""
+        self.used.clear()
+        for number, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or (gradient is self._zeros.get(number) and torch_private.versions([gradient]) == [0]):
+                continue
+            if gradient.layout == torch.strided or torch_private.has_elements(gradient):
+                self.used.add(number)
 
 
 class RequestedGradients:
@@ -314,69 +285,53 @@ class RequestedGradients:
     Each is averaged over the ranks at the end of the backward, in the order of the parameters, which is the same on all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
         self._backward: int | None = None
-        # This rank's gradient and the place of the average, by the number of the parameter.
-        self._results: dict[int, tuple[Tensor, Tensor]] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = contextlib.ExitStack()
 
-    def begin(self) -> bool:
-        """Begins the running backward. Returns False if it has begun already."""
-        before, self._backward = self._backward, current_backward_id()
-        if before == self._backward:
-            return False
-        self._remove_hooks()  # those of a backward that has failed
-        self._results = {}
-        return True
-
-    def expect(self, parameters: Sequence[Tensor], derivatives: list[Tensor | None]) -> None:
-        """Waits for the gradients that the running backward makes. ``derivatives`` are those of a zero of the parameters.
+    def begin(self, derivatives: list[Tensor | None]) -> None:
+        """Waits for the gradients that the running backward makes, once. ``derivatives`` are those of a zero of the parameters.
 
         These become zeros, so that a rank without rows has all of the gradients, too.
         """
-        accumulated: dict[int, Tensor] = {}
-        for number, parameter in enumerate(parameters):
-            if not parameter.requires_grad:
-                continue
-            is_accumulated = torch_private.will_run(torch_private.accumulator_of(parameter))
-            if is_accumulated is False:
-                continue
-            if is_accumulated:
-                accumulated[number] = parameter
-            derivatives[number] = torch.zeros_like(parameter)
-            self._hooks.append(parameter.register_hook(functools.partial(self._keep, number)))
+        backward = current_backward_id()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        self._hooks.close()  # A backward before may have failed.
+        # This rank's gradient and the place of the average, by the number of the parameter.
+        results: dict[int, tuple[Tensor, Tensor]] = {}
+        is_accumulated: dict[int, bool | None] = {}
 
+        def keep(number: int, gradient: Tensor) -> Tensor | None:
+            """Returns the place of the average. Its own derivative is that of this rank, as of a gradient that ranks average."""
+            if current_backward_id() != backward:
+                return None
+            result = hand_back(gradient.detach(), [torch.ones_like(gradient)], [gradient])
+            results[number] = gradient.detach(), result
+            return result
+
+        @torch.no_grad()
         def finish() -> None:
-            self._finish(accumulated)
+            self._hooks.close()
             derivatives[:] = [None] * len(derivatives)
+            for number, (gradient, result) in sorted(results.items()):
+                mean = collectives.sum_over_ranks(gradient) / collectives.world_size()
+                if is_accumulated[number]:
+                    whole = self._parameters[number].grad
+                    assert whole is not None
+                    whole.add_(mean - gradient)
+                else:
+                    result.copy_(mean)
 
+        for number, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                is_accumulated[number] = torch_private.will_run(torch_private.accumulator_of(parameter))
+                if is_accumulated[number] is not False:
+                    derivatives[number] = torch.zeros_like(parameter)
+                    self._hooks.enter_context(parameter.register_hook(functools.partial(keep, number)))
         run_after_backward(finish)
-
-    def _keep(self, number: int, gradient: Tensor) -> Tensor | None:
-        """Returns the place of the average. Its own derivative is that of this rank, as of a gradient that ranks average."""
-        if self._backward != current_backward_id():
-            return None  # a hook of a backward that has failed
-        result = hand_back(gradient.detach(), [torch.ones_like(gradient)], [gradient])
-        self._results[number] = gradient.detach(), result
-        return result
-
-    @torch.no_grad()
-    def _finish(self, accumulated: dict[int, Tensor]) -> None:
-        results, self._results = sorted(self._results.items()), {}
-        self._remove_hooks()
-        for number, (gradient, result) in results:
-            mean = collectives.sum_over_ranks(gradient) / collectives.world_size()
-            if number in accumulated:
-                parameter = accumulated[number]
-                assert parameter.grad is not None
-                parameter.grad.add_(mean - gradient)
-            else:
-                result.copy_(mean)
-
-    def _remove_hooks(self) -> None:
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
 
 
 class _DDPSync(RankSync):
@@ -397,14 +352,14 @@ class _DDPUpdate(RankUpdate):
     place = "the module or of the criterion"
 
     def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
-        super().__init__(model, model.process_group, model.reduced_parameters)
+        super().__init__(model, model.record)
         self._model, self._is_abandoned = model, is_abandoned
-        self._has_begun = False  # to note which parameters get a gradient
-        self._sums: RankReport | None = None  # of all ranks
+        self._has_begun = False  # A step forgets the gradients before it runs a batch.
+        self._sums: RankReport | None = None  # The sums over all ranks.
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
-        return collectives.max_over_ranks(count, self._group) if self._model.meets_ranks else count
+        return collectives.max_over_ranks(count) if self._model.meets_ranks else count
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Keeps gradients on this rank, in the buckets of the reducer, where autograd adds to them."""
@@ -438,11 +393,9 @@ class _DDPUpdate(RankUpdate):
         sums = self._exchange(report._replace(out_of_memory=self._is_abandoned))
         self._refuse_failures(sums)
         if not self._model.record.buckets:
-            # In the next forward, the collectives of this would wait for a rank that runs out of memory before.
+            # The collectives of this would wait in the next forward, if a rank ran out of memory before.
             torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
-        if sums.has_unused:
-            self._model.forget_unused()
         return sums
 
     def abandon(self) -> UpdateSync | None:
@@ -457,21 +410,20 @@ class _DDPUpdate(RankUpdate):
         is_awaited = self._local is not None and self._sums is None
         if is_awaited and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
-            for parameter in self._model.reduced_parameters:  # a failed backward has not run hooks that other ranks wait for
+            for parameter in self._model.record.parameters:  # a failed backward has not run hooks that other ranks wait for
                 with contextlib.suppress(RuntimeError):  # it has been reached
                     _zero_of([parameter], [None]).backward()
             is_memory = isinstance(error, torch.OutOfMemoryError)
             self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
-        forget_gradients(self._model.reduced_parameters)
+        forget_gradients(self._model.record.parameters)
 
     def _exchange(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports of all ranks, and notes whether this rank has unused parameters."""
-        self._sums = report  # if the exchange fails, nobody waits for another one
+        """Returns the sums of the reports of all ranks."""
+        self._sums = report  # Nobody waits for another exchange, even if it fails.
         self._model.share_buffers()
-        has_unused = len(self._model.record.used()) < len(self._model.reduced_parameters)
-        self._sums = collectives.sum_numbers(report._replace(has_unused=has_unused), self._group)
+        self._sums = self.exchange(report)
         if (self._sums.out_of_memory or self._sums.failed) and not self._model.record.buckets:
-            torch_private.forget_order(self._model)  # on all ranks, or the next forward of some would wait
+            torch_private.forget_order(self._model)  # All ranks do this, or the next forward of some would wait.
         return self._sums
 
     def _refuse_failures(self, sums: RankReport, *, but_memory: bool = False) -> None:

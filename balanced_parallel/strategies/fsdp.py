@@ -55,6 +55,7 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
+    GradientRecord,
     RankModel,
     RankReport,
     RankSync,
@@ -63,7 +64,6 @@ from .ranks import (
     connect,
     first_row,
     forget_gradients,
-    forget_unused,
     tensors_of,
     undone,
     watch_output,
@@ -130,18 +130,15 @@ class ShardedModel(RankModel):
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            self.units[-1].reshard()  # after an evaluation, the module has its shards again
-            self.gradients.order.compare()
-        begin = functools.partial(self.gradients.begin, is_dummy=self.gradients.is_dummy)
-        if in_step:
-            return watch_output(output, at_backward=begin)
+            self.units[-1].reshard()  # The module has its shards again after an evaluation.
+            self.gradients.compare_blocks()
+        zero = None if in_step else zero_of(self._sentinel, *self.gradients.parameters)
+        return watch_output(output, zero, functools.partial(self._begin_backward, in_step, self.gradients.is_dummy))
 
-        def begin_by_hand() -> None:
-            if not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-                self.gradients.refuse_requests()
-            begin()
-
-        return watch_output(output, zero_of(self._sentinel, *self.gradients.parameters), begin_by_hand)
+    def _begin_backward(self, in_step: bool, is_dummy: bool) -> None:
+        if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
+            self.gradients.refuse_requests()
+        self.gradients.begin(is_dummy=is_dummy)
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
@@ -165,7 +162,7 @@ class ShardedModel(RankModel):
 
     def _keep_example(self, method: str | None, arguments: Arguments | None, rows: int | None) -> None:
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
-        if method is not None and method not in self._examples:  # its first call
+        if method is not None and method not in self._examples:
             from torch.distributed.fsdp import register_fsdp_forward_method
 
             register_fsdp_forward_method(self.module, method)
@@ -192,7 +189,7 @@ class _FSDPSync(RankSync):
         self._updates = 0  # complete ones
 
     def open(self) -> UpdateSync:
-        collectives.begin_reduction()  # before the first forward, in which ranks wait for the shards of others
+        collectives.begin_reduction()  # Ranks wait for the shards of others from the first forward on.
         return _FSDPUpdate(self, self._model)
 
     def fits(self) -> bool:
@@ -224,8 +221,8 @@ class _FSDPUpdate(RankUpdate):
     """
 
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
-        super().__init__(model, model.group, model.gradients.parameters)
-        self._sync, self._model = sync, model
+        super().__init__(model, model.gradients)
+        self._sync, self._model, self._group = sync, model, model.group
         self._asks = not sync.round
         self._end = sync.round  # The present round ends there, in micro-batches of the update.
         self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
@@ -244,11 +241,10 @@ class _FSDPUpdate(RankUpdate):
         return count
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        count = collectives.max_over_ranks(0, self._group) if self._asks else max(0, self._end - self._ran)
-        while count:
+        ask = functools.partial(collectives.max_over_ranks, 0, self._group)
+        for count in iter(ask, 0) if self._asks else [self._end - self._ran]:
             for _ in range(count):
                 yield [self._forward_without_rows()]
-            count = collectives.max_over_ranks(0, self._group) if self._asks else 0
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         if self._ran == 0:
@@ -265,15 +261,11 @@ class _FSDPUpdate(RankUpdate):
     def agree(self, report: RankReport) -> RankReport:
         fits = self._sync.fits()
         while True:
-            has_unused = len(self._model.gradients.used) < len(self._reduced)
-            report = report._replace(is_full=self._without_rows == 0, has_unused=has_unused, fits=fits)
-            sums = collectives.sum_numbers(report, self._group)
+            sums = self.exchange(report._replace(is_full=self._without_rows == 0, fits=fits))
             if not sums.needs_more:
                 break
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
-        if sums.has_unused:
-            self._model.gradients.forget_unused()
         self._is_complete = True
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
         return sums
@@ -325,41 +317,44 @@ def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
 
 
-class ShardedGradients:
-    """Completes the gradients of sharded modules in every backward."""
+class ShardedGradients(GradientRecord):
+    """Completes the gradients of sharded modules in every backward, and compares the blocks that ranks have run.
+
+    A rank compares its blocks with the others if their order is new. If only one rank changes its order, it waits in the
+    comparison and the others wait for its shards, until the timeout of the process group. ``group`` has no other collectives
+    meanwhile.
+    """
 
     def __init__(self, group: collectives.Group) -> None:
-        self.order = BlockOrder(group)
+        super().__init__([], group)
         self.has_run = False  # FSDP2 has begun
-        self.is_dummy = False  # the present forward has no rows of this rank: its gradients are zeros
-        self.agrees = True  # with the other ranks, at the end of a backward; TrainStep does it behind several
-        self.keeps_whole = False  # the running backward: FSDP2 does not reduce its gradients
-        self.parameters: list[nn.Parameter] = []  # the shards
-        self._group = group
-        self._modules: list[Any] = []  # FSDPModules
-        self._units: list[list[Slot]] = []  # the parameters of each
-        self._backward: int | None = None
-        self._is_dummy = False  # of the running backward
+        self.is_dummy = False  # The present forward has no rows of this rank: its gradients are zeros.
+        self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
+        self._ran: list[str] = []  # Blocks in the order in which they began to run, since the last backward or evaluation.
+        self._compared: list[str] | None = None
+        self._units: list[list[Slot]] = []  # the parameters of each sharded module
+        self._root: Any = None  # The last sharded module, which contains the others.
+        self._is_dummy = False  # The forwards of the running backward had no rows.
         self.begin_update()
 
     def begin_update(self) -> None:
         """Begins to note the parameters that this rank uses."""
-        self.used: set[int] = set()
-        # whole gradients and their versions, after the backward before: FSDP2 replaces those in half precision
-        self._whole_gradients: dict[int, tuple[TensorWeakRef, int]] = {}
+        self.used.clear()
+        # Whole gradients and their versions, after the backward before. FSDP2 replaces those in half precision.
+        self._whole_gradients: dict[int, tuple[TensorWeakRef, list[int]]] = {}
 
-    def run_step(self, backward: Callable[[], None], *, keeps_whole: bool) -> None:
-        """Runs a backward of a step. It leaves gradients whole, or reduces them. The ranks do not agree on unused parameters."""
-        units = self._modules if keeps_whole else []
-        self.agrees, self.keeps_whole = False, keeps_whole
-        for unit in units:
-            unit.set_requires_gradient_sync(False, recurse=False)
+    def run_step(self, backward: Callable[[], None], *, keeps_whole: bool = False) -> None:
+        """Runs a backward of a step. It leaves gradients whole, or reduces them."""
+        if not keeps_whole:
+            super().run_step(backward)
+            return
+        self._keeps_whole = True
+        self._root.set_requires_gradient_sync(False)
         try:
-            backward()
+            super().run_step(backward)
         finally:
-            for unit in units:
-                unit.set_requires_gradient_sync(True, recurse=False)
-            self.agrees, self.keeps_whole = True, False
+            self._root.set_requires_gradient_sync(True)
+            self._keeps_whole = False
 
     @contextlib.contextmanager
     def of_dummy(self) -> Iterator[None]:
@@ -370,23 +365,20 @@ class ShardedGradients:
         finally:
             self.is_dummy = False
 
-    def add(self, unit: Any, name: str) -> None:
+    def add(self, unit: Any, block: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
-        self._modules.append(unit)
-        self.order.names.append(name)
-        seen, slots = set(map(id, self.parameters)), []
-        for part in unit.modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    slots.append((len(self.parameters), part, name))
-                    self.parameters.append(parameter)
-        place = len(self._units)
+        others, slots = set(map(id, self.parameters)), []
+        for path, parameter in unit.named_parameters():
+            if parameter.requires_grad and id(parameter) not in others:
+                parent, _, name = path.rpartition(".")
+                slots.append((len(self.parameters), unit.get_submodule(parent), name))
+                self.parameters.append(parameter)
         self._units.append(slots)
+        self._root = unit
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> None:
             self.has_run = True
-            self.order.ran.append(place)
+            self._ran.append(block)
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
                 return
@@ -398,19 +390,35 @@ class ShardedGradients:
                 node: torch_private.Node = learned[0].grad_fn
                 node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
 
-        # behind the hook of FSDP2; torch.compile leaves both out
+        # The hook of FSDP2 comes first. torch.compile leaves both out.
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
     def begin(self, *, is_dummy: bool) -> None:
         """Begins a backward. This runs before the hooks of FSDP2, so its callback at the end runs before theirs."""
-        if self._backward != current_backward_id():
-            self.order.compare()
-            self._backward, self._is_dummy = current_backward_id(), is_dummy
-            if self.agrees:
+        if self.begins_backward():
+            self.compare_blocks()
+            self._is_dummy = True
+            if self.is_by_hand:
                 self.begin_update()
                 self.used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
             run_after_backward(self._end)
         self._is_dummy = self._is_dummy and is_dummy
+
+    def compare_blocks(self) -> None:
+        """Compares the blocks of all ranks if they are new, and begins anew. Raises ``RuntimeError`` if a rank has run others."""
+        ran, self._ran = self._ran, []
+        if ran == self._compared or len(self._units) == 1:  # The root alone has no order.
+            return
+        orders = gather_objects(ran, self.group)
+        for rank, order in enumerate(orders):
+            for expected, block in itertools.zip_longest(orders[0], order, fillvalue="none"):
+                if block != expected:
+                    raise RuntimeError(
+                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same "
+                        "order: the loss is wrong. Run a block that only some rows need on every rank, also without rows; or "
+                        "use strategy='ddp'"
+                    )
+        self._compared = ran
 
     def refuse_requests(self) -> None:
         """Raises ``RuntimeError`` if the running backward was asked for gradients of parameters, which ranks would not share."""
@@ -425,37 +433,28 @@ class ShardedGradients:
     def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
         if not slots or is_sharded(getattr(*slots[0][1:])):
-            return  # shards: this unit has not run, or is reduced already
-        gradients: list[Tensor] = []
+            return  # This unit has not run, or is reduced already: it has shards.
         for number, part, name in slots:
             parameter = getattr(part, name)
             gradient = parameter.grad
+            reference, version = self._whole_gradients.get(number, (None, []))
+            is_kept = reference is not None and gradient is reference()
             if gradient is None:
-                dtype = getattr(parameter, "grad_dtype", None)  # from torch 2.15 on that of the reduction
+                dtype = getattr(parameter, "grad_dtype", None)  # The dtype of the reduction, since torch 2.15.
                 gradient = parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-            elif is_dummy or number not in self.used:
-                reference, version = self._whole_gradients.get(number, (None, 0))
-                before = None if reference is None else reference()
-                if is_dummy:
-                    if gradient is not before:
-                        gradient.zero_()
-                elif gradient is not before or torch_private.versions([before]) != [version]:
-                    self.used.add(number)
-            gradients.append(gradient)
-        if self.keeps_whole:
-            numbers = [number for number, _, _ in slots]
-            states = zip(map(TensorWeakRef, gradients), torch_private.versions(gradients), strict=True)
-            self._whole_gradients.update(zip(numbers, states, strict=True))
-
-    def forget_unused(self) -> None:
-        """Sets the gradients of parameters that no rank has used to None."""
-        forget_unused(self.parameters, self.used, self._group)
+            elif is_dummy:
+                if not is_kept:
+                    gradient.zero_()
+            elif not is_kept or torch_private.versions([gradient]) != version:
+                self.used.add(number)
+            if self._keeps_whole:
+                self._whole_gradients[number] = TensorWeakRef(gradient), torch_private.versions([gradient])
 
     def _end(self) -> None:
-        for slots in self._units:  # those that FSDP2 reduces at the end of the backward
+        for slots in self._units:  # FSDP2 reduces some at the end of the backward.
             self.complete(slots, is_dummy=self._is_dummy)
-        if self.agrees:
-            run_after_backward(self.forget_unused)  # behind FSDP2's
+        if self.is_by_hand:
+            run_after_backward(self.forget_unused)  # FSDP2's callback comes first.
 
 
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
@@ -523,33 +522,3 @@ def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
                 sent.add(id(tensor))
 
     return send
-
-
-class BlockOrder:
-    """The blocks that this rank has run since its last backward or evaluation.
-
-    A rank compares its order with the others if it is new. If only one rank changes its order, it waits in the comparison and the
-    others wait for its shards, until the timeout of the process group. ``group`` has no other collectives meanwhile.
-    """
-
-    def __init__(self, group: collectives.Group = None) -> None:
-        self._group = group
-        self.names: list[str] = []  # All blocks have one.
-        self.ran: list[int] = []  # The numbers of blocks, in the order in which they began to run.
-        self._compared: list[int] | None = None
-
-    def compare(self) -> None:
-        """Compares the blocks of all ranks if they are new, and begins anew. Raises ``RuntimeError`` if a rank has run others."""
-        ran, self.ran = self.ran, []
-        if ran == self._compared or not self.names[1:]:  # the root alone has no order
-            return
-        orders = gather_objects([self.names[number] for number in ran], self._group)
-        for rank, order in enumerate(orders):
-            for expected, block in itertools.zip_longest(orders[0], order, fillvalue="none"):
-                if block != expected:
-                    raise RuntimeError(
-                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same "
-                        "order: the loss is wrong. Run a block that only some rows need on every rank, also without rows; or "
-                        "use strategy='ddp'"
-                    )
-        self._compared = ran

@@ -7,7 +7,7 @@ nothing of it is left but the structure of the output.
 import abc
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -23,7 +23,7 @@ from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
-from ..runtime.torch_private import is_compiled, is_differentiable
+from ..runtime.torch_private import current_backward_id, is_compiled, is_differentiable
 from ..runtime.values import Precision
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
@@ -60,15 +60,14 @@ class RankModel(ModelOfRows):
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         (shard,) = shards
-        if shard.is_joined and not shard.rows and self.meets_ranks:
+        rows = None if shard.rows is None else len(shard.rows)
+        if shard.is_joined and not rows and self.meets_ranks:
             raise RuntimeError(
                 "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                 "others wait for its batch norm, and joined samples of another batch would count"
             )
-        module: Any = torch_private.children_of(self)["module"]  # self.module would call __getattr__
-        run = self._watched_run if self.runs.get((None, module.training), True) else self._run
         with shard.context():
-            return run(None, shard.inputs, None if shard.rows is None else len(shard.rows), in_step=True)
+            return self._watched_run(None, shard.inputs, rows, in_step=True)
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         marked = self.mark(arguments, method)
@@ -76,7 +75,8 @@ class RankModel(ModelOfRows):
 
     def _watched_run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
         """Runs the module. The first run of a method shows whether it communicates with other ranks itself."""
-        kind = method, self.module.training
+        module: Any = torch_private.children_of(self)["module"]  # self.module would call __getattr__
+        kind = method, module.training
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
@@ -90,7 +90,7 @@ class RankModel(ModelOfRows):
         )
         with OnCollective(names.add) if is_plain else contextlib.nullcontext():
             output = self._run(method, arguments, rows, in_step=in_step)
-        self.runs[kind] = bool(names - {"broadcast_"})  # which torch does with buffers
+        self.runs[kind] = bool(names - {"broadcast_"})  # torch broadcasts buffers
         if self.runs[kind]:
             self.meets_ranks = True
             warnings.warn(
@@ -133,7 +133,8 @@ class RankReport(NamedTuple):
     weight: float = 0.0
     digest: float = 0.0  # The settings.
     square: float = 0.0  # The square of the digest.
-    has_unused: float = 0.0  # From here on, these are numbers of ranks. This one is of those with unused parameters.
+    # Numbers of ranks follow.
+    has_unused: float = 0.0  # Ranks with unused parameters.
     out_of_memory: float = 0.0
     failed: float = 0.0  # Ranks that failed for another reason.
     needs_more: float = 0.0  # Ranks with more micro-batches.
@@ -141,55 +142,109 @@ class RankReport(NamedTuple):
     fits: float = 0.0  # Ranks where whole gradients fit.
 
 
-class RankUpdate(UpdateSync):
-    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks.
+class GradientRecord:
+    """The parameters that have got a gradient on this rank, in an update of a step, or in a backward without one.
 
-    ``parameters`` are those that are reduced.
+    ``parameters`` are those that are reduced over the ranks of ``group``.
     """
 
-    place = "the module"  # that they are part of
+    def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
+        self.parameters, self.group = parameters, group
+        self.used: set[int] = set()  # their numbers
+        # In a loop by hand, the ranks agree on unused parameters at the end of each backward; TrainStep does it behind several.
+        self.is_by_hand = True
+        self._backward: int | None = None
 
-    def __init__(self, model: RankModel, group: collectives.Group, parameters: Sequence[Tensor]) -> None:
-        self._group, self._device, self._ranks = group, model.devices[0], collectives.world_size(group)
-        self._reduced = parameters
+    def run_step(self, backward: Callable[[], None]) -> None:
+        """Runs the backward of a step. The ranks do not agree on unused parameters at its end."""
+        self.is_by_hand = False
+        try:
+            backward()
+        finally:
+            self.is_by_hand = True
+
+    def begins_backward(self) -> bool:
+        """Returns True once in the running backward: a loss may have several outputs."""
+        before, self._backward = self._backward, current_backward_id()
+        return before != self._backward
+
+    def forget_unused(self) -> None:
+        """Sets the gradients of parameters that no rank has used to None. All ranks call this.
+
+        A rank that has used all does not wait for the others.
+        """
+        counts = torch.tensor([number in self.used for number in range(len(self.parameters))], dtype=torch.int32)
+        wait = collectives.start_sum(counts, self.group)
+        if len(self.used) < len(self.parameters):
+            counted = zip(self.parameters, wait().tolist(), strict=True)
+            forget_gradients([parameter for parameter, count in counted if not count])
+
+
+class RankUpdate(UpdateSync):
+    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
+
+    place = "the module"  # Parameters of the optimizers are part of it.
+
+    def __init__(self, model: RankModel, record: GradientRecord) -> None:
+        self._record, self._device, self._ranks = record, model.devices[0], collectives.world_size(record.group)
         self._local: Callable[[], Tensor] | None = None  # Returns loss and weight of this rank, on the host.
 
     @abc.abstractmethod
     def agree(self, report: RankReport) -> RankReport:
         """Completes the report of this rank, and ends the reduction. Returns the sums of the reports of all ranks."""
 
+    def exchange(self, report: RankReport) -> RankReport:
+        """Returns the sums of the reports of all ranks. Each report tells if its rank has unused parameters."""
+        record = self._record
+        has_unused = len(record.used) < len(record.parameters)
+        return collectives.sum_numbers(report._replace(has_unused=has_unused), record.group)
+
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Ends the reduction, with the sums of loss and weight, and compares the settings."""
-        if self._local is None:  # No micro-batch was known to be the last.
-            self.start(local)
-        assert self._local is not None
+        read = self._local or self.start(local)  # No micro-batch may have been known to be the last.
         present = settings()
-        sums = self.agree(RankReport(*self._local().tolist(), *present.digest()))
+        sums = self.agree(RankReport(*read().tolist(), *present.digest()))
+        if sums.has_unused:
+            self._record.forget_unused()
         present.check(sums.digest, sums.square)
         return LossSum(torch.full_like(local.total, sums.total), sums.weight)
 
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the gradients by the factor and, since they were averaged, by the number of ranks."""
-        gradients = shared_gradients(tensors, self._reduced, self.place)
-        factor = factor * self._ranks
-        if isinstance(factor, Tensor) or factor != 1:
-            torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
-
-    def start(self, local: LossSum) -> None:
+    def start(self, local: LossSum) -> Callable[[], Tensor]:
         """Starts to copy loss and weight to the host."""
         weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
         self._local = start_copy(torch.stack([local.total.double(), weight]))
+        return self._local
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        """Multiplies the gradients by the factor and, since they were averaged, by the number of ranks."""
+        gradients = self._shared_gradients(tensors)
+        factor = factor * self._ranks
+        if isinstance(factor, Tensor) or factor != 1:
+            torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the weight of the update before, at first 1; in float16, that of what all ranks expect."""
         if before or not in_float16:
             return power_of_two(before) / self._ranks
-        whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._group)
+        whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._record.group)
         return power_of_two(float(whole) if whole.is_cpu else whole) / self._ranks
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""
-        return -collectives.max_over_ranks(-number, self._group)
+        return -collectives.max_over_ranks(-number, self._record.group)
+
+    def _shared_gradients(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the gradients of parameters of the optimizers. All of them must be reduced."""
+        gradients, reduced = [], set(map(id, self._record.parameters))
+        for parameter in tensors:
+            if parameter.grad is not None:
+                if id(parameter) not in reduced:
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would "
+                        f"not share: make it part of {self.place} that parallelize is given"
+                    )
+                gradients.append(parameter.grad)
+        return gradients
 
 
 def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable[[], None] | None = None) -> Any:
@@ -225,7 +280,7 @@ class _Watch(torch.autograd.Function):
     def forward(ctx: Any, at_backward: Callable[[], None] | None, first: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.at_backward, ctx.first = at_backward, first
         ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.detach, tensors))  # not views, which must not be written to in place
+        return tuple(map(Tensor.detach, tensors))  # Views must not be written to in place.
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -234,7 +289,7 @@ class _Watch(torch.autograd.Function):
         present = [gradient for gradient in gradients if gradient is not None]
         if not torch.is_grad_enabled() or ctx.first is None or not present:
             return None, None, *gradients
-        # With create_graph=True, a function of gradients, such as a penalty, has a backward that reaches parameters too.
+        # A function of gradients, such as a penalty, has a backward that reaches parameters too (create_graph=True).
         watched = iter(_watch(present, ctx.first, ctx.at_backward))
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
 
@@ -248,36 +303,10 @@ def connect(row: Any, inputs: Arguments | None) -> Any:
     return map_tensors(lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row)
 
 
-def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: collectives.Group) -> None:
-    """Sets the gradients of parameters that no rank has used to None. A rank that has used all does not wait for the others.
-
-    All ranks call this. ``used`` are the numbers of the parameters that this rank has used.
-    """
-    counts = torch.tensor([number in used for number in range(len(parameters))], dtype=torch.int32)
-    wait = collectives.start_sum(counts, group)
-    if len(used) < len(parameters):
-        counted = zip(parameters, wait().tolist(), strict=True)
-        forget_gradients([parameter for parameter, count in counted if not count])
-
-
 def forget_gradients(parameters: Iterable[Tensor]) -> None:
     """Sets the gradients of parameters to None."""
     for parameter in parameters:
         parameter.grad = None
-
-
-def shared_gradients(tensors: Iterable[Tensor], shared: Iterable[Tensor], place: str) -> list[Tensor]:
-    """Returns the gradients of parameters of the optimizers. ``shared`` are those that are reduced, in ``place``."""
-    gradients, reduced = [], set(map(id, shared))
-    for parameter in tensors:
-        if parameter.grad is not None:
-            if id(parameter) not in reduced:
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not "
-                    f"share: make it part of {place} that parallelize is given"
-                )
-            gradients.append(parameter.grad)
-    return gradients
 
 
 def first_row(arguments: Arguments, dim: int) -> Arguments:

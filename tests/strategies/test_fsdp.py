@@ -21,7 +21,7 @@ from torch import nn
 
 from balanced_parallel import BalancedOptimizer, TrainStep, convert_sync_batchnorm, gather, parallelize
 from balanced_parallel.runtime.collectives import gather_objects
-from balanced_parallel.strategies.fsdp import BlockOrder, find_sharded_blocks
+from balanced_parallel.strategies.fsdp import find_sharded_blocks
 
 
 class Named(nn.Module):
@@ -570,12 +570,3 @@ def check_one_rank_changes(rank):
 
 def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters():
     assert run_ranks(2, check_one_rank_changes, fresh=True) == [True, True]
-
-
-def test_a_module_without_blocks_keeps_no_record():
-    order = BlockOrder()
-    order.names.append("root")
-    for _ in range(3):  # it grew with every forward
-        order.ran.append(0)
-        order.compare()
-    assert order.ran == []
