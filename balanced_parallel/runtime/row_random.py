@@ -6,8 +6,8 @@ A number depends on the seed of the update, the number of the draw in the forwar
     number j of it  =  word j % 4 of philox4x32-10(key = seed of the line, counter = j // 4)
 
 A line is the last dimension of a tensor. Coordinates of the other dimensions are separate, so a row that is padded to another
-length has the same numbers where it has data. torch's stateless numbers (``torch.func._random``, pytorch#177229, from torch 2.14
-on), integer operators, and the Triton kernel of ``dropout_kernel`` make the same bits.
+length has the same numbers where it has data. Integer operators and the Triton kernel of ``dropout_kernel``
+make the same bits, those of torch's stateless numbers (``torch.func._random`` of torch 2.14, pytorch#177229).
 
 torch's kernels that draw are replaced during an update. They look for the forward that runs, so modules, functions, composites in
 C++ (``nn.LSTM``) and worker threads are covered. During a forward, the seed of the device's generator is a ticket: the forward,
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel, stateless_numbers
+from .torch_private import CUDNN_LAYERS, REFUSED_DRAWS, attention_in_parts, has_kernel
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # These low bits of a ticket are the number of a draw.
@@ -74,8 +74,6 @@ def philox(seeds: Tensor, words: int) -> Tensor:
 
 def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Returns numbers in [0, 1), ``[..., length]`` for seeds ``[..., 1]``, in float32 (24 bits) or float64 (53 bits)."""
-    if (numbers := stateless_numbers(seeds, length, dtype)) is not None:
-        return numbers
     if dtype == torch.float64:
         words = philox(seeds, 2 * length)
         return (((words[..., ::2] << 32) | words[..., 1::2]) & (2**53 - 1)).to(dtype).mul_(2.0**-53)

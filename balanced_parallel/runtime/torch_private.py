@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public 
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base class of batch norms
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import StateDict
 from torch.utils import _python_dispatch  # the stack of TorchDispatchModes has no public functions
 from torch.utils._device import DeviceContext  # the type of `with torch.device(...)`
@@ -61,18 +62,18 @@ def run_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def rebuild_buckets(model: torch.nn.parallel.DistributedDataParallel) -> None:
+def rebuild_buckets(model: DistributedDataParallel) -> None:
     """Lets the reducer of ``model`` make its buckets anew in the order of its first gradients, once, as its forward does."""
     model.reducer._rebuild_buckets()
 
 
-def prepare_reduction(model: torch.nn.parallel.DistributedDataParallel) -> None:
+def prepare_reduction(model: DistributedDataParallel) -> None:
     """Prepares the reducer of ``model`` for one backward, which the forward of ``DistributedDataParallel`` does otherwise."""
     model.reducer._rebuild_buckets()
     model.reducer.prepare_for_backward([])
 
 
-def forget_order(model: torch.nn.parallel.DistributedDataParallel) -> None:
+def forget_order(model: DistributedDataParallel) -> None:
     """Makes the reducer of ``model`` forget the order of its first gradients. It makes its buckets anew in this order, once.
 
     A backward that fails is completed by another one, which reaches some parameters again. They are in the order twice, and the
@@ -371,15 +372,6 @@ def has_kernel(name: str, key: str) -> bool:
     return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
-def stateless_numbers(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
-    """Returns uniform numbers ``[..., length]`` of seeds ``[..., 1]``, as ``torch.func._random``; None where it has no kernel."""
-    if not has_kernel("_philox_uniform_", {"cpu": "CPU", "cuda": "CUDA"}.get(seeds.device.type, "PrivateUse1")):
-        return None  # The kernel is new in torch 2.14.
-    keys = torch.stack([seeds, torch.zeros_like(seeds)], -1).view(torch.uint64)
-    result = torch.empty(*seeds.shape[:-1], length, dtype=dtype, device=seeds.device)
-    return torch.ops.aten._philox_uniform_(result, keys, 0.0, 1.0)  # type: ignore[no-any-return]
-
-
 def attention_in_parts(
     seeds: object,
     query: Tensor,
@@ -405,7 +397,8 @@ def forget_whole_gradients(units: "Iterable[FSDPModule]") -> None:
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(parameter):  # Since torch 2.15 it has the whole gradient.
+                # The whole gradient is in the first place since torch 2.15, and in the second before.
+                if "unsharded_accumulated_grad" in vars(parameter):
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None

@@ -99,6 +99,7 @@ class MemoryLayout(NamedTuple):
     shape: torch.Size
     strides: tuple[int, ...] | None = None  # None for row by row
     order: tuple[int, ...] = ()  # dimensions in the order of the memory
+    is_dense: bool = True  # False if the memory has gaps
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """Returns the elements of a tensor of this shape, without a copy if its memory has this layout."""
@@ -115,7 +116,9 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
         return MemoryLayout(tensor.shape)
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim)), reverse=True))
     is_dense = tensor.permute(order).is_contiguous()
-    return MemoryLayout(tensor.shape, tensor.stride() if is_dense else None, order)
+    if not is_dense:
+        return MemoryLayout(tensor.shape, is_dense=False)
+    return MemoryLayout(tensor.shape, tensor.stride(), order)
 
 
 def pack(layouts: Sequence[MemoryLayout], tensors: Sequence[Tensor], size: int = 0) -> Tensor:
@@ -135,21 +138,31 @@ def unpack(layouts: Sequence[MemoryLayout], flat: Tensor) -> list[Tensor]:
     return [layout.restore(row.data) for layout, row in zip(layouts, rows, strict=True)]
 
 
-def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], buffer_bytes: int | None = None) -> None:
-    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense. ``buffer_bytes=0`` is without buffers."""
-    for chunk in chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
+def copy_coalesced(
+    targets: Sequence[Sequence[Tensor]],
+    sources: Sequence[Tensor],
+    buffer_bytes: int = BUFFER_BYTES,
+) -> None:
+    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense.
+
+    ``buffer_bytes=0`` is without buffers.
+    """
+    for chunk in chunks(sources, buffer_bytes):
         layouts = [layout_of(sources[i]) for i in chunk]
         flat = pack(layouts, [sources[i] for i in chunk])
-        chosen = [[tensors[i] for i in chunk] for tensors in targets]
-        has_gaps = layouts[0].strides is None and layouts[0].order != ()
-        if len(chunk) == 1 and not has_gaps and all(layout_of(tensor) == layouts[0] for (tensor,) in chosen):
-            broadcast(flat, [layouts[0].flatten(tensor) for (tensor,) in chosen])
-            torch.autograd.graph.increment_version([tensor for (tensor,) in chosen])
-            continue
-        received = [torch.empty_like(flat, device=tensors[0].device) for tensors in chosen]
-        broadcast(flat, received)
-        for tensors, buffer in zip(chosen, received, strict=True):
-            torch_private.foreach_copy_(tensors, unpack(layouts, buffer))
+        selected = [[tensors[i] for i in chunk] for tensors in targets]
+        is_single = len(chunk) == 1 and layouts[0].is_dense
+        is_direct = is_single and all(layout_of(tensors[0]) == layouts[0] for tensors in selected)
+        if is_direct:
+            buffers = [layouts[0].flatten(tensors[0]) for tensors in selected]
+        else:
+            buffers = [torch.empty_like(flat, device=tensors[0].device) for tensors in selected]
+        broadcast(flat, buffers)
+        for tensors, buffer in zip(selected, buffers, strict=True):
+            if is_direct:
+                torch.autograd.graph.increment_version(tensors)
+            else:
+                torch_private.foreach_copy_(tensors, unpack(layouts, buffer))
 
 
 def copies(tensors: Sequence[Tensor], devices: Devices, buffer_bytes: int) -> list[list[Tensor]]:

@@ -23,13 +23,16 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    unit = None if match is None else {name.lower(): factor for name, factor in UNITS.items()}.get(match[2].lower())
-    if match is not None and not match[2] and float(match[1]):
-        raise ValueError(f"{size!r} is not a memory size, it has no unit: {match[1]}GiB?")
-    count = 0 if match is None or unit is None else round(float(match[1]) * unit)
+    number, unit = match.groups() if match else ("0", "B")
+    if float(number) and not unit:
+        raise ValueError(f"{size!r} is not a memory size, it has no unit: {number}GiB?")
+    factors = {name.lower(): factor for name, factor in UNITS.items()}
+    count = round(float(number) * factors.get(unit.lower(), 0))
     if count == 0:
-        expected = "expected a positive number of bytes, or text with a unit, such as '24GiB', '512MiB' or '80GB'"
-        raise ValueError(f"{size!r} is not a memory size, {expected}")
+        raise ValueError(
+            f"{size!r} is not a memory size, expected a positive number of bytes, or text with a unit, such as "
+            "'24GiB', '512MiB' or '80GB'"
+        )
     return count
 
 

@@ -126,7 +126,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 raise TypeError(
                     f"the hook returned {describe(future)}, expected a torch.futures.Future of the bucket's gradients"
                 )
-            # Several collectives of a hook (powerSGD_hook) would mix with those of the next bucket, on gloo's threads.
+            # On gloo, the collectives of powerSGD_hook would mix with those of the next bucket.
             future.wait()
             return future
 
@@ -141,21 +141,18 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: call parallelize again")
+            before = "but did not when parallelize was called: call parallelize again"
+            raise ValueError(f"{name} requires a gradient, {before}")
         children = children_of(self)  # Reading or assigning self.module takes ten times as long as its entry.
         module: Any = children["module"]
-        function: Callable[..., Any] = module if method is None else getattr(module, method)
-        if rows and method not in self._examples:
-            self._examples[method] = first_row(arguments, self.dim)
-        row = None
-        if rows == 0 and not self.meets_ranks:  # Otherwise layers wait for this rank.
-            row = self._examples.get(method) or row_of_ones(arguments, self.dim)
+        function: Callable[..., Any] = getattr(module, method or "__call__")
+        row = self._row_in_place(method, arguments, rows)
         reduces = self.require_backward_grad_sync
         is_watched = torch.is_grad_enabled() and (reduces or not in_step)
 
         def call() -> Any:
             children["module"] = module  # Code inside of the function knows it so.
-            self.require_forward_param_sync = False  # The buffers are shared, whether or not this forward fails.
+            self.require_forward_param_sync = False  # Buffers are shared, even if this forward fails.
             if row is None:
                 inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
@@ -168,8 +165,16 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self.require_forward_param_sync = reduces and is_watched
         return PerReplica([output], [rows], self.out_dims)
 
+    def _row_in_place(self, method: str | None, arguments: Arguments, rows: int | None) -> Arguments | None:
+        """Returns a row to run in place of no rows, or None. Keeps the first row of a method for that."""
+        if rows and method not in self._examples:
+            self._examples[method] = first_row(arguments, self.dim)
+        if rows != 0 or self.meets_ranks:  # Layers that meet ranks wait for this one.
+            return None
+        return self._examples.get(method) or row_of_ones(arguments, self.dim)
+
     def _run_without_rows(self, function: Callable[..., Any], row: Arguments, empty: Arguments) -> Any:
-        """Runs a row in place of arguments without rows, and leaves nothing of it but the structure of the output."""
+        """Runs a row in place of arguments without rows. Only the structure of the output is left."""
         inputs, kwargs = move_arguments(row, self.devices[0])
         with undone(self.module, self.devices), torch.no_grad():
             outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
@@ -249,7 +254,8 @@ class BucketRecord(GradientRecord):
         """Begins an update, with gradients of zeros in the buckets, as soon as the reducer has made them."""
         for bucket in self.buckets:
             bucket.zero_()
-        self._zeros = {number: place.data for number, place in self._places.items()}  # They have version counters of their own.
+        # Each has a version counter of its own.
+        self._zeros = {number: place.data for number, place in self._places.items()}
         for number, zero in self._zeros.items():
             self.parameters[number].grad = zero
 
@@ -259,24 +265,25 @@ class BucketRecord(GradientRecord):
             return False
         if self.is_by_hand:
             self._zeros = {}
-        run_after_backward(self._note)  # The reducer's callback follows, and sets gradients that are still missing.
+        run_after_backward(self._note)  # The reducer's callback follows. It sets missing gradients.
         return True
 
     def take_places(self) -> None:
         """Takes the places of the reduced gradients, in the buckets that the reducer keeps."""
-        gradients = [(number, parameter.grad) for number, parameter in enumerate(self.parameters)]
-        self._places = {number: grad for number, grad in gradients if grad is not None and grad.layout == torch.strided}
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                self._places[number] = parameter.grad
         self.buckets = list({id(bucket): bucket for bucket in map(base_of, self._places.values())}.values())
 
     def _note(self) -> None:
-        """Notes the parameters that have a gradient."""
-        self.used.clear()
-        for number, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None or (gradient is self._zeros.get(number) and torch_private.versions([gradient]) == [0]):
-                continue
-            if gradient.layout == torch.strided or torch_private.has_elements(gradient):
-                self.used.add(number)
+        """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
+        gradients = [(number, parameter.grad) for number, parameter in enumerate(self.parameters)]
+        self.used = {number for number, grad in gradients if grad is not None and self._is_used(number, grad)}
+
+    def _is_used(self, number: int, gradient: Tensor) -> bool:
+        if gradient.layout != torch.strided:
+            return torch_private.has_elements(gradient)
+        return gradient is not self._zeros.get(number) or torch_private.versions([gradient]) != [0]
 
 
 class RequestedGradients:
@@ -291,9 +298,10 @@ class RequestedGradients:
         self._hooks = contextlib.ExitStack()
 
     def begin(self, derivatives: list[Tensor | None]) -> None:
-        """Waits for the gradients that the running backward makes, once. ``derivatives`` are those of a zero of the parameters.
+        """Waits for the gradients that the running backward makes, once.
 
-        These become zeros, so that a rank without rows has all of the gradients, too.
+        ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank without rows has
+        all of the gradients, too.
         """
         backward = current_backward_id()
         if backward == self._backward:
@@ -305,7 +313,7 @@ class RequestedGradients:
         is_accumulated: dict[int, bool | None] = {}
 
         def keep(number: int, gradient: Tensor) -> Tensor | None:
-            """Returns the place of the average. Its own derivative is that of this rank, as of a gradient that ranks average."""
+            """Returns the place of the average. Its own derivative is that of this rank."""
             if current_backward_id() != backward:
                 return None
             result = hand_back(gradient.detach(), [torch.ones_like(gradient)], [gradient])
@@ -410,7 +418,8 @@ class _DDPUpdate(RankUpdate):
         is_awaited = self._local is not None and self._sums is None
         if is_awaited and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
-            for parameter in self._model.record.parameters:  # a failed backward has not run hooks that other ranks wait for
+            # A failed backward has not run hooks that other ranks wait for.
+            for parameter in self._model.record.parameters:
                 with contextlib.suppress(RuntimeError):  # it has been reached
                     _zero_of([parameter], [None]).backward()
             is_memory = isinstance(error, torch.OutOfMemoryError)
@@ -423,7 +432,7 @@ class _DDPUpdate(RankUpdate):
         self._model.share_buffers()
         self._sums = self.exchange(report)
         if (self._sums.out_of_memory or self._sums.failed) and not self._model.record.buckets:
-            torch_private.forget_order(self._model)  # All ranks do this, or the next forward of some would wait.
+            torch_private.forget_order(self._model)  # The next forward would wait for ranks that do not.
         return self._sums
 
     def _refuse_failures(self, sums: RankReport, *, but_memory: bool = False) -> None:
@@ -461,7 +470,9 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
             return Along(ones(leaf.leaf, leaf.dim), leaf.dim)
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return leaf
-        return leaf.new_ones([1 if axis == along % leaf.dim() else size for axis, size in enumerate(leaf.shape)])
+        shape = list(leaf.shape)
+        shape[along] = 1
+        return leaf.new_ones(shape)
 
     row: Arguments = map_leaves(ones, arguments)
     return row

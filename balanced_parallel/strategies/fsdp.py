@@ -126,14 +126,15 @@ class ShardedModel(RankModel):
     def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> Any:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         module: Any = torch_private.children_of(self)["module"]  # self.module would call __getattr__
-        function = module if method is None else getattr(module, method)
+        function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
             self.gradients.compare_blocks()
         zero = None if in_step else zero_of(self._sentinel, *self.gradients.parameters)
-        return watch_output(output, zero, functools.partial(self._begin_backward, in_step, self.gradients.is_dummy))
+        begin = functools.partial(self._begin_backward, in_step, self.gradients.is_dummy)
+        return watch_output(output, zero, begin)
 
     def _begin_backward(self, in_step: bool, is_dummy: bool) -> None:
         if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
@@ -318,11 +319,11 @@ Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its 
 
 
 class ShardedGradients(GradientRecord):
-    """Completes the gradients of sharded modules in every backward, and compares the blocks that ranks have run.
+    """Completes the gradients of sharded modules in every backward. Compares the blocks that ranks have run.
 
-    A rank compares its blocks with the others if their order is new. If only one rank changes its order, it waits in the
-    comparison and the others wait for its shards, until the timeout of the process group. ``group`` has no other collectives
-    meanwhile.
+    A rank compares its blocks with the others if their order is new. If only one rank changes its order, it
+    waits in the comparison and the others wait for its shards, until the timeout of the process group. ``group``
+    has no other collectives meanwhile.
     """
 
     def __init__(self, group: collectives.Group) -> None:
@@ -330,7 +331,8 @@ class ShardedGradients(GradientRecord):
         self.has_run = False  # FSDP2 has begun
         self.is_dummy = False  # The present forward has no rows of this rank: its gradients are zeros.
         self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
-        self._ran: list[str] = []  # Blocks in the order in which they began to run, since the last backward or evaluation.
+        # Blocks in the order in which they began to run, since the last backward or evaluation.
+        self._ran: list[str] = []
         self._compared: list[str] | None = None
         self._units: list[list[Slot]] = []  # the parameters of each sharded module
         self._root: Any = None  # The last sharded module, which contains the others.
@@ -340,7 +342,7 @@ class ShardedGradients(GradientRecord):
     def begin_update(self) -> None:
         """Begins to note the parameters that this rank uses."""
         self.used.clear()
-        # Whole gradients and their versions, after the backward before. FSDP2 replaces those in half precision.
+        # Whole gradients and their versions, after the last backward. FSDP2 replaces those in half precision.
         self._whole_gradients: dict[int, tuple[TensorWeakRef, list[int]]] = {}
 
     def run_step(self, backward: Callable[[], None], *, keeps_whole: bool = False) -> None:
@@ -405,7 +407,7 @@ class ShardedGradients(GradientRecord):
         self._is_dummy = self._is_dummy and is_dummy
 
     def compare_blocks(self) -> None:
-        """Compares the blocks of all ranks if they are new, and begins anew. Raises ``RuntimeError`` if a rank has run others."""
+        """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""
         ran, self._ran = self._ran, []
         if ran == self._compared or len(self._units) == 1:  # The root alone has no order.
             return
@@ -414,9 +416,9 @@ class ShardedGradients(GradientRecord):
             for expected, block in itertools.zip_longest(orders[0], order, fillvalue="none"):
                 if block != expected:
                     raise RuntimeError(
-                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same "
-                        "order: the loss is wrong. Run a block that only some rows need on every rank, also without rows; or "
-                        "use strategy='ddp'"
+                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks "
+                        "in the same order: the loss is wrong. Run a block that only some rows need on every rank, "
+                        "also without rows; or use strategy='ddp'"
                     )
         self._compared = ran
 
@@ -440,7 +442,7 @@ class ShardedGradients(GradientRecord):
             reference, version = self._whole_gradients.get(number, (None, []))
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
-                dtype = getattr(parameter, "grad_dtype", None)  # The dtype of the reduction, since torch 2.15.
+                dtype = getattr(parameter, "grad_dtype", None)  # New in torch 2.15: that of the reduction.
                 gradient = parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             elif is_dummy:
                 if not is_kept:

@@ -174,7 +174,7 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
     tensors = [*module.named_parameters(), *module.named_buffers()]
     details = (f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}" for name, tensor in tensors)
     lines = [type(module).__qualname__, *details]
-    script = Path(getattr(sys.modules["__main__"], "__file__", ""))  # not there in an interactive session
+    script = Path(getattr(sys.modules["__main__"], "__file__", ""))  # An interactive session has none.
     facts = {
         "torch": str(torch.__version__),
         "balanced_parallel": version("balanced-parallel"),

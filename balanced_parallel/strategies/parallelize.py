@@ -158,10 +158,9 @@ def _rank_model(
     compared["precision"] = Precision(settings["precision"] or "fp32").name
     check_agreement(module, compared | describe_criterion(criterion))
     refuse_rescaled(rescaled_embeddings(module))
-    if strategy == "auto" and mesh is not None and mesh.ndim == 2:
-        strategy = "fsdp"
-    elif strategy == "auto":
-        strategy = choose_strategy(module, device, environment)
+    if strategy == "auto":
+        has_copies = mesh is not None and mesh.ndim == 2
+        strategy = "fsdp" if has_copies else choose_strategy(module, device, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     if strategy == "fsdp":

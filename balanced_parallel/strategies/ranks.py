@@ -143,15 +143,15 @@ class RankReport(NamedTuple):
 
 
 class GradientRecord:
-    """The parameters that have got a gradient on this rank, in an update of a step, or in a backward without one.
+    """The parameters that have got a gradient on this rank, in an update of a step, or in a backward by hand.
 
     ``parameters`` are those that are reduced over the ranks of ``group``.
     """
 
     def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
         self.parameters, self.group = parameters, group
-        self.used: set[int] = set()  # their numbers
-        # In a loop by hand, the ranks agree on unused parameters at the end of each backward; TrainStep does it behind several.
+        self.used: set[int] = set()  # Numbers of parameters.
+        # By hand, ranks agree on unused parameters after each backward; in TrainStep, after several.
         self.is_by_hand = True
         self._backward: int | None = None
 
@@ -173,7 +173,8 @@ class GradientRecord:
 
         A rank that has used all does not wait for the others.
         """
-        counts = torch.tensor([number in self.used for number in range(len(self.parameters))], dtype=torch.int32)
+        is_used = [number in self.used for number in range(len(self.parameters))]
+        counts = torch.tensor(is_used, dtype=torch.int32)
         wait = collectives.start_sum(counts, self.group)
         if len(self.used) < len(self.parameters):
             counted = zip(self.parameters, wait().tolist(), strict=True)
@@ -181,12 +182,13 @@ class GradientRecord:
 
 
 class RankUpdate(UpdateSync):
-    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over the ranks."""
+    """Loss and weight of a rank, on their way to those of all ranks. The ranks average gradients."""
 
     place = "the module"  # Parameters of the optimizers are part of it.
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
-        self._record, self._device, self._ranks = record, model.devices[0], collectives.world_size(record.group)
+        self._record, self._device = record, model.devices[0]
+        self._ranks = collectives.world_size(record.group)
         self._local: Callable[[], Tensor] | None = None  # Returns loss and weight of this rank, on the host.
 
     @abc.abstractmethod
@@ -194,7 +196,7 @@ class RankUpdate(UpdateSync):
         """Completes the report of this rank, and ends the reduction. Returns the sums of the reports of all ranks."""
 
     def exchange(self, report: RankReport) -> RankReport:
-        """Returns the sums of the reports of all ranks. Each report tells if its rank has unused parameters."""
+        """Returns the sums of the reports of all ranks, which tell if a rank has unused parameters."""
         record = self._record
         has_unused = len(record.used) < len(record.parameters)
         return collectives.sum_numbers(report._replace(has_unused=has_unused), record.group)
@@ -240,8 +242,8 @@ class RankUpdate(UpdateSync):
             if parameter.grad is not None:
                 if id(parameter) not in reduced:
                     raise ValueError(
-                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would "
-                        f"not share: make it part of {self.place} that parallelize is given"
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the "
+                        f"ranks would not share: make it part of {self.place} that parallelize is given"
                     )
                 gradients.append(parameter.grad)
         return gradients
@@ -289,7 +291,7 @@ class _Watch(torch.autograd.Function):
         present = [gradient for gradient in gradients if gradient is not None]
         if not torch.is_grad_enabled() or ctx.first is None or not present:
             return None, None, *gradients
-        # A function of gradients, such as a penalty, has a backward that reaches parameters too (create_graph=True).
+        # A penalty of gradients has a backward that reaches parameters too: create_graph=True.
         watched = iter(_watch(present, ctx.first, ctx.at_backward))
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
 

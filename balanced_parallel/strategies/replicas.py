@@ -40,7 +40,7 @@ class _ReplicaSync(GradientSync, UpdateSync):
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         if not is_reduced:
-            yield []  # for a backward that only sums the gradients of the replicas
+            yield []  # The backward only sums the gradients of the replicas.
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         both = self._criterion.replicas, self._model.replicas

@@ -1,7 +1,6 @@
 """Random numbers by row: their bits, parts of a batch against the whole, and torch's kernels outside of forwards."""
 
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -45,15 +44,6 @@ def test_uniform_numbers_are_words_of_philox():
     assert torch.equal(double, ((words[:, ::2] * 2**32 + words[:, 1::2]) % 2**53).double() / 2**53)
     assert single.min() >= 0
     assert double.max() < 1
-
-
-def test_integer_operators_have_the_bits_of_torch(monkeypatch):
-    """torch has a kernel from 2.14 on."""
-    seeds = torch.randint(-(2**63), 2**63 - 1, (3, 4, 1))
-    cases = list(itertools.product((1, 4, 5, 131), (torch.float32, torch.float64)))
-    numbers = [uniform(seeds, length, dtype) for length, dtype in cases]
-    monkeypatch.setattr(row_random, "stateless_numbers", lambda *_: None)
-    assert all(torch.equal(uniform(seeds, *case), found) for case, found in zip(cases, numbers, strict=True))
 
 
 def test_dropout_kernel_has_the_same_bits():

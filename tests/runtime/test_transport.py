@@ -163,15 +163,14 @@ def test_copies_between_tensors_of_other_strides(buffer_bytes):
 
 
 @pytest.mark.parametrize("bytes_per_buffer", [1, 100, 10**6])
-def test_copies_of_many_tensors(monkeypatch, bytes_per_buffer):
-    monkeypatch.setattr(transport, "BUFFER_BYTES", bytes_per_buffer)
+def test_copies_of_many_tensors(bytes_per_buffer):
     tensors = [*assorted(), torch.arange(3), torch.tensor(True)]
     with simulate(3) as cluster:
         devices = [torch.device("sim", index) for index in range(3)]
         here = [tensor.to("sim:0") for tensor in tensors]
         targets = [[torch.empty_like(tensor, device=device) for tensor in here] for device in devices[1:]]
         before = len(cluster.copies)
-        transport.copy_coalesced(targets, here)
+        transport.copy_coalesced(targets, here, bytes_per_buffer)
         if bytes_per_buffer == 10**6:
             assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:1", "sim:2")] * 3  # one per dtype
         repeated = [devices[0], devices[1], devices[1], devices[0]]
