@@ -34,9 +34,14 @@ def language_batch(rows=9):
     return words, targets
 
 
+def whole(tensor):
+    """Returns a tensor with the elements of all ranks."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def whole_gradients(module):
     """Returns the gradients with the elements of all ranks."""
-    return [None if one.grad is None else one.grad.full_tensor() for one in module.parameters()]
+    return [whole(parameter.grad) for parameter in module.parameters()]
 
 
 def row_mean(output, target):

@@ -1,6 +1,9 @@
 """Runs functions on several ranks, as torchrun would start them, and returns their results."""
 
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing.connection
 import os
 import random
@@ -8,6 +11,7 @@ import socket
 import time
 import traceback
 import warnings
+from typing import NamedTuple
 
 from .processes import PROCESSES, enter_environment
 
@@ -37,6 +41,33 @@ def run_ranks(world_size, function, *arguments, timeout=120, fresh=False):
     except BaseException:  # the other ranks may wait for the one that failed
         _pools.pop(world_size).kill()
         raise
+
+
+class Check(NamedTuple):
+    """The function that a test of :func:`on_ranks` calls on each rank."""
+
+    module: str
+    name: str
+
+    def __call__(self, rank, *arguments):
+        return getattr(importlib.import_module(self.module), self.name).check(rank, *arguments)
+
+
+def on_ranks(world_size, **settings):
+    """Makes a test of a function, which is called on each rank with its number. Settings are those of :func:`run_ranks`."""
+
+    def decorate(check):
+        parameters = [*inspect.signature(check).parameters.values()][1:]
+
+        @functools.wraps(check)
+        def test(**arguments):
+            values = [arguments[parameter.name] for parameter in parameters]
+            run_ranks(world_size, Check(check.__module__, check.__name__), *values, **settings)
+
+        test.check, test.__signature__ = check, inspect.Signature(parameters)
+        return test
+
+    return decorate
 
 
 def kill_pools():
@@ -113,7 +144,7 @@ def _rank_main(pipe, environment, rank, world_size, port):
         except EOFError:
             return
         _reset()
-        if function is not previous:
+        if function != previous:
             gc.collect()
         previous = function
         try:

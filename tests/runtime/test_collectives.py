@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.ddp import cut_over_ranks
 from helpers.problems import build_net
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 
 from balanced_parallel import PerReplica, gather, parallelize, weighted_mean
 from balanced_parallel.runtime import collectives
@@ -20,7 +20,8 @@ from balanced_parallel.runtime.collectives import by_value, compare_ranks
 from balanced_parallel.strategies.launch import end_process_group
 
 
-def check_gather(rank):
+@on_ranks(3)
+def test_gather_and_weighted_mean_over_uneven_ranks(rank):
     torch.set_default_dtype(torch.float64)
     parallelize(build_net(), torch.nn.MSELoss())
     sizes = [1, 0, 4]
@@ -48,11 +49,6 @@ def check_gather(rank):
         gather([])
     mean = weighted_mean([torch.tensor(float("nan") if rank == 1 else rank + 1.0)], [[2, 0, 1][rank]])
     torch.testing.assert_close(mean, torch.tensor(5.0 / 3))
-    return True
-
-
-def test_gather_and_weighted_mean_over_uneven_ranks():
-    assert run_ranks(3, check_gather) == [True] * 3
 
 
 def check_group(rank):

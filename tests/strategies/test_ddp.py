@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.ddp import WAYS, Changing, Chosen, make_update
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,8 @@ from balanced_parallel.batch.rows import Along, Arguments
 from balanced_parallel.strategies.ddp import row_of_ones
 
 
-def check_compiled(rank):
+@on_ranks(2, timeout=200)
+def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
     graphs = []
 
     def backend(graph, inputs):
@@ -40,11 +41,6 @@ def check_compiled(rank):
         step(torch.randn(4, 700), torch.randn(4, 700))
     assert len(graphs) == count
     torch._dynamo.reset()
-    return True
-
-
-def test_accumulation_and_synchronizing_forward_compile_the_same_graphs():
-    assert run_ranks(2, check_compiled, timeout=200) == [True, True]
 
 
 def check_memory(rank):
@@ -71,31 +67,25 @@ def test_accumulation_keeps_one_copy_of_the_gradients():
     assert max(run_ranks(2, check_memory)) < 0.3
 
 
-def check_warnings(rank):
+@on_ranks(2)
+def test_a_start_and_two_updates_print_no_warnings_of_torch(rank):
     with warnings.catch_warnings(action="error"):
         for strategy in ("ddp", "fsdp"):
             model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
             step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
             for rows in (4, 5 * rank):
                 step(torch.randn(rows, 4), class_targets(rows))
-    return True
 
 
-def test_a_start_and_two_updates_print_no_warnings_of_torch():
-    assert run_ranks(2, check_warnings) == [True, True]
-
-
-def check_inside(rank):
+@on_ranks(2)
+def test_module_attribute_is_the_original_module_in_forward(rank):
     seen = []
     net = build_net()
     model, _ = parallelize(net, nn.CrossEntropyLoss())
     net[0].register_forward_hook(lambda *_: seen.append(model.module))
     model(torch.randn(3, 4))
-    return seen == [net] and model.module is net
-
-
-def test_module_attribute_is_the_original_module_in_forward():
-    assert run_ranks(2, check_inside) == [True, True]
+    assert seen == [net]
+    assert model.module is net
 
 
 class Biased(nn.Linear):
@@ -111,7 +101,8 @@ class Biased(nn.Linear):
         return super().forward(inputs) + self.more if self.is_biased else super().forward(inputs)
 
 
-def check_order(rank):
+@on_ranks(2)
+def test_bucket_all_reduce_overlaps_with_the_backward_of_earlier_layers(rank):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     for way in WAYS:
@@ -140,11 +131,6 @@ def check_order(rank):
         assert sum(isinstance(event, int) for event in last) >= 1, (way, events)
         assert last[-1] == f"bucket {sum(isinstance(event, str) for event in last) - 1}", (way, events)
         assert len([event for event in events if isinstance(event, str)]) > 1, (way, events)
-    return True
-
-
-def test_bucket_all_reduce_overlaps_with_the_backward_of_earlier_layers():
-    assert run_ranks(2, check_order) == [True, True]
 
 
 class Recomputed(nn.Module):
@@ -160,7 +146,8 @@ class Recomputed(nn.Module):
         return self.last(checkpoint(self.middle, self.first(inputs), use_reentrant=self.use_reentrant))
 
 
-def check_recomputed(rank):
+@on_ranks(2)
+def test_activation_checkpointing_equals_the_plain_program(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randn(7, 4, dtype=torch.float64), class_targets(7, ignored=2)
     plain = Recomputed(use_reentrant=False)
@@ -172,24 +159,15 @@ def check_recomputed(rank):
         for _ in range(3):
             torch.testing.assert_close(update(inputs[mine], targets[mine]), expected.detach(), rtol=1e-10, atol=1e-10)
             assert_same_gradients(gradients(model.module), gradients(plain))
-    return True
 
 
-def test_activation_checkpointing_equals_the_plain_program():
-    assert run_ranks(2, check_recomputed) == [True, True]
-
-
-def check_reentrant(rank):
+@on_ranks(2)
+def test_reentrant_checkpointing_raises_an_error(rank):
     """Reentrant checkpoints run a backward inside of the backward, which DistributedDataParallel does not support."""
     for way in WAYS:
         _, update = make_update(way, Recomputed(use_reentrant=True), nn.CrossEntropyLoss())
         with pytest.raises(RuntimeError, match="reentrant backward passes"):
             update(torch.randn(3, 4, dtype=torch.float64), class_targets(3))
-    return True
-
-
-def test_reentrant_checkpointing_raises_an_error():
-    assert run_ranks(2, check_reentrant) == [True, True]
 
 
 class Words(nn.Module):
@@ -204,7 +182,8 @@ class Words(nn.Module):
         return self.last(self.embedding(inputs).mean(1))
 
 
-def check_sparse(rank):
+@on_ranks(3)
+def test_sparse_gradients_with_ranks_without_rows(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randint(11, (9, 3)), class_targets(9, ignored=3)
     sizes = [3, 0, 6]  # nothing counted, no rows, all the rest
@@ -219,11 +198,6 @@ def check_sparse(rank):
             found = gradients(model.module)
             assert found[0].is_sparse
             assert_same_gradients([found[0].to_dense(), *found[1:]], [p.grad.to_dense() for p in plain.parameters()])
-    return True
-
-
-def test_sparse_gradients_with_ranks_without_rows():
-    assert run_ranks(3, check_sparse) == [True] * 3
 
 
 class Layouts(nn.Module):
@@ -241,20 +215,17 @@ class Layouts(nn.Module):
         return inputs.float()
 
 
-def check_strides(rank):
+@on_ranks(2)
+def test_gradients_have_the_strides_of_their_parameters(rank):
     for way in WAYS:
         model, update = make_update(way, Layouts(), nn.MSELoss())
         for _ in range(3):
             update(torch.randn(4 * rank, 4, 5, 5), torch.randn(4 * rank, 4, 2, 2))
             assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
-    return True
 
 
-def test_gradients_have_the_strides_of_their_parameters():
-    assert run_ranks(2, check_strides) == [True, True]
-
-
-def check_copy(rank):
+@on_ranks(2)
+def test_deepcopy_of_a_trained_model_trains(rank):
     torch.manual_seed(0)
     inputs, targets = torch.randn(7, 4), class_targets(7, 1)
     mine = slice(0, 2) if rank == 0 else slice(2, None)
@@ -268,11 +239,6 @@ def check_copy(rank):
         step = TrainStep(one, criterion, torch.optim.SGD(one.parameters(), lr=0.1))
         torch.testing.assert_close(step(inputs[mine], targets[mine]), loss)
         assert_same_gradients(gradients(one.module), expected, 1e-6)
-    return True
-
-
-def test_deepcopy_of_a_trained_model_trains():
-    assert run_ranks(2, check_copy) == [True, True]
 
 
 def quantize(state, bucket):
@@ -283,7 +249,8 @@ def quantize(state, bucket):
     return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0] / 2)
 
 
-def check_bucketwise(rank):
+@on_ranks(2)
+def test_comm_hook_buckets_contain_only_gradients(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randn(600, 4, dtype=torch.float64), class_targets(600)
     mine = slice(0, 200) if rank == 0 else slice(200, None)
@@ -296,14 +263,10 @@ def check_bucketwise(rank):
             torch.testing.assert_close(update(inputs[mine], targets[mine]), loss.detach(), rtol=1e-10, atol=1e-10)
             largest = max(gradient.abs().max() for gradient in gradients(plain) if gradient is not None)
             assert_same_gradients(gradients(model.module), gradients(plain), 0.02 * largest.item())
-    return True
 
 
-def test_comm_hook_buckets_contain_only_gradients():
-    assert run_ranks(2, check_bucketwise) == [True, True]
-
-
-def check_compressed(rank):
+@on_ranks(2)
+def test_fp16_compression_hook_does_not_round_the_weight(rank):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     torch.manual_seed(0)
@@ -316,11 +279,6 @@ def check_compressed(rank):
     mine = slice(None, 4000) if rank == 0 else slice(4000, None)
     for _ in range(2):
         torch.testing.assert_close(step(inputs[mine], targets[mine]), expected.detach(), rtol=1e-6, atol=1e-6)
-    return True
-
-
-def test_fp16_compression_hook_does_not_round_the_weight():
-    assert run_ranks(2, check_compressed) == [True, True]
 
 
 def check_powersgd(rank):
@@ -495,7 +453,8 @@ def test_ranks_exchange_unused_parameters_only_where_there_are_some():
     assert run_ranks(2, check_exchanges)[0] == [2, 3, 3]  # the other rank does not always wait for the third
 
 
-def check_step_and_loop_in_turn(rank):
+@on_ranks(2)
+def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
     """Each update of a step or of a loop by hand tells anew which parameters were used, on any rank."""
     torch.set_default_dtype(torch.float64)
     net = Changing()
@@ -522,7 +481,3 @@ def check_step_and_loop_in_turn(rank):
         by_hand.step()
         for one, other in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn():
-    run_ranks(2, check_step_and_loop_in_turn)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
@@ -26,7 +26,8 @@ class Centred(nn.Module):
         return output - total / count
 
 
-def check_own_collective(rank):
+@on_ranks(2, timeout=60)
+def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused(rank):
     torch.manual_seed(0)
     net = Centred().double()
     plain = copy.deepcopy(net).eval()  # whose mean is that of its rows
@@ -50,8 +51,4 @@ def check_own_collective(rank):
         model(inputs[:0])
     net.eval()
     assert model(inputs[:0]).gather().shape == (0, 3)  # this mode has no collective
-    return model.meets_ranks
-
-
-def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused():
-    assert run_ranks(2, check_own_collective, timeout=60) == [True, True]
+    assert model.meets_ranks

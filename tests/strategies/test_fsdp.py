@@ -13,10 +13,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ddp import WAYS, Partly, cut_over_ranks, make_update
+from helpers.ddp import WAYS, cut_over_ranks, make_update
 from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, TrainStep, convert_sync_batchnorm, gather, parallelize
@@ -48,7 +48,8 @@ def test_blocks_are_those_of_the_model_or_repeated_modules():
     assert find_sharded_blocks(nn.Linear(2, 2)) == []
 
 
-def check_mesh(rank):
+@on_ranks(4)
+def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts(rank):
     """Two hosts with two ranks each: shards over the ranks of a host, copies over the hosts."""
     torch.set_default_dtype(torch.float64)
     words, targets = language_batch()
@@ -67,14 +68,10 @@ def check_mesh(rank):
         found = step(words.split(sizes)[rank], targets.split(sizes)[rank])
         torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
         assert_same_gradients(whole_gradients(model.module), expected)
-    return True
 
 
-def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts():
-    assert run_ranks(4, check_mesh) == [True] * 4
-
-
-def check_compiled(rank):
+@on_ranks(2, timeout=200)
+def test_compiled_blocks_equal_the_plain_program(rank):
     """Compiled before they are sharded, in both of torch's ways."""
     torch.set_default_dtype(torch.float64)
     words, targets = language_batch(6)
@@ -95,14 +92,10 @@ def check_compiled(rank):
             torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
             assert_same_gradients(whole_gradients(model.module), expected)
     torch._dynamo.reset()
-    return True
 
 
-def test_compiled_blocks_equal_the_plain_program():
-    assert run_ranks(2, check_compiled, timeout=200) == [True, True]
-
-
-def check_start(rank):
+@on_ranks(2)
+def test_evaluation_and_other_methods_of_ranks_without_rows(rank):
     """Weights of rank 0; an evaluation before the optimizer is made; rows in another dimension; another method."""
     torch.set_default_dtype(torch.float64)
     net = build_net()
@@ -133,11 +126,6 @@ def check_start(rank):
     net.encode = net.forward
     criterion(model.call("encode", inputs[mine]), targets[mine]).backward()
     assert_same_gradients(whole_gradients(model.module), expected)
-    return True
-
-
-def test_evaluation_and_other_methods_of_ranks_without_rows():
-    assert run_ranks(2, check_start) == [True, True]
 
 
 def check_precision(rank):
@@ -195,7 +183,8 @@ def test_optimizer_state_is_sharded_and_moves_to_the_plain_optimizer():
     assert max(parts) < 0.6 * size
 
 
-def check_sync_batchnorm(rank):
+@on_ranks(2)
+def test_batch_norm_over_ranks_without_rows(rank):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     inputs, targets = torch.randn(6, 4), class_targets(6)
@@ -211,17 +200,13 @@ def check_sync_batchnorm(rank):
     torch.testing.assert_close(step(inputs.split([6, 0])[rank], targets.split([6, 0])[rank]), loss)
     assert_same_gradients(whole_gradients(model.module), expected)
     torch.testing.assert_close(model.module[1].running_mean, plain[1].running_mean)
-    return True
-
-
-def test_batch_norm_over_ranks_without_rows():
-    assert run_ranks(2, check_sync_batchnorm) == [True, True]
 
 
 shard = functools.partial(parallelize, strategy="fsdp")
 
 
-def check_language(rank):
+@on_ranks(2)
+def test_shards_equal_the_plain_program(rank):
     """Tied weights, checkpointed blocks, a parameter that nobody uses; ranks with no counted target, and with no rows."""
     torch.set_default_dtype(torch.float64)
     words, targets = language_batch()
@@ -239,11 +224,6 @@ def check_language(rank):
             assert_same_gradients(whole_gradients(model.module), expected if kind == "counted" else expected_some)
         assert model.module.never.weight.grad is None
         assert len(model.units) == 4
-    return True
-
-
-def test_shards_equal_the_plain_program():
-    assert run_ranks(2, check_language) == [True, True]
 
 
 def frozen_language():
@@ -254,7 +234,8 @@ def frozen_language():
     return language
 
 
-def check_frozen_embedding(rank):
+@on_ranks(2)
+def test_checkpoints_behind_a_frozen_embedding_equal_the_plain_program(rank):
     """The first block runs again in the backward, with an input that no operator has made."""
     words, targets = language_batch()
     loss, expected = plain_program(frozen_language(), nn.CrossEntropyLoss(), words, targets)
@@ -263,52 +244,6 @@ def check_frozen_embedding(rank):
         found = update(*(cut_over_ranks(each, [4, 5], rank) for each in (words, targets)))
         torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
         assert_same_gradients(whole_gradients(language), expected)
-    return True
-
-
-def test_checkpoints_behind_a_frozen_embedding_equal_the_plain_program():
-    assert run_ranks(2, check_frozen_embedding) == [True, True]
-
-
-def check_windows(rank):
-    """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
-    torch.set_default_dtype(torch.float64)
-    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]  # window -> rank -> rows of its micro-batches
-    plain = Partly()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
-    model, criterion = shard(Partly(), nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), max_grad_norm=0.3)
-    for number, window in enumerate(windows):
-        sizes = [size for mine in window for size in mine]
-        torch.manual_seed(number)
-        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
-        optimizer.zero_grad()
-        total = sum(
-            nn.functional.cross_entropy(plain(some), labels, reduction="sum")
-            for some, labels in zip(inputs.split(sizes), targets.split(sizes), strict=True)
-        )
-        loss = total / (targets != -100).sum()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-        assert norm > 0.3
-        optimizer.step()
-
-        start = sum(len(mine) for mine in window[:rank])
-        forwards = model.module.forwards.item()
-        for piece in range(start, start + len(window[rank])):
-            step.add(inputs.split(sizes)[piece], targets.split(sizes)[piece])
-        torch.testing.assert_close(step.apply(), loss.detach(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
-        assert model.module.forwards.item() == forwards + len(window[rank])  # not those without rows
-        assert_same_gradients(whole_gradients(model.module), gradients(plain))
-        assert model.module.never.weight.grad is None
-        for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-9, atol=1e-10)
-    return True
-
-
-def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program():
-    assert run_ranks(2, check_windows) == [True, True]
 
 
 class Poisoned(nn.Module):
@@ -330,7 +265,9 @@ class Poisoned(nn.Module):
         return self.layers(inputs)
 
 
-def check_poisoned(rank):
+@on_ranks(2)
+def test_forward_without_rows_leaves_no_trace(rank):
+    """It is nan, and changes neither gradients nor batch statistics, and random numbers as a forward with rows does."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     inputs, targets = torch.randn(5, 4), class_targets(5)
@@ -351,39 +288,10 @@ def check_poisoned(rank):
             if rank == 0:
                 assert all(map(torch.equal, buffers, model.buffers()))
         assert model.module.layers[2].num_batches_tracked == 2 * rank
-    return True
 
 
-def test_forward_without_rows_leaves_no_trace():
-    """It is nan, and changes neither gradients nor batch statistics, and random numbers as a forward with rows does."""
-    assert run_ranks(2, check_poisoned) == [True, True]
-
-
-def check_half(rank):
-    """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
-    model, criterion = shard(build_net(), nn.MSELoss(), precision="fp16")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, precision="fp16", micro_batch_size=2)
-    step(torch.randn(3 * rank, 4), torch.rand(3 * rank, 5))
-    assert all(gradient.abs().max() < 10 for gradient in whole_gradients(model))  # unscaled on both
-    scaler = step.precision.scaler
-    scale = scaler.get_scale()
-    before = [parameter.full_tensor() for parameter in model.parameters()]
-    step(torch.randn(2, 4), torch.full((2, 5), torch.inf if rank == 0 else 1.0))
-    assert scaler.get_scale() == scale / 2
-    assert all(torch.equal(one, other.full_tensor()) for one, other in zip(before, model.parameters(), strict=True))
-    step(torch.randn(2 * rank, 4), torch.rand(2 * rank, 5))
-    after = [parameter.full_tensor() for parameter in model.parameters()]
-    assert not torch.equal(before[0], after[0])
-    return [scaler.get_scale(), after[0].sum().item()]
-
-
-def test_gradient_scaler_is_equal_on_all_ranks():
-    first, second = run_ranks(2, check_half)
-    assert first == second
-
-
-def check_half_gradients(rank):
+@on_ranks(2)
+def test_gradients_in_float16_have_one_divisor_on_all_ranks(rank):
     """Weights of different size on the ranks: the gradients in float16 are those in float32, to its precision."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(40, 4), class_targets(40, ignored=30)
@@ -401,33 +309,10 @@ def check_half_gradients(rank):
     step.apply()
     for one, other in zip(whole_gradients(model.module), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
-    return True
 
 
-def test_gradients_in_float16_have_one_divisor_on_all_ranks():
-    assert run_ranks(2, check_half_gradients) == [True, True]
-
-
-def check_nothing_counted(rank):
-    model, criterion = shard(build_net(), nn.CrossEntropyLoss())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer)
-    before = [parameter.full_tensor() for parameter in model.parameters()]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert step(torch.randn(3, 4), torch.full((3,), -100)).isnan()
-        assert step(torch.randn(0, 4), torch.zeros(0, dtype=torch.long)).isnan()
-    assert sum("nothing is updated" in str(warning.message) for warning in caught) == 2
-    assert all(torch.equal(one, other.full_tensor()) for one, other in zip(before, model.parameters(), strict=True))
-    assert not optimizer.state
-    return True
-
-
-def test_zero_weight_on_all_ranks_skips_the_update():
-    assert run_ranks(2, check_nothing_counted) == [True, True]
-
-
-def check_failures(rank):
+@on_ranks(2)
+def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     inputs, targets = torch.randn(4, 4), class_targets(4)
     net = build_net()
     model, criterion = shard(net, nn.CrossEntropyLoss())
@@ -466,14 +351,10 @@ def check_failures(rank):
         match=r"the criterion has a parameter head\.weight to train, which is not sharded.*call requires_grad_\(False\)",
     ):
         TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
-    return True
 
 
-def test_failures_have_clear_errors_and_the_step_can_be_repeated():
-    assert run_ranks(2, check_failures) == [True, True]
-
-
-def check_frozen_without_gradients(rank):
+@on_ranks(2)
+def test_layers_frozen_in_a_forward_without_gradients_are_trained_afterwards(rank):
     """A reference without adapters comes first, as in preference tuning with ``disable_adapter()`` of peft."""
     net, inputs, targets = build_net(), torch.randn(4, 4), class_targets(4)
     net[0].requires_grad_(False)
@@ -493,11 +374,6 @@ def check_frozen_without_gradients(rank):
             parameter.requires_grad_(True)
         torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
         assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
-    return True
-
-
-def test_layers_frozen_in_a_forward_without_gradients_are_trained_afterwards():
-    assert run_ranks(2, check_frozen_without_gradients) == [True, True]
 
 
 class Experts(nn.Module):
@@ -517,7 +393,8 @@ class Experts(nn.Module):
         return outputs
 
 
-def check_experts(rank):
+@on_ranks(2)
+def test_blocks_that_differ_between_ranks_raise_an_error(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randint(5, (8,))
     mine = slice(4 * rank, 4 * rank + 4)
@@ -547,11 +424,8 @@ def check_experts(rank):
             torch.testing.assert_close(model(inputs[mine])[0], plain(inputs[mine]))
 
 
-def test_blocks_that_differ_between_ranks_raise_an_error():
-    run_ranks(2, check_experts)
-
-
-def check_one_rank_changes(rank):
+@on_ranks(2, fresh=True)
+def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
     """Runs the experts of one rank in another order in the third update. The other rank waits for its shards."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
     net = Experts()
@@ -565,8 +439,4 @@ def check_one_rank_changes(rank):
             step(inputs, targets)
     with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout|closed"):
         step(inputs, targets)
-    return all(torch.equal(one.to_local(), other) for one, other in zip(net.parameters(), before, strict=True))
-
-
-def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters():
-    assert run_ranks(2, check_one_rank_changes, fresh=True) == [True, True]
+    assert all(torch.equal(one.to_local(), other) for one, other in zip(net.parameters(), before, strict=True))

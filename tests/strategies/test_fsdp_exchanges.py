@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers.fsdp import whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.releases import keeps_whole_gradients
 from torch import nn
 
@@ -59,7 +59,8 @@ def test_hosts_exchange_once_per_update_while_the_number_of_micro_batches_stays(
     assert counts[9] == 1
 
 
-def check_float16(rank):
+@on_ranks(2)
+def test_more_micro_batches_in_float16(rank):
     """Every micro-batch has one more exchange, of the weight. In the third update rank 1 needs more than the last one had."""
     plain = build_net()
     model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), precision="fp16", strategy="fsdp")
@@ -71,11 +72,6 @@ def check_float16(rank):
         found = step(inputs.split(sizes)[rank], targets.split(sizes)[rank])
         torch.testing.assert_close(found, loss, rtol=2e-2, atol=2e-3)
         assert_same_gradients(whole_gradients(model.module), expected, 2e-2)
-    return True
-
-
-def test_more_micro_batches_in_float16():
-    assert run_ranks(2, check_float16) == [True, True]
 
 
 def reductions_of(work):

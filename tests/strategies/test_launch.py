@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from helpers.hosts import run_on_two_hosts
 from helpers.problems import build_net
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.scripts import SCRIPT, train
 from torch import nn
 
@@ -146,7 +146,8 @@ def test_losses_on_two_hosts_equal_those_of_one_process(tmp_path):
     assert summary["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
 
 
-def check_disagreement(rank):
+@on_ranks(2, fresh=True)
+def test_process_group_different_from_the_environment_raises_an_error(rank):
     import os
 
     import torch.distributed as dist
@@ -162,11 +163,6 @@ def check_disagreement(rank):
     with pytest.raises(ValueError, match="2 ranks is running, but torchrun's environment is not there"):
         parallelize(build_net(), torch.nn.MSELoss())
     dist.destroy_process_group()
-    return True
-
-
-def test_process_group_different_from_the_environment_raises_an_error():
-    assert run_ranks(2, check_disagreement, fresh=True) == [True, True]
 
 
 @pytest.mark.parametrize(

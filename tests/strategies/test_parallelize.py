@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from helpers.ddp import Chosen
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize, weighted_mean
@@ -42,7 +42,8 @@ class TwoTowers(nn.Module):
         return self.text(x)
 
 
-def train_a_method(rank):
+@on_ranks(2)
+def test_gradients_of_a_method_besides_forward_are_reduced(rank):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x, target, scale = torch.randn(4, 4), torch.randn(4, 5), torch.rand(3)
@@ -61,11 +62,9 @@ def train_a_method(rank):
     assert model(my_rows(x, rank)).sizes == (SIZES[rank],)
 
 
-def test_gradients_of_a_method_besides_forward_are_reduced():
-    run_ranks(2, train_a_method)
-
-
-def miss_a_method(rank, strategy):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_error_for_a_method_of_the_module_names_call(rank, strategy):
     model = parallelize(TwoTowers(), strategy=strategy)
     with pytest.raises(AttributeError, match=r"no attribute 'encode_image', which .*: write model.call\('encode_image', "):
         model.encode_image(torch.randn(2, 4), torch.ones(3))
@@ -73,12 +72,8 @@ def miss_a_method(rank, strategy):
         model.encode(torch.randn(2, 4))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_error_for_a_method_of_the_module_names_call(strategy):
-    run_ranks(2, miss_a_method, strategy)
-
-
-def teach(rank):
+@on_ranks(2)
+def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp(rank):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x = torch.randn(4, 4)
@@ -98,11 +93,8 @@ def teach(rank):
     assert_same_gradients(gradients(student), expected)
 
 
-def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp():
-    run_ranks(2, teach)
-
-
-def time_major(rank):
+@on_ranks(2)
+def test_gather_over_ranks_along_another_dimension(rank):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x = torch.randn(5, 4, 4)
@@ -112,10 +104,6 @@ def time_major(rank):
     outputs = model(my_rows(x, rank, 1))
     assert outputs.sizes == (SIZES[rank],)
     torch.testing.assert_close(outputs.gather(), expected)  # rows of both ranks
-
-
-def test_gather_over_ranks_along_another_dimension():
-    run_ranks(2, time_major)
 
 
 def test_parallelize_without_a_criterion_returns_the_model():
@@ -137,7 +125,9 @@ def two_means(output, target):
 COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
 
 
-def several_means(rank, sizes, micro_batch_size):
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
+@on_ranks(2)
+def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micro_batch_size):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x, target, module = torch.randn(9, 4), torch.rand(9, 5), build_net()
@@ -159,11 +149,6 @@ def several_means(rank, sizes, micro_batch_size):
     assert_same_gradients(gradients(module), expected)
 
 
-@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
-def test_several_means_are_divided_by_the_weights_of_all_ranks(sizes, micro_batch_size):
-    run_ranks(2, several_means, sizes, micro_batch_size)
-
-
 LOSSES = {
     "of the model's own": lambda outputs, wanted: weighted_mean([nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]),
     "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(gather(outputs), gather([wanted])),
@@ -171,7 +156,8 @@ LOSSES = {
 }
 
 
-def check_own_losses(rank):
+@on_ranks(2)
+def test_gradients_of_custom_losses_are_reduced(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
     mine = slice(0, 2) if rank == 0 else slice(2, None)
@@ -183,14 +169,10 @@ def check_own_losses(rank):
             model.zero_grad()
             loss_of(model(inputs[mine]), targets[mine]).backward()
             assert_same_gradients(gradients(model.module), gradients(plain))
-    return True
 
 
-def test_gradients_of_custom_losses_are_reduced():
-    assert run_ranks(2, check_own_losses) == [True, True]
-
-
-def check_chain(rank):
+@on_ranks(2)
+def test_loss_through_two_models_has_exact_gradients(rank):
     """A loss that goes through two parallelized models, as a generator's does."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
@@ -205,14 +187,10 @@ def check_chain(rank):
         judge.zero_grad()
         criterion(judge(generator(inputs[mine])[0]), targets[mine]).backward()
         assert_same_gradients(gradients(*nets), gradients(*plain))
-    return True
 
 
-def test_loss_through_two_models_has_exact_gradients():
-    assert run_ranks(2, check_chain) == [True, True]
-
-
-def check_two_criteria(rank):
+@on_ranks(2)
+def test_sum_of_two_losses_has_exact_gradients(rank):
     """The loss of two forwards, added before one backward."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
@@ -224,11 +202,6 @@ def check_two_criteria(rank):
         model.zero_grad()
         (criterion(model(inputs[mine]), targets[mine]) + criterion(model(inputs[mine]), targets[mine])).backward()
         assert_same_gradients(gradients(model.module), gradients(plain))
-    return True
-
-
-def test_sum_of_two_losses_has_exact_gradients():
-    assert run_ranks(2, check_two_criteria) == [True, True]
 
 
 def test_parallelize_without_torchrun_returns_replicas():
@@ -238,26 +211,18 @@ def test_parallelize_without_torchrun_returns_replicas():
     assert len(model(torch.randn(5, 4))) == 2
 
 
-def check_alone(rank):
+@on_ranks(1)
+def test_parallelize_with_world_size_1_returns_replicas(rank):
     model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
     assert isinstance(model, DataParallelModel)
     assert torch.distributed.get_world_size() == 1
     assert criterion(model(torch.randn(3, 4)), torch.zeros(3, dtype=torch.long)).isfinite()
-    return True
 
 
-def test_parallelize_with_world_size_1_returns_replicas():
-    assert run_ranks(1, check_alone) == [True]
-
-
-def check_nothing_to_train(rank):
+@on_ranks(2)
+def test_module_without_trainable_parameters_raises_an_error(rank):
     with pytest.raises(ValueError, match="no parameter of the module requires a gradient, expected one at least"):
         parallelize(build_net().requires_grad_(False), torch.nn.CrossEntropyLoss())
-    return True
-
-
-def test_module_without_trainable_parameters_raises_an_error():
-    assert run_ranks(2, check_nothing_to_train) == [True, True]
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"
@@ -283,7 +248,8 @@ def classes(output):
     return output.argmax(1)
 
 
-def evaluate(rank):
+@on_ranks(2)
+def test_metrics_count_every_row_once(rank):
     net, whole, expected = batches()
     model, _ = parallelize(net, nn.CrossEntropyLoss())
     reducing, gathered, twice = metric_of_the_page(), torch.zeros(2, dtype=torch.long), metric_of_the_page()
@@ -297,10 +263,6 @@ def evaluate(rank):
             twice.update(predictions, labels)
     assert reducing.compute().tolist() == gathered.tolist() == expected
     assert twice.compute().tolist() == [2 * count for count in expected]  # the reason for outputs.on()
-
-
-def test_metrics_count_every_row_once():
-    run_ranks(2, evaluate)
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -354,11 +316,7 @@ def test_auto_shards_a_model_that_is_too_large_for_one_device():
     assert first[1].startswith("strategy='auto' is 'fsdp'")
 
 
-def check_strategy_alone(rank):
+@on_ranks(1)
+def test_one_rank_is_a_replica_with_every_strategy(rank):
     for name in ("auto", "replicas", "ddp", "fsdp"):  # one rank has nothing to share
         assert isinstance(parallelize(build_net(), nn.CrossEntropyLoss(), strategy=name)[0], DataParallelModel)
-    return True
-
-
-def test_one_rank_is_a_replica_with_every_strategy():
-    assert run_ranks(1, check_strategy_alone) == [True]

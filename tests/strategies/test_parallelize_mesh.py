@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.fsdp import Language, language_batch
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,7 +86,8 @@ def test_ranks_that_compute_with_the_same_rows_change_no_number(strategy):
         assert result == expected[rank // 2]
 
 
-def shard_with_copies(rank):
+@on_ranks(4, fresh=True)
+def test_a_mesh_may_have_copies_and_shards(rank):
     """Two copies of shards over two ranks, and the whole world as one dimension."""
     words, targets = language_batch(8)
     plain = Language().double()
@@ -104,11 +105,6 @@ def shard_with_copies(rank):
             assert (one.grad is None) == (other.grad is None)
             if other.grad is not None:
                 torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-10, atol=1e-10)
-    return True
-
-
-def test_a_mesh_may_have_copies_and_shards():
-    assert run_ranks(4, shard_with_copies, fresh=True) == [True] * 4
 
 
 def test_a_mesh_in_one_process_raises_an_error():

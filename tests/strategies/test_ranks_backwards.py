@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize, weighted_mean
@@ -156,7 +156,8 @@ def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
     assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
 
 
-def check_shards(rank):
+@on_ranks(2)
+def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
     loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
     with pytest.raises(RuntimeError, match=r"gradients of shards were asked for.*retain_graph=True\) and read parameter\.grad"):
@@ -164,14 +165,12 @@ def check_shards(rank):
     with pytest.raises(RuntimeError, match="gradients of shards were asked for"):
         loss.backward(inputs=[*model.module.parameters()], retain_graph=True)
     loss.backward()
-    return all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_gradients_of_shards_that_are_asked_for_raise_an_error():
-    assert run_ranks(2, check_shards) == [True, True]
-
-
-def check_forward_by_hand(rank, inputs_alone):
+@pytest.mark.parametrize("inputs_alone", [True, False])
+@on_ranks(2, timeout=60)
+def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
     torch.manual_seed(0)
     plain = nn.Linear(4, 3).double()
     model, criterion = parallelize(copy.deepcopy(plain), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
@@ -190,12 +189,6 @@ def check_forward_by_hand(rank, inputs_alone):
         optimizer.step()
         torch.testing.assert_close(step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
-    return True
-
-
-@pytest.mark.parametrize("inputs_alone", [True, False])
-def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(inputs_alone):
-    assert run_ranks(2, check_forward_by_hand, inputs_alone, timeout=60) == [True, True]
 
 
 class Adapted(nn.Module):
@@ -210,7 +203,8 @@ class Adapted(nn.Module):
         return (self.base(inputs) + self.adapter(inputs)).tanh()
 
 
-def check_bypass(rank):
+@on_ranks(2)
+def test_outputs_past_the_model_raise_an_error(rank):
     inputs, targets = torch.randn(3, 4), torch.randint(5, (3,))
     net = Adapted()
     parallelize(net.adapter, nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
@@ -226,11 +220,6 @@ def check_bypass(rank):
         criterion([model(inputs)[0]], targets).backward()
     criterion(model.call("second", inputs).map(lambda output: 2 * output), targets).backward()
     weighted_mean([F.cross_entropy(model(inputs)[0], targets)], [3]).backward()
-    return True
-
-
-def test_outputs_past_the_model_raise_an_error():
-    assert run_ranks(2, check_bypass) == [True, True]
 
 
 class Scaled(nn.Module):
@@ -242,7 +231,9 @@ class Scaled(nn.Module):
         return F.mse_loss(output * self.scale, target)
 
 
-def check_criterion(rank, strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(rank, strategy):
     inputs, targets = torch.randn(3, 4).double(), torch.randn(3, 5).double()
     model = parallelize(build(), None, ["cpu"], strategy=strategy)
     with pytest.raises(ValueError, match=r"parameter of shape \(\) to train, whose gradient the ranks would not share"):
@@ -255,15 +246,10 @@ def check_criterion(rank, strategy):
     else:
         criterion(model(inputs), targets).backward()
         copy.deepcopy(model)
-    return True
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(strategy):
-    assert run_ranks(2, check_criterion, strategy) == [True, True]
-
-
-def check_before_the_first_forward(rank):
+@on_ranks(2)
+def test_error_before_the_first_forward_of_shards_is_raised_as_it_is(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -274,14 +260,11 @@ def check_before_the_first_forward(rank):
     with pytest.raises(KeyError, match="a mistake"):
         step(torch.randn(3, 4).double(), torch.randn(3, 5).double())
     handle.remove()
-    return step(torch.randn(3, 4).double(), torch.randn(3, 5).double()).isfinite().item()
+    assert step(torch.randn(3, 4).double(), torch.randn(3, 5).double()).isfinite().item()
 
 
-def test_error_before_the_first_forward_of_shards_is_raised_as_it_is():
-    assert run_ranks(2, check_before_the_first_forward) == [True, True]
-
-
-def check_wrong_hooks(rank):
+@on_ranks(2, fresh=True)
+def test_wrong_hooks_and_join_have_clear_errors(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
     with pytest.raises(TypeError, match=r"hook='allreduce', expected a function \(state, bucket\)"):
         model.register_comm_hook(None, "allreduce")
@@ -290,8 +273,3 @@ def check_wrong_hooks(rank):
     model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     with pytest.raises(TypeError, match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future"):
         criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double()).backward()
-    return True
-
-
-def test_wrong_hooks_and_join_have_clear_errors():
-    assert run_ranks(2, check_wrong_hooks, fresh=True) == [True, True]

@@ -1,0 +1,95 @@
+"""Updates of ranks with whole parameters or shards: loss and gradients of the plain program, and one decision of all ranks."""
+
+import warnings
+
+import pytest
+import torch
+from helpers.ddp import Partly
+from helpers.fsdp import whole, whole_gradients
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.ranks import on_ranks, run_ranks
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize
+
+STRATEGIES = ["ddp", "fsdp"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(rank, strategy):
+    """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
+    torch.set_default_dtype(torch.float64)
+    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]  # window -> rank -> rows of its micro-batches
+    plain = Partly()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    model, criterion = parallelize(Partly(), nn.CrossEntropyLoss(), strategy=strategy)
+    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), max_grad_norm=0.3)
+    for number, window in enumerate(windows):
+        sizes = [size for mine in window for size in mine]
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
+        optimizer.zero_grad()
+        total = sum(
+            nn.functional.cross_entropy(plain(some), labels, reduction="sum")
+            for some, labels in zip(inputs.split(sizes), targets.split(sizes), strict=True)
+        )
+        loss = total / (targets != -100).sum()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        assert norm > 0.3
+        optimizer.step()
+
+        start = sum(len(mine) for mine in window[:rank])
+        forwards = model.module.forwards.item()
+        for piece in range(start, start + len(window[rank])):
+            step.add(inputs.split(sizes)[piece], targets.split(sizes)[piece])
+        torch.testing.assert_close(step.apply(), loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
+        if strategy == "fsdp":
+            assert model.module.forwards.item() == forwards + len(window[rank])  # not those without rows
+        assert_same_gradients(whole_gradients(model.module), gradients(plain))
+        assert model.module.never.weight.grad is None
+        for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(one), other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
+    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer)
+    before = [whole(parameter).detach().clone() for parameter in model.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert step(torch.randn(3, 4), torch.full((3,), -100)).isnan()
+        assert step(torch.randn(0, 4), torch.zeros(0, dtype=torch.long)).isnan()
+    assert sum("nothing is updated" in str(warning.message) for warning in caught) == 2
+    assert all(torch.equal(one, whole(other)) for one, other in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+
+
+def check_half(rank, strategy):
+    """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
+    model, criterion = parallelize(build_net(), nn.MSELoss(), precision="fp16", strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, precision="fp16", micro_batch_size=2)
+    step(torch.randn(3 * rank, 4), torch.rand(3 * rank, 5))
+    assert all(gradient.abs().max() < 10 for gradient in whole_gradients(model))  # unscaled on both
+    scaler = step.precision.scaler
+    scale = scaler.get_scale()
+    before = [whole(parameter).detach().clone() for parameter in model.parameters()]
+    step(torch.randn(2, 4), torch.full((2, 5), torch.inf if rank == 0 else 1.0))
+    assert scaler.get_scale() == scale / 2
+    assert all(torch.equal(one, whole(other)) for one, other in zip(before, model.parameters(), strict=True))
+    step(torch.randn(2 * rank, 4), torch.rand(2 * rank, 5))
+    after = [whole(parameter) for parameter in model.parameters()]
+    assert not torch.equal(before[0], after[0])
+    return [scaler.get_scale(), after[0].sum().item()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_scaler_is_equal_on_all_ranks(strategy):
+    first, second = run_ranks(2, check_half, strategy)
+    assert first == second
