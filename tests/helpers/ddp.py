@@ -1,7 +1,8 @@
 """Models and updates of the tests of ``DistributedDataParallel``."""
 
 import torch
-from helpers.problems import CLASSES, build_net
+from helpers.fsdp import whole_gradients
+from helpers.problems import CLASSES, assert_same_gradients, build_net
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
@@ -41,6 +42,14 @@ class Chosen(nn.Module):
 
 def cut_over_ranks(tensor, sizes, rank):
     return tensor.split(sizes)[rank]
+
+
+def assert_update(update, module, batch, sizes, rank, expected, tolerance=1e-10):
+    """Runs an update on this rank's rows of a batch. Compares it with the loss and the gradients that are expected."""
+    loss, expected_gradients = expected
+    found = update(*(cut_over_ranks(tensor, sizes, rank) for tensor in batch))
+    torch.testing.assert_close(found, loss, rtol=tolerance, atol=tolerance)
+    assert_same_gradients(whole_gradients(module), expected_gradients, tolerance)
 
 
 class Partly(torch.nn.Module):

@@ -1,13 +1,4 @@
-"""Execution order, callbacks and planned nodes of a running backward.
-
-Private properties of tensors, as torch defines them.
-
-Dictionaries of one module, with entries that are None, and modules that were compiled.
-
-Nested lists, tuples and dictionaries, flattened and mapped.
-
-Operations on lists of tensors equal a loop over the tensors, for empty lists too.
-"""
+"""Private names of torch: a running backward, properties of tensors, compiled modules, operations on lists of tensors."""
 
 import pytest
 import torch
@@ -64,16 +55,6 @@ def test_will_run_is_true_for_the_leaves_whose_gradient_backward_accumulates():
     assert seen == [[False, True], [True, True], [None, False]]
 
 
-def test_current_node_is_that_of_the_running_backward():
-    leaf = torch.ones(2, requires_grad=True)
-    nodes = []
-    product = leaf * 2
-    product.register_hook(lambda _: nodes.append(torch_private.current_node()))
-    product.sum().backward()
-    assert [node.name() for node in nodes] == ["MulBackward0"]
-    assert torch_private.current_node() is None
-
-
 def test_each_backward_has_a_number_of_its_own():
     leaf = torch.ones(2, requires_grad=True)
     numbers = []
@@ -95,23 +76,12 @@ def test_keeps_graph_is_true_if_the_backward_may_run_again():
     assert seen == [True, False]
 
 
-def test_versions_count_writes_in_place():
-    tensor, other = torch.zeros(3), torch.zeros(3)
-    tensor.add_(1).mul_(2)
-    assert torch_private.versions([tensor, other]) == [2, 0]
-
-
-def test_versions_of_inference_tensors_are_zero():
+def test_versions_count_writes_in_place_but_for_inference_tensors():
     with torch.inference_mode():
         inference = torch.zeros(3)
-    counted = torch.zeros(3).add_(1)
-    assert torch_private.versions([inference, counted]) == [0, 1]
-
-
-def test_base_of_a_view_is_the_viewed_tensor():
-    tensor = torch.zeros(4, 2)
-    assert torch_private.base_of(tensor[1:].t()) is tensor
-    assert torch_private.base_of(tensor) is tensor
+    tensor = torch.zeros(3)
+    tensor.add_(1).mul_(2)
+    assert torch_private.versions([inference, tensor, torch.zeros(3)]) == [0, 2, 0]
 
 
 def test_marked_results_of_operators_are_parameters_to_isinstance():
@@ -140,34 +110,11 @@ def test_gradient_hooks_are_found_taken_off_and_removed(register):
     assert calls == [1]
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_hooks_of_the_backward_of_a_module_are_found(register):
-    module = nn.Linear(2, 2)
-    assert not any(torch_private.backward_hooks_of(module))
-    getattr(module, register)(lambda *of: None)
-    assert any(torch_private.backward_hooks_of(module))
-
-
 def test_views_share_the_id_of_their_storage():
     tensor = torch.zeros(4)
     others = [torch.zeros(4), torch.empty(0), torch.empty(0)]
     assert torch_private.storage_id(tensor[1:].untyped_storage()) == torch_private.storage_id(tensor.untyped_storage())
     assert len({torch_private.storage_id(other.untyped_storage()) for other in [tensor, *others]}) == 4
-
-
-def test_dictionaries_hold_own_entries_only_and_keep_none():
-    module = nn.Sequential(nn.Linear(2, 2, bias=False))
-    module.register_buffer("steps", None)
-    assert torch_private.children_of(module) == {"0": module[0]}
-    assert torch_private.parameters_of(module) == {}
-    assert torch_private.buffers_of(module) == {"steps": None}
-    assert torch_private.parameters_of(module[0]) == {"weight": module[0].weight, "bias": None}
-
-
-def test_changes_to_a_dictionary_change_the_module():
-    module = nn.Linear(2, 2)
-    torch_private.parameters_of(module)["bias"] = None
-    assert module.bias is None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own imports
@@ -193,36 +140,8 @@ def test_compiled_methods_are_found_and_disabled_ones_are_not():
     assert torch_private.is_compiled(module)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm1d()])
-def test_batch_norms_have_one_base_class(layer):
-    assert isinstance(layer, torch_private.BatchNorm)
-    assert not isinstance(nn.LayerNorm(3), torch_private.BatchNorm)
-
-
-@pytest.mark.parametrize("layer", [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()])
-def test_dropouts_have_one_base_class(layer):
-    assert isinstance(layer, torch_private.Dropout)
-
-
-def test_leaves_are_in_order_and_include_plain_values():
-    tensor = torch.ones(2)
-    assert torch_private.leaves_of_tree({"step": 3, "state": [tensor, (None, "text")]}) == [3, tensor, None, "text"]
-
-
-def test_map_tensors_leaves_other_values_alone():
-    tree = {"step": 3, "state": (torch.ones(2), "text")}
-    assert torch_private.map_tensors(lambda tensor: tensor.tolist(), tree) == {"step": 3, "state": ([1.0, 1.0], "text")}
-
-
 def tensors():
     return [torch.arange(6.0).view(2, 3), torch.tensor(4.0), torch.empty(0)]
-
-
-def test_add_returns_sums_and_changes_no_argument():
-    left, right = tensors(), tensors()
-    sums = torch_private.foreach_add(left, right)
-    assert all(torch.equal(total, 2 * tensor) for total, tensor in zip(sums, tensors(), strict=True))
-    assert all(map(torch.equal, left, tensors()))
 
 
 def test_operations_in_place_change_each_tensor():

@@ -1,15 +1,8 @@
-"""Synchronisation over ranks: loss and gradients of the plain program, in as few collectives as by hand.
-
-Ranks whose backward reaches parameters without giving them a gradient. The reducer of DDP counts these as used.
-
-Parameters that a rank does not use: any rank, in any step, also frozen ones.
-"""
+"""Gradients of ``DistributedDataParallel``: those of the plain program, whatever parameters each rank uses, and failures."""
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from helpers.ddp import WAYS, Chosen, cut_over_ranks, make_update
+from helpers.ddp import WAYS, Chosen, assert_update, cut_over_ranks, make_update
 from helpers.problems import (
     CLASSES,
     LOSSES,
@@ -27,7 +20,7 @@ from helpers.slow import slow
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from balanced_parallel import DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize
+from balanced_parallel import TrainStep, parallelize
 from balanced_parallel.strategies import ranks
 
 
@@ -119,48 +112,31 @@ def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
     """The gradients of all parameters are the true ones, whichever optimizer has them."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    inputs, targets = torch.randn(7, 4), class_targets(7)
-    plain = build_net()
-    _, expected = plain_program(plain, torch.nn.CrossEntropyLoss(), inputs, targets)
+    batch = torch.randn(7, 4), class_targets(7)
+    expected = plain_program(build_net(), torch.nn.CrossEntropyLoss(), *batch)
     model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
     step = TrainStep(model, criterion, torch.optim.SGD(list(model.parameters())[1:], lr=0.1), micro_batch_size=2)
     for _ in range(3):  # the reducer makes its buckets anew after the first
         model.module.load_state_dict(build_net().state_dict())
-        step(inputs.split([4, 3])[rank], targets.split([4, 3])[rank])
-        assert_same_gradients(gradients(model.module), expected)
-
-
-@on_ranks(2)
-def test_replicas_of_one_process_are_refused_where_ranks_are_running(rank):
-    model, criterion = parallelize(build_net(), nn.MSELoss())
-    with pytest.raises(TypeError, match=r"2 ranks are running.*use parallelize"):
-        TrainStep(DataParallelModel(build_net(), ["cpu"]), criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert_update(step, model.module, batch, [4, 3], rank, expected)
 
 
 @on_ranks(1)
 def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(rank):
     """The criterion is a function that learns a parameter of its own, which no reducer knows. One rank: nothing to reduce."""
     torch.set_default_dtype(torch.float64)
-    inputs, targets = torch.randn(7, 4), torch.rand(7, 5)
+    inputs, targets, net = torch.randn(7, 4), torch.rand(7, 5), build_net()
+    scale = nn.Parameter(torch.tensor(2.0))
 
-    def trained(make):
-        scale = torch.nn.Parameter(torch.tensor(2.0))
-        net = build_net()
-        make(net, scale, lambda output, target: (output * scale - target).pow(2).mean())
-        return [parameter.detach() for parameter in (*net.parameters(), scale)]
+    def criterion(output, target):
+        return (output * scale - target).pow(2).mean()
 
-    def plain(net, scale, criterion):
-        optimizer = torch.optim.SGD([*net.parameters(), scale], lr=0.1)
-        criterion(net(inputs), targets).backward()
-        optimizer.step()
-
-    def ours(net, scale, criterion):
-        model, parallel = parallelize(net, criterion, weight=lambda output, target: len(target))
-        step = TrainStep(model, parallel, torch.optim.SGD([*net.parameters(), scale], lr=0.1), micro_batch_size=3)
-        step(inputs, targets)
-
-    for one, other in zip(trained(ours), trained(plain), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    _, expected = plain_program(net, criterion, inputs, targets)
+    expected, scale.grad = [*expected, scale.grad], None
+    model, parallel = parallelize(net, criterion, weight=lambda output, target: len(target))
+    step = TrainStep(model, parallel, torch.optim.SGD([*net.parameters(), scale], lr=0.0), micro_batch_size=3)
+    step(inputs, targets)
+    assert_same_gradients([*gradients(net), scale.grad], expected)
 
 
 class Ungraded(torch.autograd.Function):
@@ -271,36 +247,6 @@ def test_gradients_do_not_depend_on_the_previous_update(rank):
     assert all(torch.equal(one, other) for some, _ in found[1:4] for one, other in zip(found[0][0], some, strict=True))
     assert all(map(torch.equal, found[4][0], found[5][0]))
     assert [seen for _, seen in found] == [1, 1, 1, 1, 1, 0]  # nothing is left to divide where both weigh the same power of two
-
-
-UPDATES = 3  # from the second one on, gradients lie in the buckets of the reducer
-
-
-def make_step(net, criterion):
-    model, criterion = parallelize(net.double(), criterion)
-    return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2)
-
-
-@on_ranks(2)
-def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank):
-    torch.manual_seed(0)
-    net = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5)))
-    step = make_step(net, nn.CrossEntropyLoss())
-    inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
-    mine = slice(0, 4) if rank == 0 else slice(0, 0)
-    for _ in range(UPDATES):
-        step(inputs[mine], targets[mine])
-    found = gradients(net)
-    for gradient in found:
-        other = gradient.clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(gradient, other)
-    plain = nn.Sequential(*net)
-    plain[1].__class__ = nn.BatchNorm1d
-    plain.zero_grad()
-    for rows in (slice(0, 2), slice(2, 4)):
-        (F.cross_entropy(plain(inputs[rows]), targets[rows]) / 2).backward()
-    assert_same_gradients(found, gradients(plain))
 
 
 def check_chosen(rank):

@@ -1,9 +1,4 @@
-"""FSDP2 as parallelize sets it up: blocks, meshes, compiled blocks, precision, evaluation, optimizers.
-
-Synchronisation over the shards of FSDP2: loss, gradients and updates of the plain program.
-
-Ranks that run different blocks of a sharded module.
-"""
+"""FSDP2 as parallelize sets it up: blocks, loss and gradients of the plain program, ranks that run different blocks."""
 
 import datetime
 import functools
@@ -13,13 +8,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ddp import WAYS, cut_over_ranks, make_update
+from helpers.ddp import WAYS, assert_update, make_update
 from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, TrainStep, convert_sync_batchnorm, gather, parallelize
+from balanced_parallel import BalancedOptimizer, TrainStep, gather, parallelize
 from balanced_parallel.runtime.collectives import gather_objects
 from balanced_parallel.strategies.fsdp import find_sharded_blocks
 
@@ -52,8 +47,7 @@ def test_blocks_are_those_of_the_model_or_repeated_modules():
 def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts(rank):
     """Two hosts with two ranks each: shards over the ranks of a host, copies over the hosts."""
     torch.set_default_dtype(torch.float64)
-    words, targets = language_batch()
-    before = dict(os.environ)
+    batch, before = language_batch(), dict(os.environ)
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
     try:
         model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), strategy="fsdp")
@@ -61,22 +55,18 @@ def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts(rank):
         os.environ.update(before)
     assert model.module.head.weight.device_mesh.shape == (2, 2)
     assert model.module.blocks[0].linear1.weight.to_local().shape == (8, 8)
-    plain = Language()
-    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
+    expected = plain_program(Language(), nn.CrossEntropyLoss(), *batch)
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
     for sizes in ([4, 0, 3, 2], [1, 1, 6, 1]):
-        found = step(words.split(sizes)[rank], targets.split(sizes)[rank])
-        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(whole_gradients(model.module), expected)
+        assert_update(step, model.module, batch, sizes, rank, expected)
 
 
 @on_ranks(2, timeout=200)
 def test_compiled_blocks_equal_the_plain_program(rank):
     """Compiled before they are sharded, in both of torch's ways."""
     torch.set_default_dtype(torch.float64)
-    words, targets = language_batch(6)
-    plain = Language()
-    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
+    batch = language_batch(6)
+    expected = plain_program(Language(), nn.CrossEntropyLoss(), *batch)
     for way in ("in place", "wrapped"):
         net = Language()
         for index, block in enumerate(net.blocks):
@@ -84,13 +74,10 @@ def test_compiled_blocks_equal_the_plain_program(rank):
                 block.compile(backend="aot_eager")
             else:
                 net.blocks[index] = torch.compile(block, backend="aot_eager")
-        model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
+        model, update = make_update("micro-batches", net, nn.CrossEntropyLoss(), strategy="fsdp")
         assert len(model.units) == 4
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
         for sizes in ([2, 4], [6, 0]):
-            found = step(words.split(sizes)[rank], targets.split(sizes)[rank])
-            torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
-            assert_same_gradients(whole_gradients(model.module), expected)
+            assert_update(update, model.module, batch, sizes, rank, expected)
     torch._dynamo.reset()
 
 
@@ -183,25 +170,6 @@ def test_optimizer_state_is_sharded_and_moves_to_the_plain_optimizer():
     assert max(parts) < 0.6 * size
 
 
-@on_ranks(2)
-def test_batch_norm_over_ranks_without_rows(rank):
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4), class_targets(6)
-
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
-
-    plain = build()
-    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
-    model, criterion = parallelize(convert_sync_batchnorm(build()), nn.CrossEntropyLoss(), strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
-    torch.testing.assert_close(step(inputs.split([6, 0])[rank], targets.split([6, 0])[rank]), loss)
-    assert_same_gradients(whole_gradients(model.module), expected)
-    torch.testing.assert_close(model.module[1].running_mean, plain[1].running_mean)
-
-
 shard = functools.partial(parallelize, strategy="fsdp")
 
 
@@ -210,18 +178,13 @@ def test_shards_equal_the_plain_program(rank):
     """Tied weights, checkpointed blocks, a parameter that nobody uses; ranks with no counted target, and with no rows."""
     torch.set_default_dtype(torch.float64)
     words, targets = language_batch()
-    plain = Language()
-    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
-    targets = {"counted": targets, "some": targets.clone()}
-    targets["some"][:4] = -100
-    some, expected_some = plain_program(plain, nn.CrossEntropyLoss(), words, targets["some"])
+    batches = {"counted": (words, targets), "some": (words, targets.clone())}
+    batches["some"][1][:4] = -100
+    expected = {kind: plain_program(Language(), nn.CrossEntropyLoss(), *batch) for kind, batch in batches.items()}
     for way in WAYS:
         model, update = make_update(way, Language(), nn.CrossEntropyLoss(), strategy="fsdp")
         for sizes, kind in (([4, 5], "counted"), ([0, 9], "counted"), ([4, 5], "some"), ([8, 1], "counted")):
-            mine = cut_over_ranks(words, sizes, rank), cut_over_ranks(targets[kind], sizes, rank)
-            found = update(*mine)
-            torch.testing.assert_close(found, loss if kind == "counted" else some, rtol=1e-10, atol=1e-10)
-            assert_same_gradients(whole_gradients(model.module), expected if kind == "counted" else expected_some)
+            assert_update(update, model.module, batches[kind], sizes, rank, expected[kind])
         assert model.module.never.weight.grad is None
         assert len(model.units) == 4
 
@@ -237,13 +200,11 @@ def frozen_language():
 @on_ranks(2)
 def test_checkpoints_behind_a_frozen_embedding_equal_the_plain_program(rank):
     """The first block runs again in the backward, with an input that no operator has made."""
-    words, targets = language_batch()
-    loss, expected = plain_program(frozen_language(), nn.CrossEntropyLoss(), words, targets)
-    _, update = make_update("micro-batches", language := frozen_language(), nn.CrossEntropyLoss(), strategy="fsdp")
+    batch, language = language_batch(), frozen_language()
+    expected = plain_program(frozen_language(), nn.CrossEntropyLoss(), *batch)
+    _, update = make_update("micro-batches", language, nn.CrossEntropyLoss(), strategy="fsdp")
     for _ in range(3):
-        found = update(*(cut_over_ranks(each, [4, 5], rank) for each in (words, targets)))
-        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(whole_gradients(language), expected)
+        assert_update(update, language, batch, [4, 5], rank, expected)
 
 
 class Poisoned(nn.Module):
@@ -427,7 +388,7 @@ def test_blocks_that_differ_between_ranks_raise_an_error(rank):
 @on_ranks(2, fresh=True)
 def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
     """Runs the experts of one rank in another order in the third update. The other rank waits for its shards."""
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
     net = Experts()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -9,6 +9,7 @@ from helpers.fsdp import whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.releases import keeps_whole_gradients
+from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
@@ -141,7 +142,7 @@ def check_whole_gradients(rank, precision):
 
 
 @keeps_whole_gradients
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 def test_gradients_stay_whole_until_the_last_micro_batch(precision):
     counts = run_ranks(2, check_whole_gradients, precision)
     assert counts == [[9, 9, 3, 3, 9]] * 2  # three units; ranks ask again after a failure

@@ -36,32 +36,6 @@ def test_shards_on_simulated_devices_equal_the_plain_program():
         assert gradients > 0
 
 
-def waits_of_a_step(rank, place, precision, rows=(5, 3)):
-    with simulate(2) as cluster:
-        model, criterion = parallelize(build_net().float(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision)
-        step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=2, max_grad_norm=0.1)
-        inputs = torch.randn(rows[rank], 4, dtype=torch.float32).pin_memory()
-        targets = class_targets(rows[rank], ignored=1).pin_memory()
-        if place == "device":
-            inputs, targets = inputs.to(cluster.devices[rank]), targets.to(cluster.devices[rank])
-        for _ in range(2):  # the row that runs without rows is moved once
-            step(inputs, targets)
-        before = len(cluster.waits)
-        for _ in range(2):
-            step(inputs, targets)
-        return [str(wait) for wait in cluster.waits[before:]]
-
-
-@pytest.mark.parametrize("place", ["host", "device"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_ranks_with_shards_wait_for_no_device(precision, place):
-    assert run_ranks(2, waits_of_a_step, place, precision) == [[], []]
-
-
-def test_a_rank_with_fewer_rows_than_micro_batches_waits_for_no_device():
-    assert run_ranks(2, waits_of_a_step, "host", "fp32", (7, 2)) == [[], []]
-
-
 def peak_of_a_rank(rank, rows, precision, micro_batch_size=None, memory=None):
     build, batch = PROBLEMS["language model"]
     with simulate(2, memory=memory) as cluster:
@@ -112,7 +86,7 @@ def peak_of_whole_parameters(rank, sizes):
         return min(peaks[1:])  # gloo's threads may release a buffer late
 
 
-@pytest.mark.parametrize("sizes", [slow([256] * 9), [256, 512, 256, 128, 1024], [272, 256, 256, 256]])
+@pytest.mark.parametrize("sizes", [slow([256] * 9), slow([256, 512, 256, 128, 1024]), [272, 256, 256, 256]])
 def test_estimates_of_whole_parameters_equal_the_simulated_peak(sizes):
     batch = torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1])
     settings = {"layout": "fsdp", "devices": 2, "device_kind": "sim", "optimizer": torch.optim.Muon, "balanced_optimizer": True}

@@ -10,7 +10,7 @@ from helpers.problems import assert_same_gradients, build_net, class_targets, gr
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
-from balanced_parallel import TrainStep, parallelize
+from balanced_parallel import DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize, simulate
 
 STRATEGIES = ["ddp", "fsdp"]
 
@@ -93,3 +93,75 @@ def check_half(rank, strategy):
 def test_gradient_scaler_is_equal_on_all_ranks(strategy):
     first, second = run_ranks(2, check_half, strategy)
     assert first == second
+
+
+def build_with_batch_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5)).double()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
+    plain, net = build_with_batch_norm(), convert_sync_batchnorm(build_with_batch_norm())
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy=strategy)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    mine = slice(0, 4) if rank == 0 else slice(0, 0)
+    for _ in range(3):  # gradients are in the buckets of the reducer from the second one on
+        step(inputs[mine], targets[mine])
+        plain.zero_grad()
+        for rows in (slice(0, 2), slice(2, 4)):
+            (nn.functional.cross_entropy(plain(inputs[rows]), targets[rows]) / 2).backward()
+        assert_same_gradients(whole_gradients(net), gradients(plain))
+        torch.testing.assert_close(net[1].running_mean, plain[1].running_mean)
+
+
+@on_ranks(2)
+def test_replicas_of_one_process_are_refused_where_ranks_are_running(rank):
+    model, criterion = parallelize(build_net(), nn.MSELoss())
+    with pytest.raises(TypeError, match=r"2 ranks are running.*use parallelize"):
+        TrainStep(DataParallelModel(build_net(), ["cpu"]), criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def waits_of_a_step(rank, strategy, place, precision, weights=None, rows=(5, 3)):
+    with simulate(2) as cluster:
+        # FSDP2 casts parameters itself
+        settings = {"precision": precision} if strategy == "fsdp" else {}
+        model, criterion = parallelize(build_net().float(), nn.CrossEntropyLoss(weights), strategy=strategy, **settings)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=0.1, precision=precision)
+        inputs = torch.randn(rows[rank], 4, dtype=torch.float32).pin_memory()
+        targets = class_targets(rows[rank], ignored=1).pin_memory()
+        if place == "device":
+            inputs, targets = inputs.to(cluster.devices[rank]), targets.to(cluster.devices[rank])
+        for _ in range(2):  # the row that runs without rows is moved once
+            step(inputs, targets)
+        before = len(cluster.waits)
+        for _ in range(2):
+            loss = step(inputs, targets)
+        waits = [str(wait) for wait in cluster.waits[before:]]
+        assert loss.isfinite()
+        return waits
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize(
+    ("strategy", "precision", "weights"),
+    [
+        ("ddp", "fp32", None),
+        ("ddp", "fp32", torch.linspace(0.5, 2.0, 5)),
+        ("ddp", "fp16", None),
+        ("ddp", "fp16", torch.linspace(0.5, 2.0, 5)),
+        ("fsdp", "fp32", None),
+        ("fsdp", "bf16", None),
+    ],
+)
+def test_ranks_wait_for_no_device_but_for_the_scaler(strategy, precision, weights, place):
+    for waits in run_ranks(2, waits_of_a_step, strategy, place, precision, weights):
+        assert ["item" in wait and "optimizers.py" in wait for wait in waits] == [True, True] * (precision == "fp16")
+
+
+def test_a_rank_with_fewer_rows_than_micro_batches_waits_for_no_device():
+    assert run_ranks(2, waits_of_a_step, "fsdp", "host", "fp32", None, (7, 2)) == [[], []]
