@@ -81,8 +81,12 @@ class SideStreams:
 
     def expect(self, computing: Streams, working: Streams, uses: list[Any]) -> None:
         """Makes the compute streams and the current streams wait for what ``working`` do now, by the end of the backward."""
-        pairs = [(device, stream, working[device]) for device, stream in computing.items()]
-        self._pending.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
+        waits = []
+        for device, stream in computing.items():
+            work = working[device]
+            if stream and work:
+                waits.append((device, stream, work.record_event()))
+        self._pending.append((waits, uses))
         torch_private.run_after_backward(self.join)
 
     def begin(self) -> None:

@@ -47,15 +47,17 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
 def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``. Equal slices in their order are fastest."""
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
-    if in_order and _have_nccl(tensors) and len(set(map(torch.numel, outputs))) == 1:
+    sizes = [output.numel() for output in outputs]
+    has_nccl = _have_nccl(tensors)
+    if in_order and has_nccl and len(set(sizes)) == 1:
         _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
         return
-    sizes = [output.numel() for output in outputs]
     # One list for each output.
     slices = [list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)]
-    for left, right in pairs(len(tensors)) if in_order and not _have_nccl(tensors) else ():
-        slices[left][right] = move(slices[left][right], outputs[left].device)
-        slices[right][left] = move(slices[right][left], outputs[right].device)
+    if in_order and not has_nccl:
+        for left, right in pairs(len(tensors)):
+            slices[left][right] = move(slices[left][right], outputs[left].device)
+            slices[right][left] = move(slices[right][left], outputs[right].device)
     for output, parts in zip(outputs, slices, strict=True):
         reduce(parts, output)
 

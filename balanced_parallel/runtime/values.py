@@ -30,8 +30,8 @@ def parse_bytes(size: int | str) -> int:
     count = round(float(number) * factors.get(unit.lower(), 0))
     if count == 0:
         raise ValueError(
-            f"{size!r} is not a memory size, expected a positive number of bytes, or text with a unit, such as "
-            "'24GiB', '512MiB' or '80GB'"
+            f"{size!r} is not a memory size, expected a positive number of bytes, or text with a unit, "
+            "such as '24GiB', '512MiB' or '80GB'"
         )
     return count
 

@@ -141,8 +141,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            before = "but did not when parallelize was called: call parallelize again"
-            raise ValueError(f"{name} requires a gradient, {before}")
+            remedy = "call parallelize again"
+            raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: {remedy}")
         children = children_of(self)  # Reading or assigning self.module takes ten times as long as its entry.
         module: Any = children["module"]
         function: Callable[..., Any] = getattr(module, method or "__call__")
@@ -300,8 +300,8 @@ class RequestedGradients:
     def begin(self, derivatives: list[Tensor | None]) -> None:
         """Waits for the gradients that the running backward makes, once.
 
-        ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank without rows has
-        all of the gradients, too.
+        ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank without rows
+        has all of the gradients, too.
         """
         backward = current_backward_id()
         if backward == self._backward:

@@ -115,7 +115,8 @@ class ShardedModel(RankModel):
             self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
-            example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
+            # This moves it once: the host would wait for each copy.
+            example = self._examples[method] = move_leaves(example, self.devices[0])
             with self.gradients.of_dummy(), self._random_numbers(), undone(self.module, self.devices):
                 row = connect(first_row(example, self.dim), arguments)
                 return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
@@ -228,7 +229,6 @@ class _FSDPUpdate(RankUpdate):
         self._end = sync.round  # The present round ends there, in micro-batches of the update.
         self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
         self._divisor: Weight = 1.0  # The last backward had it.
-        self._is_complete = False
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -267,8 +267,8 @@ class _FSDPUpdate(RankUpdate):
                 break
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
-        self._is_complete = True
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
+        self._ran = 0  # From now on, a failure may be of one rank.
         return sums
 
     def abandon(self) -> UpdateSync | None:
@@ -278,7 +278,7 @@ class _FSDPUpdate(RankUpdate):
         )
 
     def discard(self, error: BaseException) -> None:
-        if self._ran and not self._is_complete:  # the failure is of all ranks, since the others would wait
+        if self._ran:  # The failure is of all ranks, since the others would wait.
             self._sync.ask()
         self._model.forget_gradients()
 
@@ -322,8 +322,8 @@ class ShardedGradients(GradientRecord):
     """Completes the gradients of sharded modules in every backward. Compares the blocks that ranks have run.
 
     A rank compares its blocks with the others if their order is new. If only one rank changes its order, it
-    waits in the comparison and the others wait for its shards, until the timeout of the process group. ``group``
-    has no other collectives meanwhile.
+    waits in the comparison and the others wait for its shards, until the timeout of the process group.
+    ``group`` has no other collectives meanwhile.
     """
 
     def __init__(self, group: collectives.Group) -> None:
@@ -416,9 +416,9 @@ class ShardedGradients(GradientRecord):
             for expected, block in itertools.zip_longest(orders[0], order, fillvalue="none"):
                 if block != expected:
                     raise RuntimeError(
-                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks "
-                        "in the same order: the loss is wrong. Run a block that only some rows need on every rank, "
-                        "also without rows; or use strategy='ddp'"
+                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same "
+                        "blocks in the same order: the loss is wrong. Run a block that only some rows need on "
+                        "every rank, also without rows; or use strategy='ddp'"
                     )
         self._compared = ran
 
@@ -502,7 +502,7 @@ def _repeated_layers(module: nn.Module) -> list[nn.Module]:
     repeated = []
     for parent in module.modules():
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-            layers = [layer for layer in parent.children() if next(layer.parameters(recurse=False), None) is not None]
+            layers = [layer for layer in parent.children() if list(layer.parameters(recurse=False))]
             kinds = Counter(map(type, layers))
             repeated += [layer for layer in layers if kinds[type(layer)] > 1]
     return repeated

@@ -187,7 +187,6 @@ def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
 
 def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> None:
     """Raises ``ValueError`` for a strategy that is unknown or not possible here."""
-    ranks = 1 if environment is None else environment.world_size
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
     if strategy in ("ddp", "fsdp") and environment is None:
@@ -195,7 +194,8 @@ def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> No
             f"strategy={strategy!r} in one process, expected 'auto' or 'replicas': it needs one process per device, which "
             "torchrun --nproc-per-node=gpu starts"
         )
-    if strategy == "replicas" and ranks > 1:
+    if strategy == "replicas" and environment is not None and environment.world_size > 1:
+        ranks = environment.world_size
         raise ValueError(f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp', or no torchrun")
 
 

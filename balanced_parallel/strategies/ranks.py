@@ -242,8 +242,8 @@ class RankUpdate(UpdateSync):
             if parameter.grad is not None:
                 if id(parameter) not in reduced:
                     raise ValueError(
-                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the "
-                        f"ranks would not share: make it part of {self.place} that parallelize is given"
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that "
+                        f"the ranks would not share: make it part of {self.place} that parallelize is given"
                     )
                 gradients.append(parameter.grad)
         return gradients
