@@ -182,7 +182,7 @@ class OnCollective(torch_private.TorchDispatchMode):
         super().__init__()
         self._act = act
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Runs an operator."""
         if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
             self._act(function.__name__.partition(".")[0])
@@ -244,7 +244,7 @@ def refuse_unshared(parameters: Iterable[Tensor]) -> None:
             )
 
 
-def explain_unwatched(tensors: Iterable[Any]) -> str | None:
+def explain_unwatched(tensors: Iterable[object]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share the gradients; else None."""
     nodes: list[torch_private.Node]
     nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]

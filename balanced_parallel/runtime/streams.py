@@ -13,8 +13,7 @@ import contextlib
 import contextvars
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -65,10 +64,10 @@ class SideStreams:
     def __init__(self) -> None:
         _instances[id(self)] = self
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._pending: deque[tuple[list[tuple[torch.device, torch.Stream, torch.Event]], list[Any]]] = deque()
+        self._pending: deque[tuple[list[tuple[torch.device, torch.Stream, torch.Event]], Sequence[object]]] = deque()
 
     @contextlib.contextmanager
-    def entered(self, computing: Streams, uses: list[Any]) -> Iterator[None]:
+    def entered(self, computing: Streams, uses: Sequence[object]) -> Iterator[None]:
         """Runs the block on the side streams, behind ``computing``, which wait for them later. ``uses`` live until then."""
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
         token = _beside.set(True)
@@ -79,7 +78,7 @@ class SideStreams:
             _beside.reset(token)
             self.expect(computing, sides, uses)
 
-    def expect(self, computing: Streams, working: Streams, uses: list[Any]) -> None:
+    def expect(self, computing: Streams, working: Streams, uses: Sequence[object]) -> None:
         """Makes the compute streams and the current streams wait for what ``working`` do now, by the end of the backward."""
         waits = []
         for device, stream in computing.items():
@@ -107,7 +106,7 @@ class SideStreams:
                     torch.accelerator.current_stream(device).wait_event(event)
                 del uses
 
-    def join_before(self, node: Any) -> None:
+    def join_before(self, node: torch_private.Node) -> None:
         """Joins before the node of a leaf adds a gradient of its own, such as that of a penalty on the parameters."""
 
         def join(gradients: tuple[torch.Tensor | None, ...]) -> None:

@@ -124,9 +124,9 @@ class ShardedModel(RankModel):
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
         return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
 
-    def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> Any:
+    def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> object:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
-        module: Any = torch_private.children_of(self)["module"]  # self.module would call __getattr__
+        module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
@@ -268,7 +268,7 @@ class _FSDPUpdate(RankUpdate):
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
-        self._ran = 0  # From now on, a failure may be of one rank.
+        self._ran = 0  # A failure after this may be of one rank.
         return sums
 
     def abandon(self) -> UpdateSync | None:
@@ -309,7 +309,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
     return _FSDPSync(model, takes_two_passes=criterion.kind.passes > 1)
 
 
-def _avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
     """Replaces outputs of the root that are views, of which FSDP2 warns. Callers get other ones."""
     views = [tensor for tensor in tensors_of(output) if base_of(tensor) is not tensor]
     return watch_output(output) if views else output
@@ -378,7 +378,7 @@ class ShardedGradients(GradientRecord):
         self._units.append(slots)
         self._root = unit
 
-        def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> None:
+        def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
             self.has_run = True
             self._ran.append(block)
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a checkpoint runs it again.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, map_tensors, tensors_in
+from ..batch.containers import Dims, Nested, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, ModelOfRows, Shard, count_rows, take
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
@@ -249,7 +249,11 @@ class RankUpdate(UpdateSync):
         return gradients
 
 
-def watch_output(output: Any, first: Tensor | None = None, at_backward: Callable[[], None] | None = None) -> Any:
+def watch_output(
+    output: object,
+    first: Tensor | None = None,
+    at_backward: Callable[[], None] | None = None,
+) -> object:
     """Returns nested output whose backward runs once, after the gradients of all of its tensors are there.
 
     It calls ``at_backward``, and reaches ``first`` without a gradient for it.
@@ -296,7 +300,7 @@ class _Watch(torch.autograd.Function):
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
 
 
-def connect(row: Any, inputs: Arguments | None) -> Any:
+def connect(row: Nested, inputs: Arguments | None) -> Nested:
     """Returns a row that leads to inputs without rows, so that their gradients can be asked for on all ranks alike."""
     empty = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not tensor.numel()]
     if not empty or not torch.is_grad_enabled():
