@@ -1,9 +1,4 @@
-"""Rows and sums over ranks.
-
-Comparison of facts over ranks.
-
-gloo's threads at the end of a process: an exit waits until they have released their tensors, and for nothing else.
-"""
+"""Rows, sums and comparisons over ranks, and the end of the process group."""
 
 import sys
 
@@ -12,7 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers.ddp import cut_over_ranks
 from helpers.problems import build_net
-from helpers.ranks import on_ranks, run_ranks
+from helpers.ranks import on_ranks
 
 from balanced_parallel import PerReplica, gather, parallelize, weighted_mean
 from balanced_parallel.runtime import collectives
@@ -51,11 +46,12 @@ def test_gather_and_weighted_mean_over_uneven_ranks(rank):
     torch.testing.assert_close(mean, torch.tensor(5.0 / 3))
 
 
-def check_group(rank):
+@on_ranks(3, fresh=True)
+def test_collectives_of_a_process_group_leave_other_ranks_alone(rank):
     parallelize(build_net(), torch.nn.MSELoss())
     group = dist.new_group([0, 2])
     if rank == 1:
-        return True
+        return
     place = [0, None, 1][rank]
     assert (collectives.world_size(group), collectives.rank(group)) == (2, place)
     assert collectives.sum_over_ranks(torch.tensor(rank + 1.0), group) == 4
@@ -70,32 +66,18 @@ def check_group(rank):
     second = collectives.second_group("statistics")
     assert second is collectives.second_group("statistics") is not group
     assert collectives.gather_objects(rank, second) == [0, 2]
-    return True
-
-
-def test_collectives_of_a_process_group_leave_other_ranks_alone():
-    assert run_ranks(3, check_group, fresh=True) == [True] * 3
 
 
 def test_a_message_names_at_most_eight_ranks():
     assert by_value(["a"] * 3 + ["b", None]) == "a on ranks 0, 1, 2 and b on rank 3"
 
 
-def error_of_rank(rank):
-    from helpers.ddp import make_update
-    from helpers.problems import build_net
-    from torch import nn
-
-    make_update("criterion", build_net(), nn.CrossEntropyLoss())  # starts the process group
+@on_ranks(2)
+def test_equal_numbers_agree_and_others_are_named_on_each_rank(rank):
+    parallelize(build_net(), torch.nn.CrossEntropyLoss())  # starts the process group
     compare_ranks({"lr": 1 if rank else 1.0, "only here": 2} if rank else {"lr": 1.0}, "equal ones")
-    try:
+    with pytest.raises(ValueError, match=r"^the ranks differ, expected equal ones: norm: None on rank 0 and 1\.0 on rank 1$"):
         compare_ranks({"norm": [None, 1.0][rank], "lr": 0.1}, "equal ones")
-    except ValueError as error:
-        return str(error)
-
-
-def test_equal_numbers_agree_and_others_are_named_on_each_rank():
-    assert run_ranks(2, error_of_rank) == ["the ranks differ, expected equal ones: norm: None on rank 0 and 1.0 on rank 1"] * 2
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from helpers.by_row import CPU, drawing_by_row, has_kernels_of_torch
 from torch import nn
 
 from balanced_parallel.runtime import row_random
-from balanced_parallel.runtime.row_random import Forward, UpdateRandom, number_lines, philox, uniform
+from balanced_parallel.runtime.row_random import Forward, UpdateRandom, philox, uniform
 
 
 def philox_of_python(key, counter):
@@ -113,12 +113,6 @@ def test_a_row_that_is_padded_draws_the_same_numbers():
 
     assert torch.equal(run(4, 3), run(4, 5)[:, :3])
     assert torch.equal(run(2, 5), run(4, 5)[:, :, :2])
-
-
-def test_lines_of_a_batch_are_all_different():
-    numbers, length = number_lines((50, 40, 30, 7), torch.arange(50), 0)
-    assert length == 7
-    assert numbers.unique().numel() == 50 * 40 * 30
 
 
 def test_a_recomputation_draws_the_numbers_of_its_forward():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.memory_problems import PROBLEMS
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.releases import keeps_whole_gradients, released_at_once
 from helpers.slow import slow, slow_but
 from torch import nn
@@ -14,7 +14,8 @@ from torch import nn
 from balanced_parallel import BalancedOptimizer, TrainStep, memory, parallelize, simulate
 
 
-def check_gradients(rank):
+@on_ranks(2)
+def test_shards_on_simulated_devices_equal_the_plain_program(rank):
     torch.manual_seed(0)
     inputs, targets = torch.randn(9, 4, dtype=torch.float64), class_targets(9, ignored=2)
     loss, expected = plain_program(build_net().double(), nn.CrossEntropyLoss(), inputs, targets)
@@ -27,13 +28,7 @@ def check_gradients(rank):
         assert_same_gradients([parameter.grad.full_tensor().cpu() for parameter in model.parameters()], expected)
         assert {str(parameter.device) for parameter in model.parameters()} == {f"sim:{rank}"}
         parts = cluster.categories(rank)
-        return parts["parameters"], parts["gradients"]
-
-
-def test_shards_on_simulated_devices_equal_the_plain_program():
-    for parameters, gradients in run_ranks(2, check_gradients):
-        assert parameters > 0
-        assert gradients > 0
+        assert min(parts["parameters"], parts["gradients"]) > 0
 
 
 def peak_of_a_rank(rank, rows, precision, micro_batch_size=None, memory=None):
