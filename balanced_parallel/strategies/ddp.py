@@ -128,7 +128,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 raise TypeError(
                     f"the hook returned {describe(future)}, expected a torch.futures.Future of the bucket's gradients"
                 )
-            # On gloo, the collectives of powerSGD_hook would mix with those of the next bucket.
+            # Collectives of powerSGD_hook would mix with those of the next bucket on gloo.
             future.wait()
             return future
 
@@ -279,13 +279,13 @@ class BucketRecord(GradientRecord):
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
-        gradients = [(number, parameter.grad) for number, parameter in enumerate(self.parameters)]
-        self.used = {number for number, grad in gradients if grad is not None and self._is_used(number, grad)}
-
-    def _is_used(self, number: int, gradient: Tensor) -> bool:
-        if gradient.layout != torch.strided:
-            return torch_private.has_elements(gradient)
-        return gradient is not self._zeros.get(number) or torch_private.versions([gradient]) != [0]
+        gradients = {number: parameter.grad for number, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        self.used.clear()
+        for number, version in zip(gradients, torch_private.versions([*gradients.values()]), strict=True):
+            gradient = gradients[number]
+            is_zero = version == 0 and gradient is self._zeros.get(number)
+            if not is_zero and (gradient.layout == torch.strided or torch_private.has_elements(gradient)):
+                self.used.add(number)
 
 
 class RequestedGradients:
