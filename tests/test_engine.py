@@ -60,7 +60,7 @@ def run(copy, *arguments):
 def test_the_engine_passes_its_tests_without_the_other_folders(tmp_path):
     copy_of_the_engine(tmp_path)
     flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "within_the_copy", "--override-ini=addopts="]
-    flags += ["-c", str(TESTS.parent / "pyproject.toml"), "-m", "not slow and not browser and not libraries"]
+    flags += ["-c", str(TESTS.parent / "pyproject.toml"), "-m", "not slow and not browser and not libraries and not gpu"]
     done = run(tmp_path, "-m", "pytest", *flags, *(str(TESTS / name) for name in RUN))
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1]

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "integrations": {"loss", "replicas", "batch", "runtime"},
 }
 TORCH_ONLY = [Path("loss/rules.py")]
-OTHER_TESTS = {"helpers", "regressions"}  # their files are not named after modules
+OTHER_TESTS = {"gpu", "helpers", "regressions"}  # their files are not named after modules
 
 
 def imported_modules(source, package):
