@@ -162,52 +162,39 @@ def test_tokens_are_those_of_code():
     form = measure('"""Module\nof two lines."""\n\n# A comment.\ndef f(x):\n    """Returns x."""\n    return x  # the same\n')
     assert (form.tokens, form.code_lines, form.lines) == (8, 2, 7)
     assert measure("x = 1\n").tokens == measure("x = 1; \n").tokens - 1 == 3
-
-
-def test_any_is_counted_where_it_is_used():
     assert measure("from typing import Any\ndef f(x: Any, y: list[Any]) -> int: ...\n").anys == 2
 
 
-@pytest.mark.parametrize(
-    ("body", "number"),
-    [
-        ("pass", 1),
-        ("if a: pass\n  elif b: pass\n  else: pass", 3),
-        ("return a if b else c", 2),
-        ("return a and b and c", 3),
-        ("for x in y:\n   while z: assert x", 4),
-        ("return [x for x in y if x if z]", 4),
-        ("try: pass\n  except E: pass\n  except F: pass", 3),
-        ("with a: pass", 2),
-        ("def g():\n   if a: pass", 2),
-    ],
-)
-def test_branches_are_counted(body, number):
-    assert branches(ast.parse(f"def f():\n  {body}").body[0]) == number
-
-
-def test_branchy_functions_are_found():
+def test_branches_are_counted():
+    for body, number in {
+        "pass": 1,
+        "if a: pass\n  elif b: pass\n  else: pass": 3,
+        "return a if b else c": 2,
+        "return a and b and c": 3,
+        "for x in y:\n   while z: assert x": 4,
+        "return [x for x in y if x if z]": 4,
+        "try: pass\n  except E: pass\n  except F: pass": 3,
+        "with a: pass": 2,
+        "def g():\n   if a: pass": 2,
+    }.items():
+        assert branches(ast.parse(f"def f():\n  {body}").body[0]) == number, body
     source = "def f():\n" + "  if a: pass\n" * BRANCHY + "def g():\n" + "  if a: pass\n" * (BRANCHY - 1)
     assert measure(source).branchy == [f"1 f {BRANCHY + 1}"]
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("self.x = cls.x = ctx.x = 1", []),
-        ("parameter.grad = None", ["1 parameter.grad"]),
-        ("self.part.x += 1", ["1 self.part.x"]),
-        ("for a.b, c in pairs: pass", ["1 a.b"]),
-        ("print(a.b)\na['b'] = 1\ndel a.b", []),
-    ],
-)
-def test_attributes_set_on_other_objects_are_found(source, found):
-    assert measure(source).outside == found
+def test_attributes_set_on_other_objects_are_found():
+    for source, attributes in {
+        "self.x = cls.x = ctx.x = 1": [],
+        "parameter.grad = None": ["1 parameter.grad"],
+        "self.part.x += 1": ["1 self.part.x"],
+        "for a.b, c in pairs: pass": ["1 a.b"],
+        "print(a.b)\na['b'] = 1\ndel a.b": [],
+    }.items():
+        assert measure(source).outside == attributes, source
 
 
-@pytest.mark.parametrize(
-    ("comment", "comments", "fragments"),
-    [
+def test_fragments_are_found():
+    for source, comments, fragments in [
         ("# The dtype of the tensor.", 1, 0),
         ("# of the tensor", 1, 1),
         ("x = 1  # by name", 1, 1),
@@ -217,11 +204,9 @@ def test_attributes_set_on_other_objects_are_found(source, found):
         ("x = 1  # noqa: E501", 0, 0),
         ("#\nx = '# of'", 0, 0),
         ("# Offsets", 1, 0),
-    ],
-)
-def test_fragments_are_found(comment, comments, fragments):
-    form = measure(f"{comment}\n")
-    assert (form.comments, len(form.fragments)) == (comments, fragments)
+    ]:
+        form = measure(f"{source}\n")
+        assert (form.comments, len(form.fragments)) == (comments, fragments), source
 
 
 def test_forms_of_files_are_added_up(tmp_path):

@@ -6,7 +6,6 @@ The blocks of a page run in their order. Command lines are parsed, links lead to
 import ast
 import importlib
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import torch
 from helpers.pages import PAGES, ROOT, ROWS, blocks, public_names
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.processes import run_script
 from test_walls import MAY_IMPORT
 
 import balanced_parallel
@@ -26,7 +26,7 @@ LINKING = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in (
 
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
-SLOW = {"docs/memory.md"}
+SLOW = {f"docs/{name}.md" for name in ("memory", "huggingface", "libraries", "migrating", "savings")}
 assert set(WITH_BLOCKS) >= SLOW
 IN_A_LINE = 88
 
@@ -40,9 +40,7 @@ IN_A_LINE = 88
 )
 def test_blocks_of_a_page_run_as_pasted(pages, tmp_path):
     """No name is given to a page: its blocks, in their order, are a program."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "tests" / "helpers" / "run_pages.py", tmp_path / "pages", *pages]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment)
+    done = run_script(ROOT / "tests" / "helpers" / "run_pages.py", tmp_path / "pages", *pages)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {}
 

@@ -205,17 +205,7 @@ os.environ.__class__ = Watched.__base__
 assert dict(os.environ) == before
 assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
-"""
 
-
-def test_import_has_no_side_effects():
-    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-LOADED_AT_FIRST_USE = """
-import sys
-import balanced_parallel
 late = ("memory", "simulation", "diagnostics")
 loaded = [name for name in sys.modules if name.startswith(tuple(f"balanced_parallel.{part}" for part in late))]
 assert not loaded, loaded
@@ -227,9 +217,9 @@ assert memory.plan is plan and balanced_parallel.simulate is simulate
 """
 
 
-def test_import_leaves_out_the_planner_the_simulator_and_verify():
-    done = subprocess.run([sys.executable, "-c", LOADED_AT_FIRST_USE], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_import_has_no_side_effects_and_loads_the_planner_the_simulator_and_verify_at_their_first_use():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_only_the_launch_reads_the_environment():
