@@ -62,12 +62,12 @@ class Problem:
     targets: Tensor
 
 
-def language_problem() -> Problem:
+def language_problem(words: int = 8192) -> Problem:
     """Returns a language model with a large vocabulary."""
     torch.manual_seed(0)
-    tokens = torch.randint(8192, (32, 33))
-    description = "embedding 8192 x 64, one hidden layer, 8192 logits per word; 32 rows of 32 words"
-    return Problem("large-vocabulary language model", description, LanguageModel(), tokens[:, :-1], tokens[:, 1:])
+    tokens = torch.randint(words, (32, 33))
+    description = f"embedding {words} x 64, one hidden layer, {words} logits per word; 32 rows of 32 words"
+    return Problem("large-vocabulary language model", description, LanguageModel(words), tokens[:, :-1], tokens[:, 1:])
 
 
 def segmentation_problem() -> Problem:
