@@ -13,7 +13,7 @@ STARTED = time.monotonic()
 
 
 @pytest.fixture
-def machine(request, monkeypatch):
+def machine(request):
     """The devices of a layout that :func:`helpers.gpu.on` names."""
     kind, layout = request.param
     if kind == "sim":
@@ -24,12 +24,11 @@ def machine(request, monkeypatch):
         pytest.skip("needs a GPU: torch.cuda.is_available() is False")
     if time.monotonic() - STARTED > LONGEST:
         pytest.skip(f"the run has taken {LONGEST:.0f} s already: select this test with -k")
-    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):  # fp32 is compared with the CPU's
-        monkeypatch.setattr(backend, "allow_tf32", False)
     accelerators = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     machine = Machine(accelerators, make_layout(layout, accelerators))
     machine.release()
-    yield machine
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # fp32 is compared with the CPU's
+        yield machine
     machine.release()
 
 
