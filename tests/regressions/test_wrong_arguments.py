@@ -60,77 +60,49 @@ def criterion_on(loss, *targets, outputs=None, **settings):
     return DataParallelCriterion(loss, **settings)(make_model()(INPUTS) if outputs is None else outputs, *targets)
 
 
+def mappings():
+    return make_model()(INPUTS).map(lambda output: {"logits": output})
+
+
+def lists():
+    return DataParallelModel(Lists(4, 3), CPUS)(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
+
+
+CE, ADAMW, PAIRS = nn.CrossEntropyLoss(), torch.optim.AdamW, [{"similarity": torch.zeros(size, size)} for size in (2, 1)]
+STEP_LR = torch.optim.lr_scheduler.StepLR
+
+
+def of_another(parameters):
+    return SGD(nn.Linear(4, 3).parameters())
+
+
 ERRORS = {
-    "outputs that are mappings": (
-        lambda: criterion_on(nn.CrossEntropyLoss(), TARGETS, outputs=make_model()(INPUTS).map(lambda output: {"logits": output})),
-        "the input of CrossEntropyLoss is a dict, expected a tensor",
-    ),
-    "no targets": (
-        lambda: criterion_on(nn.CrossEntropyLoss()),
-        r"missing a required argument: 'target'; pass targets after outputs: criterion\(outp",
-    ),
-    "arrays are called targets": (
-        lambda: make_step()(INPUTS, TARGETS.numpy()),
-        r"targets\[0\] is an array of shape \(7,\)",
-    ),
-    "a model without data": (
-        lambda: DataParallelModel(nn.Linear(4, 3, device="meta"), CPUS),
-        r"no data! Please use torch\.nn\.Module\.to_empty\(\)",  # of torch
-    ),
-    "a criterion that is wrapped": (
-        lambda: DataParallelCriterion(DataParallelCriterion(nn.MSELoss())),
-        "a DataParallelCriterion already, expected a plain one: pass its .module",
-    ),
-    "a criterion that is a model": (
-        lambda: DataParallelCriterion(make_model()),
-        "a DataParallelModel already, expected a plain one: pass its .module",
-    ),
-    "a criterion that returns nothing": (
-        lambda: criterion_on(lambda output, target: None, TARGETS, weight="rows"),
-        "the criterion returned None, expected a loss",
-    ),
-    "lists of rows that cannot be gathered": (
-        lambda: DataParallelModel(Lists(4, 3), CPUS)(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)])).gather(),
-        r"join the lists instead, as in \[row for output in outputs for row in",
-    ),
-    "outputs that have no rows": (
-        lambda: gather([{"similarity": torch.zeros(2, 2)}, {"similarity": torch.zeros(1, 1)}]),
-        r"select the outputs that have rows before, as in outputs.map\(",
-    ),
-    "an optimizer of another model": (
-        lambda: make_step(optimizer=lambda _: SGD(nn.Linear(4, 3).parameters())),
-        "SGD has 2 parameter.s., and none is a parameter of the model or the criterion",
-    ),
-    "an optimizer that evaluates the loss": (
-        lambda: make_step(optimizer=torch.optim.LBFGS),
-        "LBFGS evaluates the loss several times per step, and TrainStep once",
-    ),
-    "parameters for a balanced optimizer": (
-        lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), torch.optim.AdamW),
-        "type generator",
-    ),
-    "an optimizer for a balanced optimizer": (
-        lambda: BalancedOptimizer(make_model(), torch.optim.AdamW(make_model().parameters())),
-        "an instance of AdamW was given",
-    ),
-    "a norm that is text": (lambda: make_step(max_grad_norm="1"), "max_grad_norm='1', expected a positive number"),
-    "a norm that is true": (lambda: make_step(max_grad_norm=True), "max_grad_norm=True, expected a positive number"),
-    "the class of a scheduler": (
-        lambda: make_step(scheduler=torch.optim.lr_scheduler.StepLR),
-        "the scheduler is the class StepLR, expected an instance of LRS",
-    ),
-    "the class of an optimizer": (
-        lambda: make_step(optimizer=lambda _: SGD),
-        "the optimizer is the class SGD, expected an instance of Optimizer, or a list",
-    ),
+    "the input of CrossEntropyLoss is a dict, expected a tensor": lambda: criterion_on(CE, TARGETS, outputs=mappings()),
+    r"missing a required argument: 'target'; pass targets after outputs: criterion\(outp": lambda: criterion_on(CE),
+    r"targets\[0\] is an array of shape \(7,\)": lambda: make_step()(INPUTS, TARGETS.numpy()),
+    # of torch
+    r"no data! Please use torch\.nn\.Module\.to_empty\(\)": lambda: DataParallelModel(nn.Linear(4, 3, device="meta"), CPUS),
+    "a DataParallelCriterion already, expected a plain one: pass its ": lambda: DataParallelCriterion(DataParallelCriterion(CE)),
+    "a DataParallelModel already, expected a plain one: pass its .module": lambda: DataParallelCriterion(make_model()),
+    "the criterion returned None, expected a loss": lambda: criterion_on(lambda *_: None, TARGETS, weight="rows"),
+    r"join the lists instead, as in \[row for output in outputs for row in": lambda: lists().gather(),
+    r"select the outputs that have rows before, as in outputs.map\(": lambda: gather(PAIRS),
+    "SGD has 2 parameter.s., and none is a parameter of the model or the criterion": lambda: make_step(optimizer=of_another),
+    "LBFGS evaluates the loss several times per step, and TrainStep once": lambda: make_step(optimizer=torch.optim.LBFGS),
+    "type generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
+    "an instance of AdamW was given": lambda: BalancedOptimizer(make_model(), ADAMW(make_model().parameters())),
+    "max_grad_norm='1', expected a positive number": lambda: make_step(max_grad_norm="1"),
+    "max_grad_norm=True, expected a positive number": lambda: make_step(max_grad_norm=True),
+    "the scheduler is the class StepLR, expected an instance of LRS": lambda: make_step(scheduler=STEP_LR),
+    "the optimizer is the class SGD, expected an instance of Optimizer, or a list": lambda: make_step(optimizer=lambda _: SGD),
+    "1 entries and 2 sizes, expected the rows of each entry": lambda: PerReplica([INPUTS], [3, 4]),
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_say_what_is_expected(name):
-    call, message = ERRORS[name]
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_say_what_is_expected(message):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
-        call()
+        ERRORS[message]()
 
 
 @pytest.mark.parametrize("targets", [None, TARGETS.tolist(), 3])
@@ -321,36 +293,31 @@ class TestWrappers:
             Checkpoints(5)
 
 
-@pytest.mark.parametrize(
-    ("call", "name", "expected"),
-    [
+def test_arguments_of_other_libraries():
+    for call, name, expected in (
         (make_step, "gradient_accumulation_steps", "micro_batch_size"),
         (make_step, "clip_grad_norm", "max_grad_norm"),
-        (lambda **settings: DataParallelModel(nn.Linear(4, 3), **settings), "devices", "device_ids"),
-        (lambda **settings: parallelize(nn.Linear(4, 3), nn.MSELoss(), **settings), "devices", "device_ids"),
-        (lambda **settings: RankBatchSampler(INPUTS, 2, **settings), "shuffle", "seed"),
-        (lambda **settings: BalancedBatchSampler([1.0, 2.0], 2, **settings), "shuffle", "seed"),
-    ],
-)
-def test_arguments_of_other_libraries(call, name, expected):
-    with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{name}', expected one of .*\b{expected}\b"):
-        call(**{name: 4})
+        (functools.partial(DataParallelModel, nn.Linear(4, 3)), "devices", "device_ids"),
+        (functools.partial(parallelize, nn.Linear(4, 3), nn.MSELoss()), "devices", "device_ids"),
+        (functools.partial(RankBatchSampler, INPUTS, 2), "shuffle", "seed"),
+        (functools.partial(BalancedBatchSampler, [1.0, 2.0], 2), "shuffle", "seed"),
+    ):
+        with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{name}', expected one of .*\b{expected}\b"):
+            call(**{name: 4})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "settings", "message"),
-    [
-        (("net", F.cross_entropy, INPUTS, TARGETS), {}, "the module is an object of type str"),
-        ((make_model(), F.cross_entropy, INPUTS, TARGETS), {}, "wrapped in DataParallelModel already"),
-        ((nn.Linear(4, 3), INPUTS, F.cross_entropy, TARGETS), {}, r"the criterion is a tensor of shape \(7, 4\), expected a mod"),
-        ((nn.Linear(4, 3), F.cross_entropy, INPUTS, TARGETS), {"optimizer": SGD([torch.ones(1)])}, "the optimizer is .* SGD"),
-        ((nn.Linear(4, 3), F.cross_entropy, INPUTS, TARGETS), {"optimizer": torch.optim.LBFGS}, "and an estimate once"),
-    ],
-)
 @pytest.mark.usefixtures("trace_in_this_process")
-def test_estimates(arguments, settings, message):
-    with pytest.raises(TypeError, match=message):
-        memory.estimate(*arguments, **settings)
+def test_estimates():
+    net, loss = nn.Linear(4, 3), F.cross_entropy
+    for arguments, optimizer, message in (
+        (("net", loss, INPUTS, TARGETS), ADAMW, "the module is an object of type str"),
+        ((make_model(), loss, INPUTS, TARGETS), ADAMW, "wrapped in DataParallelModel already"),
+        ((net, INPUTS, loss, TARGETS), ADAMW, r"the criterion is a tensor of shape \(7, 4\), expected a mod"),
+        ((net, loss, INPUTS, TARGETS), SGD([torch.ones(1)]), "the optimizer is .* SGD"),
+        ((net, loss, INPUTS, TARGETS), torch.optim.LBFGS, "and an estimate once"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            memory.estimate(*arguments, optimizer=optimizer)
 
 
 def sampler(**settings):
@@ -438,8 +405,3 @@ def test_means_of_a_bare_tensor_and_on_a_device_by_its_name():
         with pytest.raises(TypeError, match=rf"{name}=.*expected a list with one entry per replica"):
             CALLS[name][0](torch.ones(()))
     assert weighted_mean([torch.ones(())], [1], "cpu") == 1
-
-
-def test_sizes_of_other_entries():
-    with pytest.raises(ValueError, match=r"1 entries and 2 sizes, expected the rows of each entry"):
-        PerReplica([INPUTS], [3, 4])
