@@ -101,9 +101,8 @@ class TestPerReplica:
         assert [outputs[0], *outputs[1:]] == list(outputs)
         assert torch.cat(list(outputs)).shape == (7, CLASSES)
 
-    @pytest.mark.parametrize(
-        "use",
-        [
+    def test_tensor_operations_raise_an_error_with_a_fix(self):
+        for use in (
             lambda outputs: outputs.mean(),
             lambda outputs: outputs.shape,
             lambda outputs: outputs[:, 0],
@@ -115,13 +114,11 @@ class TestPerReplica:
             lambda outputs: outputs == torch.zeros(7, CLASSES),
             lambda outputs: 2 * outputs,
             lambda outputs: outputs + outputs,
-            lambda outputs: nn.Linear(CLASSES, 2)(outputs),
-        ],
-    )
-    def test_tensor_operations_raise_an_error_with_a_fix(self, use):
-        message = r"PerReplica, .*not a tensor: call \.gather\(\).*DataParallelCriterion"
-        with pytest.raises((TypeError, AttributeError), match=message):
-            use(self.outputs()["logits"])
+            nn.Linear(CLASSES, 2),
+        ):
+            message = r"PerReplica, .*not a tensor: call \.gather\(\).*DataParallelCriterion"
+            with pytest.raises((TypeError, AttributeError), match=message):
+                use(self.outputs()["logits"])
 
     def test_gradient_penalty_equals_the_plain_program(self):
         """WGAN-GP takes the gradient of a gradient with respect to the inputs."""
