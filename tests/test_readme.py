@@ -17,6 +17,7 @@ import torch
 from helpers.pages import PAGES, ROOT, ROWS, blocks, public_names
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from helpers.processes import run_script
+from helpers.slow import slow
 from test_walls import MAY_IMPORT
 
 import balanced_parallel
@@ -27,17 +28,11 @@ LINKING = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in (
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
 SLOW = {f"docs/{name}.md" for name in ("memory", "huggingface", "libraries", "migrating", "savings")}
-assert set(WITH_BLOCKS) >= SLOW
+assert {*SLOW, "README.md", "docs/quickstart.md", "docs/exactness.md", "docs/balance.md"} <= set(WITH_BLOCKS)
 IN_A_LINE = 88
 
 
-@pytest.mark.parametrize(
-    "pages",
-    [
-        pytest.param(sorted(set(WITH_BLOCKS) - SLOW), id="pages"),
-        pytest.param(sorted(SLOW), id="slow", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("pages", [sorted(set(WITH_BLOCKS) - SLOW), slow(sorted(SLOW))], ids=["pages", "slow"])
 def test_blocks_of_a_page_run_as_pasted(pages, tmp_path):
     """No name is given to a page: its blocks, in their order, are a program."""
     done = run_script(ROOT / "tests" / "helpers" / "run_pages.py", tmp_path / "pages", *pages)
@@ -45,14 +40,9 @@ def test_blocks_of_a_page_run_as_pasted(pages, tmp_path):
     assert json.loads(done.stdout) == {}
 
 
-def test_most_pages_have_blocks():
-    assert {"README.md", "docs/quickstart.md", "docs/exactness.md", "docs/balance.md", "docs/memory.md"} <= set(WITH_BLOCKS)
-
-
-@pytest.mark.parametrize("page", WITH_BLOCKS)
-def test_lines_of_code_fit_beside_the_navigation(page):
-    lines = [line for block in blocks(page, "python") for line in block.splitlines()]
-    assert not [line for line in lines if len(line) > IN_A_LINE]
+def test_lines_of_code_fit_beside_the_navigation():
+    lines = {page: [line for block in blocks(page, "python") for line in block.splitlines()] for page in WITH_BLOCKS}
+    assert not {page: line for page, code in lines.items() for line in code if len(line) > IN_A_LINE}
 
 
 @pytest.mark.slow
@@ -144,14 +134,7 @@ def test_readme_has_at_most_100_lines_and_the_numbers_in_the_first_25():
     lines = PAGES["README.md"].splitlines()
     assert len(lines) <= 100
     first = "\n".join(lines[:25])
-    for part in (
-        "```diff",
-        "2.6 → 1.0",
-        "0.35 → 6e-16",
-        "24 rows",
-        "not measured on a GPU",
-        "pip install",
-    ):
+    for part in ("```diff", "2.6 → 1.0", "0.35 → 6e-16", "24 rows", "not measured on a GPU", "pip install"):
         assert part in first
     for part in ("docs/images/memory.png", "scripts/train.py --simulate 4 --plot"):
         assert part in PAGES["README.md"]
@@ -167,7 +150,8 @@ def test_readme_numbers_equal_the_benchmark_tables():
     assert [round(errors[0], 2), float(f"{errors[1]:.0e}")] == [0.35, 6e-16]
 
 
-def test_index_lists_all_pages():
+def test_index_lists_all_pages_of_which_there_are_at_most_18_and_three_that_lead_to_them():
+    assert len(set(PAGES) - {"README.md", "docs/choose.md", "docs/troubleshooting.md", "docs/libraries.md"}) <= 18
     for page in set(PAGES) - {"README.md", "docs/README.md"}:
         assert f"({Path(page).name})" in PAGES["docs/README.md"], page
 
@@ -180,10 +164,6 @@ def test_the_map_of_the_folders_is_the_table_of_imports():
             assert names == MAY_IMPORT[folder], folder
             folders = folders | {folder}
     assert folders == set(MAY_IMPORT)
-
-
-def test_there_are_at_most_18_pages_and_three_that_lead_to_them():
-    assert len(set(PAGES) - {"README.md", "docs/choose.md", "docs/troubleshooting.md", "docs/libraries.md"}) <= 18
 
 
 def texts_of_errors():
