@@ -18,14 +18,13 @@ def machine(request):
     kind, layout = request.param
     if kind == "sim":
         with simulate(2) as cluster:
-            yield Machine(cluster.devices, make_layout(layout, cluster.devices), cluster)
+            yield Machine(make_layout(layout, cluster.devices), cluster)
         return
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: torch.cuda.is_available() is False")
     if time.monotonic() - STARTED > LONGEST:
         pytest.skip(f"the run has taken {LONGEST:.0f} s already: select this test with -k")
-    accelerators = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    machine = Machine(accelerators, make_layout(layout, accelerators))
+    machine = Machine(make_layout(layout, [torch.device("cuda", index) for index in range(torch.cuda.device_count())]))
     machine.release()
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # fp32 is compared with the CPU's
         yield machine

@@ -25,7 +25,7 @@ def run_rank(rank, devices, backends, only_plain=False):
         torch.accelerator.set_device_index(device.index)
         dist.init_process_group(backends)
         stack.callback(dist.destroy_process_group)
-        return train(Machine([device], [device], cluster), rank, len(devices), only_plain)
+        return train(Machine([device], cluster), rank, len(devices), only_plain)
 
 
 def train(machine, rank, ranks, only_plain):

@@ -106,7 +106,7 @@ def train(machine, net, home, *, late):
     step = make_step(net, machine.devices)
     generator = torch.Generator().manual_seed(1)
     rows, wanted = torch.randn(24, 64, generator=generator).to(home), labels(24).to(home)
-    used = [device for device in dict.fromkeys([*machine.devices, home]) if device.type != "cpu" and late]
+    used = machine.accelerators if late else []
     machine.synchronize()
     losses = []
     with contextlib.ExitStack() as stack:

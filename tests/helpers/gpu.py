@@ -53,17 +53,14 @@ def make_layout(name, accelerators):
 
 @dataclass(frozen=True)
 class Machine:
-    """The accelerators of this machine, and those of one test.
+    """The devices of the replicas of a test; one may be there twice. ``cluster`` has the simulated ones, and is None for GPUs."""
 
-    Attributes:
-        accelerators: all of one kind.
-        devices: of the replicas; one may be there twice.
-        cluster: the simulated devices; None for GPUs.
-    """
-
-    accelerators: list
     devices: list
     cluster: object = None
+
+    @property
+    def accelerators(self):
+        return [device for device in dict.fromkeys(self.devices) if device.type != "cpu"]
 
     @property
     def first(self):
