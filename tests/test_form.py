@@ -1,8 +1,9 @@
 """The form of the package: how much there is to read, and how hard it is. Lines are not counted, since packing lowers them."""
 
 import ast
+import functools
 import io
-import itertools
+import operator
 import re
 import tokenize
 from pathlib import Path
@@ -45,8 +46,8 @@ class Form(NamedTuple):
     fragments: list[str]
 
 
-def measure(source):
-    """Returns the form of a source."""
+def measure(source, place=""):
+    """Returns the form of a source. Its ``place`` stands before line numbers."""
     tree, tokens = ast.parse(source), list(tokenize.generate_tokens(io.StringIO(source).readline))
     code = code_tokens(tokens, docstring_lines(tree))
     comments = first_lines_of_comments(tokens)
@@ -56,22 +57,17 @@ def measure(source):
         lines=source.count("\n"),
         anys=sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
         comments=len(comments),
-        branchy=branchy_functions(tree),
-        outside=attributes_of_others(tree),
-        fragments=[f"{line} {text}" for line, text in comments if FRAGMENT.match(text)],
+        branchy=[place + entry for entry in branchy_functions(tree)],
+        outside=[place + entry for entry in attributes_of_others(tree)],
+        fragments=[f"{place}{line} {text}" for line, text in comments if FRAGMENT.match(text)],
     )
 
 
 def measure_files(root):
     """Returns the form of all files below a folder, with the names of the files before the line numbers."""
-    forms = []
-    for path in sorted(root.rglob("*.py")):
-        form, name = measure(path.read_text(encoding="utf-8")), path.relative_to(root).as_posix()
-        places = {field: [f"{name}:{entry}" for entry in getattr(form, field)] for field in ("branchy", "outside", "fragments")}
-        forms.append(form._replace(**places))
-    numbers = [sum(column) for column in zip(*(form[:5] for form in forms), strict=True)]
-    lists = [list(itertools.chain.from_iterable(column)) for column in zip(*(form[5:] for form in forms), strict=True)]
-    return Form(*numbers, *lists)
+    paths = sorted(root.rglob("*.py"))
+    forms = [measure(path.read_text(encoding="utf-8"), f"{path.relative_to(root).as_posix()}:") for path in paths]
+    return Form(*(functools.reduce(operator.add, column) for column in zip(*forms, strict=True)))
 
 
 def docstring_lines(tree):
@@ -136,9 +132,6 @@ def measure_package():
 
 def test_tokens(form):
     assert form.tokens <= MOST_TOKENS
-
-
-def test_tokens_per_line_of_code(form):
     assert round(form.tokens / form.code_lines, 1) <= MOST_TOKENS_PER_LINE_OF_CODE
 
 
@@ -162,52 +155,39 @@ def test_tokens_are_those_of_code():
     form = measure('"""Module\nof two lines."""\n\n# A comment.\ndef f(x):\n    """Returns x."""\n    return x  # the same\n')
     assert (form.tokens, form.code_lines, form.lines) == (8, 2, 7)
     assert measure("x = 1\n").tokens == measure("x = 1; \n").tokens - 1 == 3
-
-
-def test_any_is_counted_where_it_is_used():
     assert measure("from typing import Any\ndef f(x: Any, y: list[Any]) -> int: ...\n").anys == 2
 
 
-@pytest.mark.parametrize(
-    ("body", "number"),
-    [
-        ("pass", 1),
-        ("if a: pass\n  elif b: pass\n  else: pass", 3),
-        ("return a if b else c", 2),
-        ("return a and b and c", 3),
-        ("for x in y:\n   while z: assert x", 4),
-        ("return [x for x in y if x if z]", 4),
-        ("try: pass\n  except E: pass\n  except F: pass", 3),
-        ("with a: pass", 2),
-        ("def g():\n   if a: pass", 2),
-    ],
-)
-def test_branches_are_counted(body, number):
-    assert branches(ast.parse(f"def f():\n  {body}").body[0]) == number
-
-
-def test_branchy_functions_are_found():
+def test_branches_are_counted():
+    for body, number in {
+        "pass": 1,
+        "if a: pass\n  elif b: pass\n  else: pass": 3,
+        "return a if b else c": 2,
+        "return a and b and c": 3,
+        "for x in y:\n   while z: assert x": 4,
+        "return [x for x in y if x if z]": 4,
+        "try: pass\n  except E: pass\n  except F: pass": 3,
+        "with a: pass": 2,
+        "def g():\n   if a: pass": 2,
+    }.items():
+        assert branches(ast.parse(f"def f():\n  {body}").body[0]) == number, body
     source = "def f():\n" + "  if a: pass\n" * BRANCHY + "def g():\n" + "  if a: pass\n" * (BRANCHY - 1)
     assert measure(source).branchy == [f"1 f {BRANCHY + 1}"]
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("self.x = cls.x = ctx.x = 1", []),
-        ("parameter.grad = None", ["1 parameter.grad"]),
-        ("self.part.x += 1", ["1 self.part.x"]),
-        ("for a.b, c in pairs: pass", ["1 a.b"]),
-        ("print(a.b)\na['b'] = 1\ndel a.b", []),
-    ],
-)
-def test_attributes_set_on_other_objects_are_found(source, found):
-    assert measure(source).outside == found
+def test_attributes_set_on_other_objects_are_found():
+    for source, attributes in {
+        "self.x = cls.x = ctx.x = 1": [],
+        "parameter.grad = None": ["1 parameter.grad"],
+        "self.part.x += 1": ["1 self.part.x"],
+        "for a.b, c in pairs: pass": ["1 a.b"],
+        "print(a.b)\na['b'] = 1\ndel a.b": [],
+    }.items():
+        assert measure(source).outside == attributes, source
 
 
-@pytest.mark.parametrize(
-    ("comment", "comments", "fragments"),
-    [
+def test_fragments_are_found():
+    for source, comments, fragments in [
         ("# The dtype of the tensor.", 1, 0),
         ("# of the tensor", 1, 1),
         ("x = 1  # by name", 1, 1),
@@ -217,11 +197,9 @@ def test_attributes_set_on_other_objects_are_found(source, found):
         ("x = 1  # noqa: E501", 0, 0),
         ("#\nx = '# of'", 0, 0),
         ("# Offsets", 1, 0),
-    ],
-)
-def test_fragments_are_found(comment, comments, fragments):
-    form = measure(f"{comment}\n")
-    assert (form.comments, len(form.fragments)) == (comments, fragments)
+    ]:
+        form = measure(f"{source}\n")
+        assert (form.comments, len(form.fragments)) == (comments, fragments), source
 
 
 def test_forms_of_files_are_added_up(tmp_path):

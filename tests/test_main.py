@@ -18,10 +18,6 @@ from balanced_parallel.__main__ import logs_of_a_command, main
 pytestmark = pytest.mark.usefixtures("trace_in_this_process")
 
 
-def estimate(*flags, batch_size=8):
-    return main(["estimate", "--batch-size", str(batch_size), *flags])
-
-
 def said(capsys, *arguments):
     """The one line with which bad input ends."""
     with pytest.raises(SystemExit) as ended:
@@ -46,10 +42,6 @@ def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["layout"], report["devices"], report["rows"]) == ("replicas", 2, 8)
-
-
-def test_errors_of_a_process_are_one_line(nets, tmp_path):
-    nets("")
     done = run("estimate", "--problem", "nets.py:wide", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if line != "a model that speaks"]
@@ -59,49 +51,47 @@ def test_errors_of_a_process_are_one_line(nets, tmp_path):
 # estimate
 
 
-def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
-    flags = ["--problem", nets("small"), "--device-kind", "cpu", "--optimizer", "sgd", "--precision", "bf16"]
-    assert estimate(*flags, "--json", "--micro-batch-size", "4") == 0
-    found = json.loads(capsys.readouterr().out)
+@pytest.fixture
+def estimated(nets, capsys):
+    """Returns the report of a problem as the command prints it."""
+
+    def report_of(name, *flags):
+        kind = () if "--layout" in flags else ("--device-kind", "cpu")
+        assert main(["estimate", "--problem", nets(name), *kind, "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return report_of
+
+
+def test_estimate_prints_the_report_of_memory_estimate(estimated):
+    report = estimated("small", "--optimizer", "sgd", "--precision", "bf16", "--micro-batch-size", "4")
     inputs, targets = torch.empty(8, 4), torch.zeros(8, dtype=torch.int64)
     settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "micro_batch_size": 4, "device_kind": "cpu"}
-    report = memory.estimate(nn.Linear(4, 3), nn.CrossEntropyLoss(), inputs, targets, **settings)
-    assert found["allocated"] == list(report.allocated)
-    assert found["micro_batches"] == 2
+    expected = memory.estimate(nn.Linear(4, 3), nn.CrossEntropyLoss(), inputs, targets, **settings)
+    assert (report["allocated"], report["micro_batches"]) == (list(expected.allocated), 2)
 
 
-def test_the_batch_size_replaces_the_rows_of_the_inputs(nets, capsys):
-    for flags, rows in (([], 8), (["--batch-size", "24"], 24)):
-        assert main(["estimate", "--problem", nets("small"), "--device-kind", "cpu", "--json", *flags]) == 0
-        assert json.loads(capsys.readouterr().out)["rows"] == rows
-
-
-def test_estimate_of_ddp_divides_the_batch_by_the_ranks(nets, capsys):
-    flags = ["--problem", nets("small"), "--layout", "ddp", "--devices", "3", "--balanced-optimizer"]
-    assert estimate(*flags, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["layout"], found["devices"], found["rows"]) == ("ddp", 3, 3)
+@pytest.mark.parametrize(
+    ("name", "flags", "expected"),
+    [
+        ("small", [], {"rows": 8}),
+        ("small", ["--batch-size", "24"], {"rows": 24}),
+        ("small", ["--layout", "ddp", "--devices", "3", "--balanced-optimizer"], {"layout": "ddp", "devices": 3, "rows": 3}),
+        ("keywords", ["--devices", "2"], {"rows": 8}),
+        ("time_major", ["--batch-size", "8", "--dim", "1", "--devices", "2"], {"rows": 8, "devices": 2}),
+        ("time_major", ["--batch-size", "8", "--dim", "1", "--micro-batch-size", "2"], {"micro_batches": 4}),
+    ],
+)
+def test_rows_devices_and_micro_batches_are_those_of_the_flags(estimated, name, flags, expected):
+    report = estimated(name, *flags)
+    assert {key: report[key] for key in expected} == expected
 
 
 def test_estimate_prints_the_table(nets, capsys):
-    assert estimate("--problem", nets("small"), "--device-kind", "cpu") == 0
+    assert main(["estimate", "--problem", nets("small"), "--device-kind", "cpu"]) == 0
     output, errors = capsys.readouterr()
     assert output.startswith("single on 1 x cpu, fp32")
     assert errors == "a model that speaks\n"
-
-
-def test_keyword_arguments_and_nested_inputs(nets, capsys):
-    assert estimate("--problem", nets("keywords"), "--device-kind", "cpu", "--devices", "2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 8
-
-
-def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
-    flags = ["--problem", nets("time_major"), "--dim", "1", "--device-kind", "cpu", "--json"]
-    assert estimate(*flags, "--devices", "2") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["rows"], found["devices"]) == (8, 2)
-    assert estimate(*flags, "--micro-batch-size", "2") == 0
-    assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
 
 
 @pytest.mark.parametrize(
@@ -125,7 +115,7 @@ def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("missing", "has no 'missing'; it defines: Tokens, TimeMajor"),
+        ("missing", "has no 'missing'; it defines: TimeMajor, Loses"),
         ("needs", "cannot be built: TypeError: needs() missing 1 required positional argument: 'width': expected a function"),
         ("fails", "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", "it ends the program"),
@@ -156,21 +146,23 @@ def test_missing_problems_print_one_line(capsys, tmp_path):
 # plan
 
 
-def planned(**settings):
-    return SimpleNamespace(
-        **{"report": None, "capacity": (1,), "fits": True, "lines": (), "to_json": lambda: "{}", "describe": lambda verbose: ""}
-        | settings
-    )
+PLAN = {"report": None, "capacity": (1,), "fits": True, "lines": (), "to_json": lambda: "{}", "describe": lambda verbose: ""}
 
 
-def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
-    asked = {}
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments of ``memory.plan``, which returns a plan with the entry ``plan`` of this mapping."""
+    arguments = {"plan": {}}
 
     def plan(module, criterion, inputs, targets, **settings):
-        asked.update(settings, module=module, criterion=criterion, inputs=inputs, targets=targets)
-        return planned()
+        arguments.update(settings, module=module, criterion=criterion, inputs=inputs, targets=targets)
+        return SimpleNamespace(**PLAN | arguments.pop("plan"))
 
     monkeypatch.setattr(memory, "plan", plan)
+    return arguments
+
+
+def test_plan_receives_the_arguments(nets, capsys, asked):
     flags = ["--batch-size", "16", "--devices", "2", "--memory", "24GiB,8GiB", "--device-kind", "a10", "--optimizer", "RAdam"]
     assert main(["plan", "--problem", nets("pair"), *flags]) == 0
     assert isinstance(asked.pop("module"), nn.Linear)
@@ -181,15 +173,14 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])
-def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, monkeypatch, flags, capacity):
-    asked = []
-    monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["capacity"]) or planned(fits=False))
-    assert main(["plan", "--problem", nets("small"), "--json", *flags]) == 1
-    assert asked == [capacity]
+def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, asked, flags, capacity):
+    asked["plan"]["fits"] = False
+    assert main(["plan", "--problem", nets("time_major"), "--dim", "1", "--json", *flags]) == 1
+    assert (asked["capacity"], asked["dim"]) == (capacity, 1)
     assert capsys.readouterr().out == "{}\n"
 
 
-def test_errors_of_plan_print_one_line(nets, capsys, monkeypatch):
+def test_errors_and_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
     def plan(*args, **settings):
         raise ValueError("no such device,\nexpected another")
 
@@ -198,23 +189,14 @@ def test_errors_of_plan_print_one_line(nets, capsys, monkeypatch):
     assert line.endswith("error: no such device, expected another")
     assert "'24' is not a memory size, it has no unit: 24GiB?" in said(capsys, "plan", "--problem", "nowhere", "--memory", "24")
 
-
-def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
-    def plan(*args, **settings):
+    def plan_with_a_warning(*args, **settings):
         with warnings.catch_warnings(action="always"):
             warnings.warn("twice the\nrows", stacklevel=1)
-        return planned()
+        return SimpleNamespace(**PLAN)
 
-    monkeypatch.setattr(memory, "plan", plan)
+    monkeypatch.setattr(memory, "plan", plan_with_a_warning)
     assert main(["plan", "--problem", nets("small")]) == 0
     assert capsys.readouterr().err.endswith("python -m balanced_parallel: warning: twice the rows\n")
-
-
-def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):
-    asked = []
-    monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["dim"]) or planned())
-    assert main(["plan", "--problem", nets("time_major"), "--dim", "1"]) == 0
-    assert asked == [1]
 
 
 # The program

@@ -1,4 +1,4 @@
-"""Measured numbers of the README and of docs/: each stands on the page of a benchmark to which its paragraph links."""
+"""Measured numbers of the README and of docs/: each is on a benchmark's page to which its paragraph links, or has a month."""
 
 import importlib.util
 import re
@@ -10,6 +10,8 @@ NUMBER = r"(?<![\w.,+-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w,]*\.?\d)"
 UNITS = r"\s?(?:%|times\b|ms\b|µs\b|[KMG]iB\b)"
 MEASURED = re.compile(rf"({NUMBER})(?=((?: (?:and|to|→) {NUMBER})?{UNITS})|)")
 VERSIONS = re.compile(r"(?:Python|torch|version) \d+(?:\.\d+)+\S*(?: and \d+(?:\.\d+)+)?")
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+DATED = re.compile(rf"\b(?:{MONTHS}) 20\d\d\b")  # measured then, by a program that is not kept
 ELSEWHERE = {
     "docs/migrating_from.md": "tests/examples/test_migrating_pairs.py runs the programs and compares",
 }
@@ -66,6 +68,7 @@ def unlinked(page):
     return [
         f"{number} {unit} in: {paragraph.strip()[:120]}"
         for paragraph in paragraphs(PAGES[page])
+        if not DATED.search(paragraph)
         for numbers, links in [measured(paragraph)]
         for number, unit in numbers
         if f"{number} {unit}".strip() not in NOT_MEASURED.get(page, ()) and not any(is_on(link, number, unit) for link in links)

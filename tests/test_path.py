@@ -54,17 +54,20 @@ def build():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def assert_within(numbers, budget):
+    assert all(itertools.starmap(int.__le__, zip(numbers, budget, strict=True))), numbers
+
+
 @pytest.mark.parametrize(("devices", "micro_batches", "budget"), [(1, 4, (16, 80, 260)), (2, 2, (18, 95, 260))])
 def test_update_of_replicas(devices, micro_batches, budget):
     model = DataParallelModel(build(), ["cpu"] * devices)
-    numbers = count(make_update(model, DataParallelCriterion(nn.CrossEntropyLoss()), micro_batches))
-    assert all(itertools.starmap(int.__le__, zip(numbers, budget, strict=True))), numbers
+    assert_within(count(make_update(model, DataParallelCriterion(nn.CrossEntropyLoss()), micro_batches)), budget)
 
 
 def test_update_of_simulated_devices():
     with simulate(2):
         numbers = count(make_update(DataParallelModel(build()), DataParallelCriterion(nn.CrossEntropyLoss()), 2))
-    assert all(itertools.starmap(int.__le__, zip(numbers, (26, 148, 400), strict=True))), numbers
+    assert_within(numbers, (26, 148, 400))
 
 
 def count_on_rank(rank, strategy):
@@ -76,7 +79,7 @@ def count_on_rank(rank, strategy):
 @pytest.mark.parametrize(("strategy", "budget"), [("ddp", (19, 140, 240)), ("fsdp", (19, 140, 300))])
 def test_update_of_ranks(strategy, budget):
     for numbers in run_ranks(2, count_on_rank, strategy):
-        assert all(itertools.starmap(int.__le__, zip(numbers, budget, strict=True))), numbers
+        assert_within(numbers, budget)
 
 
 def test_calls_are_counted():

@@ -66,9 +66,8 @@ def test_the_wheel_has_the_package_alone_and_the_sdist_what_the_tests_read(built
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"balanced_parallel"}
     assert "balanced_parallel/py.typed" in names
-    assert sum(name.startswith("balanced_parallel/simulation/native/") for name in names) == len(
-        list((ROOT / "balanced_parallel" / "simulation" / "native").iterdir())
-    )
+    native = list((ROOT / "balanced_parallel" / "simulation" / "native").iterdir())
+    assert sum(name.startswith("balanced_parallel/simulation/native/") for name in names) == len(native)
     with tarfile.open(sdist) as archive:
         folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
     assert {"tests", "examples", "scripts", "benchmarks", "docs"} <= folders
@@ -77,10 +76,12 @@ def test_the_wheel_has_the_package_alone_and_the_sdist_what_the_tests_read(built
     assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", metadata), "relative links lead nowhere on PyPI"
 
 
-def test_citation_has_the_version_of_the_package():
+def test_citation_and_pre_commit_have_the_versions_of_the_package_and_of_ruff():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == balanced_parallel.__version__
-    assert citation["license"] == "Apache-2.0"
+    assert (citation["version"], citation["license"]) == (balanced_parallel.__version__, "Apache-2.0")
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (ruff,) = [one for one in repositories if one["repo"].endswith("ruff-pre-commit")]
+    assert f"ruff=={ruff['rev'].removeprefix('v')}" in (ROOT / "constraints.txt").read_text()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
@@ -104,9 +105,3 @@ def test_workflow_tests_every_supported_python_and_torch():
     pinned = (ROOT / "constraints.txt").read_text()
     assert matrix["torch"][0].removesuffix(".0").replace("==", ">=") in setup  # the oldest
     assert set(matrix["torch"]) & set(pinned.splitlines())
-
-
-def test_pre_commit_runs_the_pinned_version_of_ruff():
-    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    (ruff,) = [one for one in repositories if one["repo"].endswith("ruff-pre-commit")]
-    assert f"ruff=={ruff['rev'].removeprefix('v')}" in (ROOT / "constraints.txt").read_text()

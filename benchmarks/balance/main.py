@@ -7,7 +7,6 @@ arguments, it measures everything and writes the README beside it.
 """
 
 import copy
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +21,9 @@ from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataPara
 from balanced_parallel.simulation import Cluster
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from reports import environment, introduction, table  # noqa: E402
+
 DEVICES = (2, 4, 8)
 MIB = 2**20
 
@@ -61,12 +62,12 @@ class Problem:
     targets: Tensor
 
 
-def language_problem() -> Problem:
+def language_problem(words: int = 8192) -> Problem:
     """Returns a language model with a large vocabulary."""
     torch.manual_seed(0)
-    tokens = torch.randint(8192, (32, 33))
-    description = "embedding 8192 x 64, one hidden layer, 8192 logits per word; 32 rows of 32 words"
-    return Problem("large-vocabulary language model", description, LanguageModel(), tokens[:, :-1], tokens[:, 1:])
+    tokens = torch.randint(words, (32, 33))
+    description = f"embedding {words} x 64, one hidden layer, {words} logits per word; 32 rows of 32 words"
+    return Problem("large-vocabulary language model", description, LanguageModel(words), tokens[:, :-1], tokens[:, 1:])
 
 
 def segmentation_problem() -> Problem:
@@ -199,7 +200,7 @@ def shown(counts: list[int]) -> str:
     return ", ".join(text if times == 1 else f"{times} x {text}" for text, times in runs)
 
 
-def table(problem: Problem) -> str:
+def table_of(problem: Problem) -> str:
     """Returns the table of all measurements of one problem."""
     parameters = sum(parameter.nbytes for parameter in problem.module.parameters())
     expected = plain_parameters(problem)
@@ -215,17 +216,16 @@ def table(problem: Problem) -> str:
             traffic = [f"{through / MIB:.1f}", f"{through / parameters:.1f}", len(found.copies), longest_chain(found.copies)]
             rows.append([*row, *traffic, f"{found.error:.0e}"])
     headers = ["devices", "", "peak, MiB", "hottest / mean", "sum, MiB", "through the hottest, MiB", "in parameters' bytes"]
-    return tabulate(rows, [*headers, "copies", "longest chain", "off by"], tablefmt="github", disable_numparse=True)
+    return table(rows, [*headers, "copies", "longest chain", "off by"])
 
 
 def report(problems: list[Problem]) -> str:
     """Returns the text of the README."""
-    lines = ["# Does every device carry the same, and how much passes through the hottest one?", ""]
-    lines += [(__doc__ or "").split("\n\n", 1)[1].split(" Run without")[0].strip(), ""]
+    lines = [introduction(__doc__), ""]
     for problem in problems:
         size = sum(parameter.nbytes for parameter in problem.module.parameters())
         lines += [f"## {problem.name.capitalize()}", "", f"{problem.description}; parameters {size / MIB:.2f} MiB.", ""]
-        lines += [table(problem), ""]
+        lines += [table_of(problem), ""]
     lines += [
         "Peak: bytes of tensors in use, each rounded up to 512, as CUDA's caching allocator counts them. Through the hottest:",
         "bytes copied to and from the device with the most traffic in one step, the batch from the host included. Copies: those",
@@ -235,7 +235,7 @@ def report(problems: list[Problem]) -> str:
         "",
         "What this shows is arithmetic, placement, bytes and traffic. It says nothing about time.",
         "",
-        f"Environment: simulated devices on {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}.",
+        f"Environment: simulated devices on {environment()}.",
         "To reproduce (it writes this file):",
         "",
         "```bash",

@@ -4,12 +4,12 @@ import copy
 import functools
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from allocator import ReduceScatter
 from models import Problem
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
@@ -20,20 +20,6 @@ from balanced_parallel.strategies.fsdp import shard
 
 RANKS = 2
 REPEATS = 3
-
-
-class ReduceScatter:
-    """Makes the copy of gloo's reduce-scatter be released by this thread, which the profiler sees, and not by one of gloo."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory of the size."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        """Reduces and scatters."""
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True)
-        work.wait()
-        time.sleep(0.01)  # the thread of gloo releases its reference
 
 
 class Autocast(nn.Module):

@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,20 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from balanced_parallel import memory
 from balanced_parallel.memory import MemoryReport
 from balanced_parallel.savings.checkpointing import find_blocks
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 import data_parallel  # noqa: E402, F401 - registers its layout
 import layouts  # noqa: E402
 import lengths  # noqa: E402
 import models  # noqa: E402
 import pretrained  # noqa: E402
 from models import Problem  # noqa: E402
+from reports import environment, introduction, table  # noqa: E402
 from truth import allocator_peak  # noqa: E402
 
 MIB = 2**20
@@ -106,11 +105,6 @@ def percent(error: float) -> str:
     return f"{error:+.3%}"
 
 
-def table(rows: list[list[object]], *headers: str) -> str:
-    """Formats a table as Markdown."""
-    return tabulate(rows, headers, "github", disable_numparse=True)
-
-
 # Against the allocator ---------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +127,7 @@ def single_table(names: tuple[str, ...]) -> tuple[str, dict[str, list[float]]]:
             rows.append([name, "yes" if checkpoint else "", *cells])
             errors[MODELS[name].group] += [error for _, error in found]
     headers = ["model", "checkpoint", "fp32: used, MiB", "predicted", "bf16: used, MiB", "predicted"]
-    return table(rows, *headers), errors
+    return table(rows, headers), errors
 
 
 def limits_table(errors: dict[str, list[float]]) -> str:
@@ -142,7 +136,7 @@ def limits_table(errors: dict[str, list[float]]) -> str:
     for group, found in errors.items():
         limit, beyond = LIMITS[group], sum(abs(error) > LIMITS[group] for error in found)
         rows.append([group, len(found), percent(min(found)), percent(max(found)), f"{limit:.1%}", beyond or "none"])
-    return table(rows, "group", "cases", "lowest", "highest", "limit", "beyond it")
+    return table(rows, ["group", "cases", "lowest", "highest", "limit", "beyond it"])
 
 
 # Other rows, other layouts -----------------------------------------------------------------------------------------------------
@@ -158,7 +152,7 @@ def rows_error(name: str, kind: str, sizes: tuple[int, ...] = ROWS) -> float:
 def rows_table(names: tuple[str, ...], sizes: tuple[int, ...] = ROWS) -> str:
     """Returns the table of the errors for other numbers of rows."""
     rows: list[list[object]] = [[name, *(f"{rows_error(name, kind, sizes):.4%}" for kind in ("cpu", "h200"))] for name in names]
-    return table(rows, "model", "cpu", "h200")
+    return table(rows, ["model", "cpu", "h200"])
 
 
 def simulated_table() -> str:
@@ -178,7 +172,7 @@ def simulated_table() -> str:
                 row += [f"{used[0] / MIB:.2f}", percent(errors[0]), percent(max(errors[1:], key=abs))]
             rows.append(row)
     columns = [f"{precision}: {what}" for precision in ("fp32", "bf16") for what in ("first, MiB", "predicted", "others")]
-    return table(rows, "layout", "model", *columns)
+    return table(rows, ["layout", "model", *columns])
 
 
 def ranks_table(names: tuple[str, ...] = ("MLP", "GPT", "MobileNet-like")) -> str:
@@ -197,7 +191,7 @@ def ranks_table(names: tuple[str, ...] = ("MLP", "GPT", "MobileNet-like")) -> st
         whole = percent(report.allocated[0] / given - 1) if given else "-"
         rows.append([layout + " + ZeRO-1" * balanced, name, precision, f"{live / MIB:.2f}", tensors, whole])
     torch.set_num_threads(threads)
-    return table(rows, "layout", "model", "", "tensors, MiB", "predicted", "predicted, by the allocator")
+    return table(rows, ["layout", "model", "", "tensors, MiB", "predicted", "predicted, by the allocator"])
 
 
 # Time, and others --------------------------------------------------------------------------------------------------------------
@@ -253,7 +247,7 @@ def others_table(names: tuple[str, ...] = BESIDE) -> str:
         lines.append({"model": name, "used, MiB": f"{used / MIB:.1f}"})
         lines[-1] |= {tool: f"{guess / MIB:.1f} ({guess / used - 1:+.1%})" for tool, guess in guesses.items()}
     missing = [f"{tool} was not installed" for tool in ("accelerate", "torchinfo") if tool not in lines[0]]
-    return "\n\n".join([table([[*line.values()] for line in lines], *lines[0]), *missing])
+    return "\n\n".join([table([[*line.values()] for line in lines], list(lines[0])), *missing])
 
 
 def report() -> tuple[str, list[str]]:
@@ -263,21 +257,18 @@ def report() -> tuple[str, list[str]]:
     times = {name: seconds(name) for name in TIMED}
     failures += [f"{name}: {t[0]:.1f} s" for name, t in times.items() if max(t[0], statistics.median(t)) > SECONDS]
     timed: list[list[object]] = [[name, f"{t[0]:.2f}", f"{statistics.median(t):.2f}"] for name, t in times.items()]
-    title, rest = (__doc__ or "").split("\n\n", 1)
     values = {
-        "title": title,
-        "introduction": rest.split(" Run without")[0].strip(),
+        "introduction": introduction(__doc__),
         "limits": limits_table(errors),
         "causes": ABOVE * (max(errors[_DENSE]) > LIMITS[_DENSE]) + BELOW * (min(errors[_DENSE]) < -LIMITS[_DENSE]),
         "single": single,
         "rows": rows_table(LINES),
-        "lengths": table(lengths.length_rows(build), *lengths.HEADERS),
+        "lengths": table(lengths.length_rows(build), lengths.HEADERS),
         "simulated": simulated_table(),
         "ranks": ranks_table(),
         "others": others_table(),
-        "timed": table(timed, "model", "first call, s", "median of 3, s"),
-        "environment": f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, transformers {pretrained.version()}",
+        "timed": table(timed, ["model", "first call, s", "median of 3, s"]),
+        "environment": f"{environment('transformers')}, {torch.get_num_threads()} threads",
     }
     return (HERE / "page.md").read_text().format(**values), failures
 

@@ -1,6 +1,5 @@
 """Models to predict and to measure, each with a criterion and a batch: random weights, small sizes."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 WORDS, WIDTH, LENGTH = 5000, 128, 128
 

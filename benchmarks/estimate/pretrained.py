@@ -82,10 +82,3 @@ def whisper(rows: int = 4) -> Problem:
     config = WhisperConfig(**layers, **heads, **places, **ends, d_model=WIDTH, vocab_size=WORDS, use_cache=False)
     module = Logits(WhisperForConditionalGeneration(config), "input_features", "decoder_input_ids")
     return Problem(module, cross_entropy, (torch.randn(rows, 40, 200), tokens(rows, 32)), tokens(rows, 32))
-
-
-def version() -> str:
-    """Returns the version of transformers."""
-    import transformers
-
-    return transformers.__version__

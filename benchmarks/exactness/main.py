@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import io
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from reports import environment  # noqa: E402
+
 RANKS, MICRO_BATCHES, ROWS, LENGTH, WORDS = 2, 4, 2, 24, 97
 
 
@@ -197,10 +199,8 @@ def report(errors: dict[str, float]) -> str:
     """Returns the text of the README."""
     labels = make_rows()[1]
     counts = (labels[:, 1:] != -100).sum(1).view(RANKS, MICRO_BATCHES, ROWS).sum(2).tolist()
-    rows = [
-        f"| {name} | {FRAMEWORKS[name][0]} {importlib.metadata.version(FRAMEWORKS[name][0])} | {error:.1e} |"
-        for name, error in errors.items()
-    ]
+    versions = {name: f"{package} {importlib.metadata.version(package)}" for name, (package, _) in FRAMEWORKS.items()}
+    rows = [f"| {name} | {versions[name]} | {error:.1e} |" for name, error in errors.items()]
     idioms = [f"- {name}. {' '.join((run.__doc__ or '').split())}" for name, (_, run) in FRAMEWORKS.items()]
     return "\n".join(
         [
@@ -217,7 +217,7 @@ def report(errors: dict[str, float]) -> str:
             "",
             *idioms,
             "",
-            f"Environment: Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, CPU, gloo. "
+            f"Environment: {environment()}, CPU, gloo. "
             "The error is the norm of the difference over the norm of the plain program's gradient.",
             "",
             "To reproduce (it writes this file):",

@@ -8,7 +8,6 @@ beside it.
 import contextlib
 import functools
 import importlib
-import platform
 import random
 import statistics
 import subprocess
@@ -20,12 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from reports import environment, introduction, ratio_of_times, table  # noqa: E402
+
 SLICES, ROUNDS, COPIES = 4, 40, 6
 
 
@@ -41,19 +42,6 @@ def timed(function: Callable[[], Any]) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
-
-
-def median_ratio(one: Callable[[], Any], other: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Returns the median of the time of ``one`` over that of ``other``. Each goes first in half of the rounds."""
-    for function in (one, other) * 2:
-        function()
-    ratios = []
-    for _ in range(rounds // 2):
-        first = timed(one)
-        ratios.append(first / timed(other))
-        first = timed(other)
-        ratios.append(timed(one) / first)
-    return statistics.median(ratios)
 
 
 def make_steps() -> dict[str, Callable[[], Any]]:
@@ -228,22 +216,18 @@ def main() -> None:
     steps = make_steps()
     plain = statistics.median(timed(steps["slice by slice"]) for _ in range(ROUNDS)) * 1e3
     rows = [
-        [ours, other, f"{median_ratio(steps[ours], steps[other]):.3f}"]
+        [ours, other, f"{ratio_of_times(steps[ours], steps[other], ROUNDS):.3f}"]
         for ours in ("model and criterion", "TrainStep")
         for other in ("slice by slice", "one backward")
     ]
-    ratios = tabulate(rows, ["ours", "plain program", "time of ours / plain"], tablefmt="github", disable_numparse=True)
+    ratios = table(rows, ["ours", "plain program", "time of ours / plain"])
     parts = [[name, f"{value:.2f}", f"{value / plain:.1%}"] for name, value in replication_times().items()]
-    times = tabulate(parts, ["", "ms", "of a plain step"], tablefmt="github", disable_numparse=True)
-    ranked = tabulate(
+    times = table(parts, ["", "ms", "of a plain step"])
+    ranked = table(
         [[ranks, case, *ratios_under_torchrun(ranks, case)] for ranks, case in ((1, "small"), (2, "small"), (2, "large"))],
         ["ranks", "model", "time of TrainStep / by hand", "/ by hand, exact", "slowest copy by hand / fastest"],
-        "github",
     )
-    title, rest = (__doc__ or "").split("\n\n", 1)
-    text = f"""# {title}
-
-{rest.split(" Run without")[0].strip()}
+    text = f"""{introduction(__doc__)}
 
 {ratios}
 
@@ -264,7 +248,7 @@ differ.
 {ranked}
 
 Medians of {ROUNDS} ({ROUNDS // 2} of the large model).
-Environment: {platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}.
+Environment: {environment()}, 1 thread.
 To reproduce (it writes this file):
 
 ```bash

@@ -1,14 +1,13 @@
 """Errors of updates with dropout, in layouts that split the rows differently
 
 Seven models that draw random numbers make one update of 7 rows in float64, by `TrainStep(reproducible=True)`. Run without
-arguments, it measures all layouts, the peers and the cost, and writes the README beside it.
+arguments, it measures all layouts and the peers, and writes the README beside it.
 """
 
 import argparse
 import contextlib
 import importlib.metadata
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from costs import attention_costs, draw_costs, mask_costs, update_cost  # noqa: E402 - beside this file
-from networks import MODELS, make_problem  # noqa: E402
+from networks import MODELS, make_problem  # noqa: E402 - beside this file
 from peers import PEERS  # noqa: E402
-from tabulate import tabulate  # noqa: E402
+from reports import environment, table  # noqa: E402
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate  # noqa: E402
 from balanced_parallel.strategies import launch  # noqa: E402
@@ -170,13 +168,8 @@ def measure_peers() -> dict[str, dict[tuple[str, bool], float]]:
     return errors
 
 
-def table(rows: list[list[str]], headers: list[str]) -> str:
-    """Returns a table in Markdown."""
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-
-
 def report(errors: dict[str, dict[str, float]], peers: dict[str, dict[tuple[str, bool], float]]) -> str:
-    """Returns the text of the README, with the costs, which are measured here."""
+    """Returns the text of the README."""
     parts = {
         "layouts": table(
             [[label, *(f"{row[name]:.0e}" if name in row else "" for name in MODELS)] for label, row in errors.items()],
@@ -194,16 +187,7 @@ def report(errors: dict[str, dict[str, float]], peers: dict[str, dict[tuple[str,
             ["", "version", *(f"{name}, dropout {state}" for name in PEER_MODELS for state in ("off", "on"))],
         ),
         "idioms": "\n".join(f"- {peer}. {' '.join((run.__doc__ or '').split())}" for peer, (_, run) in PEERS.items()),
-        "draws": table(draw_costs(), ["update", "draws", "without", "reproducible", "for each draw"]),
-        "masks": table(mask_costs(), ["shape", "`F.dropout`", "by row", "factor"]),
-        "attention": table(
-            attention_costs(), ["rows, heads, length, width", "without", "reproducible", "matrix of probabilities"]
-        ),
-        "update": update_cost(),
-        "torch": torch.__version__,
-        "environment": f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{importlib.metadata.version('transformers')}, {platform.machine()}, CPU with {os.cpu_count()} shared cores\n"
-        f"(load {os.getloadavg()[0]:.1f}), one thread, gloo",
+        "environment": f"{environment('transformers')}, CPU with {os.cpu_count()} cores, one thread, gloo",
     }
     return (HERE / "page.md").read_text().format(**parts)
 

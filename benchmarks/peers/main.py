@@ -8,19 +8,18 @@ import argparse
 import ast
 import difflib
 import importlib.metadata
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tabulate import tabulate
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 from language_task import LENGTH, Case, exactness, make_rows  # noqa: E402
 from launching import Findings, Layout, measure, measure_time, preload, run_processes  # noqa: E402
+from reports import environment, table  # noqa: E402
 
 MIB = 2**20
 DEVICES = 4
@@ -142,7 +141,7 @@ def main() -> None:
         .format(
             title="Peers, side by side",
             about=about.split(" Run without")[0].strip(),
-            table=tabulate(rows, HEADERS, "github", disable_numparse=True),
+            table=table(rows, HEADERS),
             idioms=idioms,
             conflict=conflict,
             devices=DEVICES,
@@ -153,7 +152,7 @@ def main() -> None:
             length=LENGTH,
             fewest=min(counts),
             most=max(counts),
-            environment=f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, gloo, 1 thread",
+            environment=f"{environment()}, gloo, 1 thread",
         )
     )
     (HERE / "README.md").write_text(page)

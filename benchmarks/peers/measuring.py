@@ -154,7 +154,7 @@ def ring_bytes(profiler: profile) -> int:
 
 
 def event_bytes(name: str, arguments: dict[str, Any], ranks: int) -> int:
-    """Returns the bytes in and out of one of the ranks for an event of the profiler, by the formulas of benchmarks/scale."""
+    """Returns the bytes in and out of one of the ranks for an event of the profiler, by the formulas of a ring."""
     parts = {
         "gloo:all_reduce": 4 * (ranks - 1) / ranks,
         "gloo:all_gather": 2 * (ranks - 1),  # the tensor is the part of one rank

@@ -8,7 +8,6 @@ beside it; ``--only TEXT`` prints the rows whose program has this text.
 
 import argparse
 import functools
-import platform
 import sys
 import time
 import warnings
@@ -17,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from balanced_parallel import memory
 from balanced_parallel.memory import MemoryReport
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 import blocks  # noqa: E402
 import models  # noqa: E402
 from models import Program  # noqa: E402
+from reports import environment, introduction, table  # noqa: E402
 
 MIB = 2**20
 LIMIT = 0.02  # a larger difference is explained
@@ -183,19 +182,15 @@ def main() -> None:
             before = time.perf_counter()
             lines.append(line(row, predict(row)))
             print(f"{time.perf_counter() - before:5.1f} s", *lines[-1], sep="  ", file=sys.stderr)
-    table = tabulate(lines, HEADERS, "github", disable_numparse=True)
     if options.only:
-        print(table)
+        print(table(lines, HEADERS))
         return
-    title, rest = (__doc__ or "").split("\n\n", 1)
     sources = {source.name: key.rstrip("'") for key, source in SOURCES.items()}
     values = {
-        "title": title,
-        "introduction": rest.split(" Run without")[0].strip(),
-        "table": table,
+        "introduction": introduction(__doc__),
+        "table": table(lines, HEADERS),
         "sources": "\n".join(f"- {key}: {name}" for name, key in sources.items()),
-        "environment": f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{(time.perf_counter() - started) / 60:.1f} minutes",
+        "environment": f"{environment()}, {(time.perf_counter() - started) / 60:.1f} minutes",
     }
     (HERE / "README.md").write_text((HERE / "page.md").read_text().format(**values))
 

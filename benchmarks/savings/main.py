@@ -7,8 +7,6 @@ beside it.
 """
 
 import itertools
-import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -16,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from balanced_parallel import savings, simulate
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "estimate")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "estimate")]
 import programs  # noqa: E402
 from allocator import AllocatorProfile  # noqa: E402
 from programs import EVALUATION, QUICK, TRAINING, Change, Program, Size, build, changed, run  # noqa: E402
+from reports import environment, introduction, ratio_of_times, table  # noqa: E402
 
 SIZES = {
     "activations take most of the memory": programs.MANY_ROWS,
@@ -34,6 +32,7 @@ SIZES = {
 }
 MIB = 2**20
 ROUNDS = 10
+CLOCK = time.process_time  # other programs disturb it less
 
 
 def peak(size: Size, loop: str, *changes: Change) -> int:
@@ -61,19 +60,6 @@ def error(loop: str, *changes: Change, ranks: bool = False) -> float:
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
-def median_ratio(one: Callable[[], Any], other: Callable[[], Any], rounds: int) -> float:
-    """Returns the median of the time of ``one`` over that of ``other``. Each goes first in half of the rounds."""
-    ratios = []
-    for number in range(rounds + 1):
-        times = {}
-        for function in (one, other) if number % 2 else (other, one):
-            started = time.process_time()  # other programs disturb it less
-            function()
-            times[function] = time.process_time() - started
-        ratios.append(times[one] / times[other])
-    return statistics.median(ratios[1:])
-
-
 def time_ratio(size: Size, loop: str, *changes: Change, rounds: int = ROUNDS) -> float:
     """Returns the time of a program with savings over that of the plain one, both on one CPU."""
 
@@ -91,7 +77,7 @@ def time_ratio(size: Size, loop: str, *changes: Change, rounds: int = ROUNDS) ->
 
         return evaluate
 
-    return median_ratio(stepper(changed(build(size), changes)), stepper(build(size)), rounds)
+    return ratio_of_times(stepper(changed(build(size), changes)), stepper(build(size)), rounds, CLOCK)
 
 
 def head_numbers(words: int = 32768, tokens: int = 4096, width: int = 768, rounds: int = 2) -> list[list[Any]]:
@@ -114,8 +100,8 @@ def head_numbers(words: int = 32768, tokens: int = 4096, width: int = 768, round
         with profile.recorded():
             function().backward()
             hidden.grad = weight.grad = None
-        ratio = 1.0 if function is first else median_ratio(lambda: function().backward(), lambda: first().backward(), rounds)  # noqa: B023
-        rows.append([name, profile.peak, ratio])
+        steps = [lambda function=each: function().backward() for each in (function, first)]  # type: ignore[misc]
+        rows.append([name, profile.peak, 1.0 if function is first else ratio_of_times(*steps, rounds, CLOCK)])
     return rows
 
 
@@ -136,39 +122,38 @@ def pairs_of(changes: dict[str, Change], *, ranks: bool = False) -> list[list[An
     return found
 
 
-def table(rows: list[list[Any]]) -> str:
+def table_of(rows: list[list[Any]]) -> str:
     """Returns the table of a loop."""
     plain, shown = rows[0][1], []
     for name, most, ratio, off in rows:
         saved = round((plain - most) / MIB, 1) + 0.0  # not -0.0
         shown.append([name, f"{most / MIB:.1f}", f"{saved:.1f}", f"{most / plain:.2f}", f"{ratio:.2f}", f"{off:.0e}"])
     headers = ["saving", "peak, MiB", "saved, MiB", "peak / plain", "time / plain", "off by"]
-    return tabulate(shown, headers, tablefmt="github", disable_numparse=True)
+    return table(shown, headers)
 
 
 def report() -> str:
     """Measures everything and returns the text of the README."""
-    title, about, *_ = (__doc__ or "").split("\n\n")
-    lines = [f"# {title}", "", about.split(" Run without")[0], ""]
+    lines = [introduction(__doc__), ""]
     for name, size in SIZES.items():
         shape = f"{size.layers} residual blocks of width {size.width}, {size.words} words; {size.rows} rows of {size.positions}."
-        lines += [f"## Training, where {name}", "", shape, "", table(rows_of("training", TRAINING, size, ROUNDS)), ""]
+        lines += [f"## Training, where {name}", "", shape, "", table_of(rows_of("training", TRAINING, size, ROUNDS)), ""]
     pairs = [[name, f"{off:.0e}"] for name, off in pairs_of(TRAINING)]
-    lines += ["Pairs of savings, applied in both orders:", "", tabulate(pairs, ["savings", "off by"], tablefmt="github"), ""]
+    lines += ["Pairs of savings, applied in both orders:", "", table(pairs, ["savings", "off by"]), ""]
     lines += ["## Evaluation", "", "`total += loss` over four batches of the first model.", ""]
-    lines += [table(rows_of("evaluation", EVALUATION, programs.MANY_ROWS, ROUNDS)), ""]
+    lines += [table_of(rows_of("evaluation", EVALUATION, programs.MANY_ROWS, ROUNDS)), ""]
     head = head_numbers()
     shown = [[name, f"{most / MIB:.0f}", f"{most / head[0][1]:.2f}", f"{ratio:.2f}"] for name, most, ratio in head]
     headers = ["", "peak, MiB", "peak / plain", "time / plain"]
     lines += ["## A head of 32,768 words", "", "Forward and backward of 4,096 tokens of width 768 on one CPU thread."]
     lines += ["Parameters and inputs are not part of the peak.", ""]
-    lines += [tabulate(shown, headers, tablefmt="github", disable_numparse=True), ""]
+    lines += [table(shown, headers), ""]
     lines += [
         "Peak: bytes of tensors in use, each rounded up to 512, as CUDA's caching allocator counts them; for the head, of the",
         "CPU's allocator. Off by: the largest relative difference of a loss or a parameter in float64, with two replicas.",
         "offload_activations does nothing on a CPU, so this page has no time of it.",
         "",
-        f"Environment: {platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}.",
+        f"Environment: {environment()}, 1 thread.",
         "To reproduce (it writes this file):",
         "",
         "```bash",

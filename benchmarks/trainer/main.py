@@ -5,9 +5,7 @@ device, or two on each of two simulated GPUs. Run without arguments, it writes t
 """
 
 import contextlib
-import importlib.metadata
 import io
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ import torch
 from transformers import Trainer, TrainingArguments, logging
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests")]
 from helpers.trainers import MODELS, make_arguments, make_model, make_rows, pad, train, train_plainly  # noqa: E402
+from reports import environment, table  # noqa: E402
 
 from balanced_parallel import simulate  # noqa: E402
 from balanced_parallel.integrations.transformers import BalancedTrainer  # noqa: E402
@@ -61,19 +60,16 @@ def measure(head: str) -> list[tuple[float, float]]:
     return [(loss / plain[0], norm / plain[1]) for loss, norm in numbers]
 
 
-def table() -> str:
+def table_of_heads() -> str:
     """Returns the measurements as a table."""
-    lines = [
-        "| model class | Trainer, accumulation | Trainer, `nn.DataParallel` | `BalancedTrainer`, both |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for head in HEADS:
         alone, ours_alone, parallel, ours = measure(head)
         ratios = [*ours_alone, *ours]
         assert all(abs(ratio - 1) < 1e-4 for ratio in ratios), (head, ratios)
         wrong = [f"{loss:.2f} x, {norm:.2f} x" for loss, norm in (alone, parallel)]
-        lines.append(f"| `{MODELS[head][0]}` ({MODELS[head][3]}) | {wrong[0]} | {wrong[1]} | 1.00 x, 1.00 x |")
-    return "\n".join(lines)
+        rows.append([f"`{MODELS[head][0]}` ({MODELS[head][3]})", *wrong, "1.00 x, 1.00 x"])
+    return table(rows, ["model class", "Trainer, accumulation", "Trainer, `nn.DataParallel`", "`BalancedTrainer`, both"])
 
 
 PAGE = """# Are the loss and the gradient of a Trainer those of plain PyTorch?
@@ -86,7 +82,7 @@ and the norm of the gradient. Small models with random weights, without dropout.
 
 `BalancedTrainer` differs from plain PyTorch by less than 1e-4 in all of them, in float32.
 
-Environment: Python {python}, torch {torch}, transformers {transformers}, accelerate {accelerate}, {machine}, CPU.
+Environment: {environment}, CPU.
 
 To reproduce (it writes this file):
 
@@ -100,8 +96,7 @@ To reproduce (it writes this file):
 def main() -> None:
     """Writes the page."""
     logging.set_verbosity_error()
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")}
-    page = PAGE.format(table=table(), python=platform.python_version(), machine=platform.machine(), **versions)
+    page = PAGE.format(table=table_of_heads(), environment=environment("transformers", "accelerate"))
     (HERE / "README.md").write_text(page)
 
 

@@ -1,18 +1,14 @@
 """Claims of the page about predicted memory, measured again on a small scale."""
 
-import importlib.util
-import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from helpers.benchmarks import BENCHMARKS, load
 from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures("trace_in_this_process")
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "estimate"
 TABLES = [
     "| group | cases |",
     "| model | checkpoint |",
@@ -26,16 +22,8 @@ TABLES = [
 
 @pytest.fixture(scope="module")
 def benchmark():
-    if "transformers" not in sys.modules:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    spec = importlib.util.spec_from_file_location("estimate_benchmark", FOLDER / "main.py")
-    module = importlib.util.module_from_spec(spec)
-    path, sys.modules[spec.name] = [*sys.path], module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = path
-    for name in (spec.name, "models", "pretrained", "allocator", "truth", "layouts"):
-        del sys.modules[name]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield load("estimate", monkeypatch)
 
 
 BERT = "BERT (transformers)"
@@ -73,6 +61,6 @@ def test_estimate_of_replicas_equals_the_simulated_peak(benchmark, layout, balan
 
 
 def test_page_has_all_tables():
-    page = re.sub(" +", " ", (FOLDER / "README.md").read_text())
+    page = re.sub(" +", " ", (BENCHMARKS / "estimate" / "README.md").read_text())
     assert [table for table in TABLES if table not in page] == []
     assert "Environment: " in page

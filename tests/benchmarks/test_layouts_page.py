@@ -35,16 +35,6 @@ def test_the_same_layout_repeats_itself_and_checkpoints_change_nothing(layouts):
     assert all(torch.equal(gradient, rest[1][name]) for name, gradient in expected[1].items())
 
 
-def test_costs_are_measured(layouts):
-    from costs import Counting, update_cost
-    from networks import make_gpt2
-
-    net, update = make_gpt2(1), Counting(0)
-    assert update.run(lambda: net(torch.zeros(4, 8, dtype=torch.long)), 4) == 4
-    update.end()
-    assert float(update_cost().removesuffix(" ms")) < 20
-
-
 def test_every_number_of_the_page_is_exact_but_those_of_the_controls(layouts):
     page = (BENCHMARKS / "layouts" / "README.md").read_text()
     for label, layout in layouts.LAYOUTS.items():

@@ -1,7 +1,5 @@
 """Predictions of the page about published measurements, made again for its small programs."""
 
-import sys
-
 import pytest
 from helpers.benchmarks import BENCHMARKS, load
 from helpers.slow import slow_but
@@ -18,10 +16,7 @@ EXACT = [
 @pytest.fixture
 def benchmark(monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    before = set(sys.modules)
-    yield load("published", monkeypatch)
-    for name in {"blocks", "models"} - before:
-        sys.modules.pop(name, None)
+    return load("published", monkeypatch)
 
 
 @pytest.mark.parametrize("name", slow_but(EXACT, *EXACT[:2]))

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import shlex
 import subprocess
 import sys
 import types
@@ -19,20 +18,21 @@ CLUSTERS = ROOT / "examples" / "clusters"
 FLAGS = ["--task", "digits", "--steps", "2", "--batch-size", "13", "--devices", "cpu"]
 
 
-def dry_run(script, folder, **environment):
-    """Runs a shell script with the programs that ``folder`` holds in front of the others. Returns the command of torchrun."""
-    stub = f'#!{sys.executable}\nimport json, sys\njson.dump(sys.argv, open({str(folder / "command")!r}, "w"))\n'
-    programs = {
-        "torchrun": stub,
-        "srun": stub,
-        "scontrol": '#!/bin/sh\ntest "$*" = "show hostnames gpu[7-8]"\necho gpu7; echo gpu8\n',
-    }
+def run_with(programs, script, flags, folder, **environment):
+    """Runs a shell script with some programs in front of the others. Returns a ``subprocess.CompletedProcess``."""
     for name, text in programs.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **environment}
-    command = ["bash", str(CLUSTERS / script), *FLAGS]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    command = ["bash", str(CLUSTERS / script), *flags]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def dry_run(script, folder, **environment):
+    """Returns the command with which a script runs torchrun."""
+    stub = f'#!{sys.executable}\nimport json, sys\njson.dump(sys.argv, open({str(folder / "command")!r}, "w"))\n'
+    scontrol = '#!/bin/sh\ntest "$*" = "show hostnames gpu[7-8]"\necho gpu7; echo gpu8\n'
+    done = run_with({"torchrun": stub, "srun": stub, "scontrol": scontrol}, script, FLAGS, folder, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "command").read_text())
 
@@ -69,21 +69,16 @@ def run_tasks(folder, *, ends):
     """Runs the script with one task per GPU, on two hosts. Returns its exit code, each task's command, and what it has queued."""
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     programs = {
-        "srun": f'#!/bin/sh\nshift\nfor rank in 0 1; do SLURM_PROCID=$rank {shlex.quote(ends)} "$@" || exit 1; done\n',
+        "srun": f'#!/bin/sh\nshift\nfor rank in 0 1; do SLURM_PROCID=$rank ./{ends} "$@" || exit 1; done\n',
         "ends": '#!/bin/sh\nmkdir -p runs/7 && touch runs/7/summary.json && exec "$@"\n',
         "is_stopped": '#!/bin/sh\nexec "$@"\n',
         "fails": "#!/bin/sh\nexit 3\n",
         "python": f'#!/bin/sh\necho {" ".join(f"${name}" for name in variables)} "$@" >> tasks\n',
         "scontrol": '#!/bin/sh\nif test "$1" = show; then echo gpu7; echo gpu8; else echo "$@" >> queued; fi\n',
     }
-    for name, text in programs.items():
-        (folder / name).write_text(text.replace(f" {ends} ", f" ./{ends} "))
-        (folder / name).chmod(0o755)
     slurm = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "LOCALID": "0", "JOB_ID": "7", "JOB_NODELIST": "gpu[7-8]"}
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
-    environment |= {f"SLURM_{name}": value for name, value in slurm.items()}
-    script = ["bash", str(CLUSTERS / "slurm_tasks.sbatch"), "--steps", "2"]
-    done = subprocess.run(script, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    slurm = {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURM_SUBMIT_DIR": str(folder)}
+    done = run_with(programs, "slurm_tasks.sbatch", ["--steps", "2"], folder, **slurm)
     tasks, queued = ((folder / name).read_text() if (folder / name).exists() else "" for name in ("tasks", "queued"))
     return done.returncode, [line.split() for line in tasks.splitlines()], queued
 

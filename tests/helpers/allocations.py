@@ -1,11 +1,10 @@
 """Memory of a training step on the CPU, by torch's tracker of tensors and by the allocator: the oracles of estimates."""
 
 import gc
-import importlib.util
-import time
 
+import pytest
 import torch
-from helpers.benchmarks import BENCHMARKS
+from helpers.benchmarks import load
 from helpers.memory_problems import PROBLEMS
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -14,10 +13,9 @@ from torch.nn import functional as F
 from balanced_parallel import parallelize
 from balanced_parallel.savings import checkpoint_activations
 
-_spec = importlib.util.spec_from_file_location("allocator_of_benchmarks", BENCHMARKS / "estimate" / "allocator.py")
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
-AllocatorProfile = _module.AllocatorProfile
+with pytest.MonkeyPatch.context() as _patch:
+    _allocator = load("estimate", _patch, "allocator")
+AllocatorProfile, ReduceScatter = _allocator.AllocatorProfile, _allocator.ReduceScatter
 
 
 def used(build, batch, optimizer, precision="fp32", checkpoint=False, micro_batch_size=None, criterion=F.cross_entropy):
@@ -87,15 +85,3 @@ def used_by_shards(rank, problem, rows, precision, accumulate):
     tensors = [inputs, targets, *model.parameters(), *(one.grad for one in model.parameters()), *state]
     held = sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
     return min(rises) + held
-
-
-class ReduceScatter:
-    """Makes the copy of gloo's reduce-scatter be released by this thread, which the profiler sees, and not by one of gloo."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        work = torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True)
-        work.wait()
-        time.sleep(0.01)  # the thread of gloo releases its reference

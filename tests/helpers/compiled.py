@@ -52,9 +52,9 @@ def assert_same_run(losses, net, rows=ROWS):
     """Compares the losses of a training and the weights that it ends with."""
     expected, plain = plain_run(rows)
     torch.testing.assert_close(torch.stack([loss.cpu() for loss in losses]), torch.stack(expected), rtol=1e-10, atol=1e-10)
-    for (name, parameter), weight in zip(net.named_parameters(), plain.parameters(), strict=True):
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        torch.testing.assert_close(whole.detach().cpu(), weight.detach(), rtol=1e-10, atol=1e-10, msg=name)
+    whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.named_parameters()}
+    found, weights = ([value.detach().cpu() for value in values] for values in (whole.values(), plain.parameters()))
+    torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-10)
 
 
 class Graphs:

@@ -70,14 +70,12 @@ def coupled_problem(kind, rows=11):
 
 
 def gradients_of(module, criterion):
-    parameters = (
-        [*module.named_parameters(), *criterion.module.named_parameters()] if isinstance(criterion.module, nn.Module) else []
-    )
-    return {name: None if one.grad is None else _whole(one.grad).clone() for name, one in parameters}
-
-
-def _whole(gradient):
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    """Returns the gradients of a model by name. Those of the criterion come last."""
+    if not isinstance(criterion.module, nn.Module):
+        return {}
+    named = [(name, one.grad) for part in (module, criterion.module) for name, one in part.named_parameters()]
+    whole = {name: getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)() for name, gradient in named}
+    return {name: None if gradient is None else gradient.clone() for name, gradient in whole.items()}
 
 
 def plain_update(kind, rows=11):
@@ -91,36 +89,34 @@ def plain_update(kind, rows=11):
 
 def split_update(kind, devices, micro_batch_size, adds=None):
     """Returns loss and gradients of an update on several devices, at once or by adds of some rows."""
-    module, criterion, inputs, targets = coupled_problem(kind)
-    model = DataParallelModel(module, devices)
-    step = TrainStep(
-        model, criterion, torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.0), micro_batch_size=micro_batch_size
-    )
-    if adds is None:
-        return step(inputs, targets), gradients_of(module, criterion)
-    for batch in zip(inputs.split(adds), targets.split(adds), strict=True):
-        step.add(*batch)
-    return step.apply(), gradients_of(module, criterion)
+    module, criterion, *batch = coupled_problem(kind)
+    return _update(DataParallelModel(module, devices), criterion, batch, micro_batch_size, adds), gradients_of(module, criterion)
 
 
 def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
     """Returns loss and gradients of an update over ranks, with ``sizes[rank]`` rows on each: at once, by hand, or added."""
-    module, criterion, inputs, targets = coupled_problem(kind)
-    if strategy == "fsdp":
-        criterion.module.requires_grad_(False) if isinstance(criterion.module, nn.Module) else None
+    module, criterion, *batch = coupled_problem(kind)
+    if strategy == "fsdp" and isinstance(criterion.module, nn.Module):
+        criterion.module.requires_grad_(False)
     model, criterion = parallelize(module, criterion, strategy=strategy)
-    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
-    inputs, targets = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+    inputs, targets = (tensor.split(sizes)[rank] for tensor in batch)
     if way == "by hand":
         loss = criterion(model(inputs), targets)
         loss.backward()
-        return loss.detach(), gradients_of(module, criterion)
+        loss = loss.detach()
+    else:
+        loss = _update(model, criterion, (inputs, targets), micro_batch_size, None if way == "at once" else 4)
+    return loss, gradients_of(module, criterion)
+
+
+def _update(model, criterion, batch, micro_batch_size, adds):
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.0)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)
-    if way == "at once":
-        return step(inputs, targets), gradients_of(module, criterion)
-    for batch in zip(inputs.split(4), targets.split(4), strict=True) if len(inputs) else ():
-        step.add(*batch)
-    return step.apply(), gradients_of(module, criterion)
+    if adds is None:
+        return step(*batch)
+    for part in zip(*(tensor.split(adds) for tensor in batch), strict=True) if len(batch[0]) else ():
+        step.add(*part)
+    return step.apply()
 
 
 def assert_same_update(found, expected):

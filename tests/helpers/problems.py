@@ -119,16 +119,9 @@ def _linear(**settings):
     return nn.LinearCrossEntropyLoss(CLASSES, CLASSES, bias=True, **{"ignore_index": -100} | settings)
 
 
-class Conv(nn.Sequential):
-    def __init__(self):
-        super().__init__(
-            nn.Unflatten(1, (1, 2, 2)),
-            nn.Conv2d(1, 4, 2, padding=1),
-            nn.GroupNorm(2, 4),
-            nn.GELU(),
-            nn.Flatten(),
-            nn.Linear(36, CLASSES),
-        )
+def build_conv():
+    layers = nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(36, CLASSES))
 
 
 class Recurrent(nn.Module):
@@ -163,7 +156,7 @@ class Sometimes(nn.Module):
         return outputs + few.unsqueeze(1) * self.sometimes(inputs) if few.any() else outputs
 
 
-BODIES = {"mlp": build_net, "conv": Conv, "recurrent": Recurrent, "attention": Attention, "sometimes": Sometimes}
+BODIES = {"mlp": build_net, "conv": build_conv, "recurrent": Recurrent, "attention": Attention, "sometimes": Sometimes}
 
 
 class OnTop(nn.Module):
@@ -204,11 +197,7 @@ def make_targets(kind, rows, ignored=0):
         "pair": (rand, signs[:, 0]),
         "ranking": (rand, signs),
         "triplet": (rand, rand.flip(1)),
-        "sequences": (
-            torch.tensor([[1, 2, 3]]).expand(rows, 3),
-            torch.full((rows,), 4),
-            torch.arange(rows) % 3 + 1,
-        ),
+        "sequences": (torch.tensor([[1, 2, 3]]).expand(rows, 3), torch.full((rows,), 4), torch.arange(rows) % 3 + 1),
     }[kind]
 
 

@@ -15,23 +15,45 @@ PRELOADED = ["torch", "torch.distributed.optim", "torch.distributed.checkpoint.s
 PROCESSES.set_forkserver_preload([*PRELOADED, "safetensors.torch", "sklearn.datasets", "pytest", "hypothesis"])
 
 
-def run_script(script, *arguments, cwd=None, timeout=200, **environment):
-    """Runs a script, or a module given by its name, as ``python`` does. Returns a ``subprocess.CompletedProcess`` with its text.
+class Script:
+    """A script, or a module given by its name, that runs as ``python`` runs it.
 
-    Raises:
-        AssertionError: the script did not end in time.
+    Args:
+        session: makes the process the first of a session, whose processes a signal may reach together.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [os.path.join(folder, name) for name in ("output", "errors")]
-        environment = {**os.environ, **environment}
-        process = PROCESSES.Process(target=_main, args=(script, list(map(str, arguments)), cwd, environment, paths))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-        output, errors = (Path(path).read_text() if os.path.exists(path) else "" for path in paths)
-        assert process.exitcode is not None, f"{script} did not end in {timeout} s:\n{output}\n{errors}"
-        return subprocess.CompletedProcess([str(script), *arguments], process.exitcode, output, errors)
+
+    def __init__(self, script, *arguments, cwd=None, session=False, **environment):
+        self.name, self.arguments = str(script), list(map(str, arguments))
+        self._folder = tempfile.TemporaryDirectory()
+        self._paths = [os.path.join(self._folder.name, name) for name in ("output", "errors")]
+        settings = script, self.arguments, cwd, session, {**os.environ, **environment}, self._paths
+        self.process = PROCESSES.Process(target=_main, args=settings)
+        self.process.start()
+
+    @property
+    def texts(self):
+        """What the process has written so far: its output and its errors."""
+        return [Path(path).read_text() if os.path.exists(path) else "" for path in self._paths]
+
+    def wait(self, timeout=60):
+        """Returns a ``subprocess.CompletedProcess`` with its text.
+
+        Raises:
+            AssertionError: the process did not end in time.
+        """
+        self.process.join(timeout)
+        code = self.process.exitcode
+        if code is None:
+            self.process.kill()
+        texts = self.texts
+        self._folder.cleanup()
+        assert code is not None, "\n".join([f"{self.name} did not end in {timeout} s:", *texts])
+        return subprocess.CompletedProcess([self.name, *self.arguments], code, *texts)
+
+
+def run_script(script, *arguments, timeout=200, **settings):
+    """Runs a script to its end. Returns a ``subprocess.CompletedProcess``."""
+    return Script(script, *arguments, **settings).wait(timeout)
 
 
 def enter_environment(environment):
@@ -44,7 +66,9 @@ def enter_environment(environment):
     torch.distributed.set_debug_level_from_env()
 
 
-def _main(script, arguments, cwd, environment, paths):
+def _main(script, arguments, cwd, session, environment, paths):
+    if session:
+        os.setsid()
     gc.freeze()  # a collection visits, and so copies, no object of the server
     enter_environment(environment)
     for stream, path in zip((1, 2), paths, strict=True):

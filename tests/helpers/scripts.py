@@ -1,7 +1,6 @@
 """Runs ``scripts/train.py`` as a user runs it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +14,6 @@ SENTENCES = "the cat sat on the mat . the dog ate the cat ; " * 200
 
 def run(*flags, **environment):
     return run_script(SCRIPT, *flags, **environment)
-
-
-def run_in_new_process(*flags):
-    command = [sys.executable, str(SCRIPT), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def train(out, *flags, ranks=1):

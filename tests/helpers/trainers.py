@@ -8,17 +8,9 @@ from torch.nn import functional as F
 from transformers import TrainingArguments
 
 WORDS, LENGTH = 61, 9
-SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "max_position_embeddings": 16,
-}
-LLAMA = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+LLAMA = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES = {**LLAMA, "num_attention_heads": 2, "max_position_embeddings": 16}
+SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ROUTERS = {"num_local_experts": 4, "num_key_value_heads": 2, "num_attention_heads": 2, "output_router_logits": True}
 GPT2 = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
 T5 = {"vocab_size": WORDS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
@@ -122,23 +114,10 @@ def train_plainly(model, rows, window, loss_of=model_loss, learning_rate=0.5):
 
 def make_arguments(folder=None, **settings):
     """Returns arguments of a Trainer that trains as :func:`train_plainly` does, with two rows for each device."""
-    settings = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "num_train_epochs": 1,
-        "optim": "sgd",
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "train_sampling_strategy": "sequential",
-        "max_grad_norm": 1e9,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        **settings,
-    }
-    return TrainingArguments(folder or tempfile.mkdtemp(), **settings)
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1}
+    rates = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
+    places = {"train_sampling_strategy": "sequential", "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    return TrainingArguments(folder or tempfile.mkdtemp(), use_cpu=True, **{**sizes, **rates, **places, **settings})
 
 
 def train(trainer, **settings):

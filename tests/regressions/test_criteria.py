@@ -72,20 +72,15 @@ class TestReduction:
         with pytest.raises(ValueError, match=r"weight=.*; weight='rows' .*; reduction='sum' for a sum; whole=True"):
             criterion([torch.zeros(2, 3), torch.zeros(1, 3)], torch.ones(3, 3))
 
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
+    def test_invalid_settings_of_a_criterion_raise_an_error(self):
+        for settings, message in (
             ({"reduction": "total"}, "reduction='total', expected 'sum', 'mean' or 'none'"),
             ({"weight": "row"}, "weight='row', expected a function .* or 'rows'"),
             ({"minimum": -1}, "minimum=-1, expected the smallest divisor"),
             ({"in_dims": "rows"}, "in_dims contains 'rows', expected the dimension"),
-        ],
-    )
-    def test_invalid_settings_of_a_criterion_raise_an_error(self, settings, message):
-        with pytest.raises((ValueError, TypeError), match=message):
-            DataParallelCriterion(lambda output, target: output.mean(), **settings)
-
-    def test_reduction_different_from_the_loss_raises_an_error(self):
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                DataParallelCriterion(lambda output, target: output.mean(), **settings)
         with pytest.raises(ValueError, match="reduction='sum' was given for a loss of torch with reduction='mean'"):
             DataParallelCriterion(nn.MSELoss(), reduction="sum")
 
@@ -101,22 +96,20 @@ class TestWeight:
         call = functools.partial(split, mask=mask)
         assert_equal_program(module, call, lambda module: criterion(*module(x), target, mask=mask), [x], [target])
 
-    @pytest.mark.parametrize(
-        ("weight", "error", "message"),
-        [
-            (-1.0, ValueError, "a weight is -1.0, expected"),
-            (float("nan"), ValueError, "a weight is nan, expected"),
-            (torch.tensor(float("inf")), ValueError, "a weight is inf, expected"),
-            (torch.ones(2), ValueError, r"a weight has shape \(2,\), expected a scalar"),
-            ("many", TypeError, "a weight is an object of type str"),
-        ],
-    )
-    def test_invalid_weights_raise_an_error(self, weight, error, message):
-        criterion = DataParallelCriterion(lambda output, target: output.mean(), weight=lambda *_: weight)
-        with pytest.raises(error, match=message):
-            criterion([torch.zeros(2)], torch.zeros(2))
-        with pytest.raises(error, match=message):
-            weighted_mean([torch.tensor(1.0)], [weight])
+    def test_invalid_weights_raise_an_error(self):
+        for weight, message in (
+            (-1.0, "a weight is -1.0, expected"),
+            (float("nan"), "a weight is nan, expected"),
+            (torch.tensor(float("inf")), "a weight is inf, expected"),
+            (torch.ones(2), r"a weight has shape \(2,\), expected a scalar"),
+            ("many", "a weight is an object of type str"),
+        ):
+            error = TypeError if weight == "many" else ValueError
+            criterion = DataParallelCriterion(lambda output, target: output.mean(), weight=lambda *_, weight=weight: weight)
+            with pytest.raises(error, match=message):
+                criterion([torch.zeros(2)], torch.zeros(2))
+            with pytest.raises(error, match=message):
+                weighted_mean([torch.tensor(1.0)], [weight])
 
     @pytest.mark.parametrize("positives", [0, 1, 5])
     def test_minimum_bounds_the_divisor(self, positives):
@@ -144,13 +137,8 @@ class TestWeight:
 
         x, target = torch.randn(7, 4), torch.tensor([0, 0, 0, 1, 2, 0, 3])
         split = DataParallelCriterion(criterion, weight=lambda output, target: {"class": len(target), "box": (target > 0).sum()})
-        assert_equal_program(
-            build_net(),
-            lambda *given: sum(split(*given).values()),
-            lambda net: sum(criterion(net(x), target).values()),
-            [x],
-            [target],
-        )
+        plain = lambda net: sum(criterion(net(x), target).values())  # noqa: E731
+        assert_equal_program(build_net(), lambda *given: sum(split(*given).values()), plain, [x], [target])
 
     def test_weights_must_match_the_means(self):
         outputs, target = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)), torch.rand(7, CLASSES)
@@ -161,7 +149,7 @@ class TestWeight:
         listed = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)], weight=lambda o, t: [len(o), o.numel()])
         torch.testing.assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
 
-    def test_several_means_by_rows_and_as_sums(self):
+    def test_several_means_by_rows_as_sums_and_with_a_replica_of_weight_zero(self):
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
         net = build_net()
         outputs = DataParallelModel(net, CPUS)(x)
@@ -171,9 +159,7 @@ class TestWeight:
         assert means[2] is None
         sums = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum")(outputs, target)
         torch.testing.assert_close(sums[1], net(x).sum())
-
-    def test_several_means_with_a_replica_of_weight_zero(self):
-        net, x, target = build_net(), torch.randn(6, 4), torch.tensor([1, 2, -100, -100, 0, 3])
+        x, target = torch.randn(6, 4), torch.tensor([1, 2, -100, -100, 0, 3])  # a replica of weight zero
         criterion = DataParallelCriterion(lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum())
         found = criterion(DataParallelModel(net, CPUS)(x), target)
         torch.testing.assert_close(found["nll"], F.cross_entropy(net(x), target))

@@ -28,18 +28,9 @@ class TestGatherOutputs:
         assert_same_gradients(gradients(net), expected)
 
     def test_submodule_can_be_wrapped(self):
-        class Detector(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.encoder = build_net(4)
-                self.head = nn.Linear(4, 2)
-
-            def forward(self, x):
-                return self.head(self.encoder(x).relu())
-
-        module, x = Detector(), torch.randn(7, 4)
+        module, x = nn.Sequential(build_net(4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(7, 4)
         expected = module(x)
-        module.encoder = DataParallelModel(module.encoder, CPUS, gather_outputs=True)
+        module[0] = DataParallelModel(module[0], CPUS, gather_outputs=True)
         torch.testing.assert_close(module(x), expected)
 
     @pytest.mark.parametrize("devices", [1, 3])
@@ -48,30 +39,26 @@ class TestGatherOutputs:
         with torch.no_grad():
             assert model(torch.randn(7, 4)).shape == (() if devices == 1 else (3,))
 
-    def test_scalar_losses_emit_one_warning(self):
+    def test_losses_emit_one_warning_and_outputs_that_are_the_same_on_all_replicas_none(self):
         model = DataParallelModel(Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True)
         with pytest.warns(UserWarning, match=r"the output\['loss'\] has one value per replica.*weighted_mean") as caught:
             model(torch.randn(7, 4))
             model(torch.randn(7, 4))
-        assert len(caught) == 1
-        assert caught[0].filename == __file__
-
-    @pytest.mark.parametrize("shape", [(), (1,)])
-    def test_outputs_that_are_the_same_on_all_replicas_emit_no_warning(self, shape):
-        scaled = Calls(lambda net, x: {"logits": net(x), "nested": {"scale": net[0].bias.sum().exp().view(shape)}})
-        dims = {"nested": {"scale": None}}
-        outputs = DataParallelModel(scaled, CPUS, gather_outputs=True, out_dims=dims)(torch.randn(7, 4))
-        assert outputs["nested"]["scale"].shape == shape
-        assert outputs["logits"].shape == (7, CLASSES)
+        assert [warning.filename for warning in caught] == [__file__]
+        for shape in ((), (1,)):
+            scaled = Calls(lambda net, x, shape=shape: {"y": net(x), "nested": {"scale": net[0].bias.sum().exp().view(shape)}})
+            dims = {"nested": {"scale": None}}
+            outputs = DataParallelModel(scaled, CPUS, gather_outputs=True, out_dims=dims)(torch.randn(7, 4))
+            assert outputs["nested"]["scale"].shape == shape
+            assert outputs["y"].shape == (7, CLASSES)
 
     def test_time_major_outputs_are_gathered_along_their_dimension(self):
         x = torch.randn(5, 7, 4)
         assert DataParallelModel(build_net(), CPUS, dim=1, gather_outputs=True)(x).shape == (5, 7, CLASSES)
         assert gather(DataParallelModel(build_net(), CPUS, dim=1)(x)).shape == (5, 7, CLASSES)
-        with pytest.raises(ValueError, match="expected shapes that differ in dimension 0 only"):
-            gather([output * 2 for output in DataParallelModel(build_net(), CPUS, dim=1)(x)])
-        with pytest.raises(ValueError, match="expected shapes that differ in dimension 0 only"):
-            gather([output.argmax(-1) for output in DataParallelModel(build_net(), CPUS, dim=1)(x)])
+        for change in (lambda output: output * 2, lambda output: output.argmax(-1)):
+            with pytest.raises(ValueError, match="expected shapes that differ in dimension 0 only"):
+                gather([change(output) for output in DataParallelModel(build_net(), CPUS, dim=1)(x)])
 
 
 class TestMicroBatches:
@@ -97,14 +84,8 @@ class TestMicroBatches:
         x, target, scale = torch.randn(5, 13, 4), torch.randint(CLASSES, (5, 13)), torch.rand(CLASSES)
         target[1:, :9] = -100
         model = DataParallelModel(module, CPUS, dim=1, in_dims=(1, None))
-        outputs = self.assert_step(
-            module,
-            DataParallelCriterion(loss, in_dims={"target": 1}, weight=lambda output, target: (target != -100).sum()),
-            lambda module: loss(module(x, scale), target),
-            (x, scale),
-            target,
-            model,
-        )
+        split = DataParallelCriterion(loss, in_dims={"target": 1}, weight=lambda output, target: (target != -100).sum())
+        outputs = self.assert_step(module, split, lambda module: loss(module(x, scale), target), (x, scale), target, model)
         torch.testing.assert_close(outputs.gather(), module(x, scale))
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
             TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters()))((x, scale), target)
@@ -123,13 +104,8 @@ class TestMicroBatches:
         module = Calls(lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips]))
         clips = [torch.randn(length, 4) for length in range(1, 12)]
         scale, target = torch.rand(CLASSES), torch.rand(11, CLASSES)
-        self.assert_step(
-            module,
-            DataParallelCriterion(nn.MSELoss()),
-            lambda module: F.mse_loss(module(clips, scale), target),
-            (Rows(clips), Whole(scale)),
-            target,
-        )
+        plain = lambda module: F.mse_loss(module(clips, scale), target)  # noqa: E731
+        self.assert_step(module, DataParallelCriterion(nn.MSELoss()), plain, (Rows(clips), Whole(scale)), target)
 
     def test_outputs_of_another_model(self):
         generator, critic, z = build_net(4), build_net(1), torch.randn(11, 4)
@@ -177,11 +153,9 @@ class TestMicroBatches:
         with pytest.raises(ValueError, match=r"divisors of their own.*step\(inputs, targets\)"):
             step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
 
-    def test_criterion_without_outputs_raises_an_error(self):
+    def test_criterion_without_outputs_and_gathered_outputs_in_a_step_raise_an_error(self):
         with pytest.raises(TypeError, match="the criterion was given an object of type PerReplica, expected the list"):
             DataParallelCriterion(nn.MSELoss())(PerReplica([], []), torch.zeros(0, CLASSES))
-
-    def test_gathered_outputs_in_a_step_raise_an_error(self):
         model = DataParallelModel(build_net(), CPUS, gather_outputs=True)
         with pytest.raises(TypeError, match="gather_outputs=True, expected outputs that stay"):
             TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(model.parameters()))

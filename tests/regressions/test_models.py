@@ -39,13 +39,8 @@ class TestChains:
         student, teacher, x = build_net(), build_net(), torch.randn(7, 4)
         with torch.no_grad():
             wanted = DataParallelModel(teacher, CPUS, split=[3, 1, 1])(x)
-        assert_equal_program(
-            student,
-            DataParallelCriterion(nn.MSELoss()),
-            lambda student: F.mse_loss(student(x), teacher(x).detach()),
-            [x],
-            [wanted],
-        )
+        plain = lambda student: F.mse_loss(student(x), teacher(x).detach())  # noqa: E731
+        assert_equal_program(student, DataParallelCriterion(nn.MSELoss()), plain, [x], [wanted])
 
     def test_plain_list_of_outputs_as_input_raises_an_error(self):
         model = DataParallelModel(build_net(4), CPUS)
@@ -90,7 +85,7 @@ class TestMethods:
         DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")(outputs).backward()
         assert_same_gradients(gradients(module), expected)
 
-    def test_positional_in_dims_do_not_apply_to_methods(self):
+    def test_positional_in_dims_do_not_apply_to_methods_and_missing_methods_are_an_error(self):
         module, x = self.TwoTowers(), torch.randn(7, 4)
         module.scaled = lambda x, scale: module.image(x) * scale.sum()
         scale = torch.rand(3)
@@ -98,24 +93,19 @@ class TestMethods:
         torch.testing.assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
         with pytest.raises(ValueError, match="has positions of arguments of forward, which do not apply to 'scaled'"):
             DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
-
-    def test_call_of_a_missing_method_raises_an_error(self):
         with pytest.raises(AttributeError, match="'TwoTowers' object has no attribute 'encode_audio'"):
-            DataParallelModel(self.TwoTowers(), CPUS).call("encode_audio", torch.zeros(1))
+            named.call("encode_audio", torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
+def test_invalid_modules_raise_an_error():
+    for module, message in (
         (nn.Linear, r"the module is the class Linear, expected an instance: write Linear\(...\)"),
         (len, "the module is an object of type len, expected a torch.nn.Module"),
         (DataParallelModel(nn.Linear(2, 2), ["cpu"]), "wrapped in DataParallelModel already, expected a plain one"),
         (nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel already"),
-    ],
-)
-def test_invalid_modules_raise_an_error(module, message):
-    with pytest.raises(TypeError, match=message):
-        DataParallelModel(module, CPUS)
+    ):
+        with pytest.raises(TypeError, match=message):
+            DataParallelModel(module, CPUS)
 
 
 class TestDevices:

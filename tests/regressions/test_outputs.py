@@ -34,6 +34,9 @@ class TestListOutputs:
             criterion([F.relu(output) for output in outputs[0]], target)
         with torch.no_grad(), pytest.raises(ValueError, match=message):
             criterion(DataParallelModel(self.stacks(), CPUS)(x)[0], target)
+        outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(x[:3])
+        with pytest.raises(ValueError, match="a list of 1 outputs with 1 rows in all, and targets with 3"):
+            criterion(outputs[0], target[:3])  # [1, CLASSES] beside [3, CLASSES] would be broadcast
 
     def test_lists_with_one_output_on_each_device_equal_the_plain_program(self):
         module, x, target = self.stacks(), torch.randn(6, 4), torch.rand(6, CLASSES)
@@ -58,27 +61,6 @@ class TestListOutputs:
         torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
         with pytest.raises(ValueError, match="a list of 3 entries of one type"):  # they may be the three rows
             split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
-
-    def test_map_and_zip_equal_the_plain_program(self):
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
-        split = DataParallelCriterion(nn.MSELoss())
-
-        def loss_of(outputs, target):
-            return sum(split(outputs.map(lambda output, stack=stack: output[stack]), target) for stack in range(3))
-
-        def zipped(outputs, target):
-            return sum(split(output, target) for output in zip(*outputs, strict=True))
-
-        for loss in (loss_of, zipped):
-            assert_equal_program(
-                self.stacks(), loss, lambda module: sum(F.mse_loss(output, target) for output in module(x)), [x], [target]
-            )
-
-    def test_output_of_one_replica_raises_an_error(self):
-        """[1, CLASSES] beside [7, CLASSES] would be broadcast."""
-        outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(torch.randn(3, 4))
-        with pytest.raises(ValueError, match="a list of 1 outputs with 1 rows in all, and targets with 3"):
-            DataParallelCriterion(nn.MSELoss())(outputs[0], torch.rand(3, CLASSES))
 
     def test_rows_of_losses_in_a_list_are_unknown(self):
         outputs = DataParallelModel(Calls(lambda net, x: net(x).mean()), CPUS, split=[5, 1, 1])(torch.randn(7, 4))
@@ -119,9 +101,8 @@ class TestPerReplica:
         assert [outputs[0], *outputs[1:]] == list(outputs)
         assert torch.cat(list(outputs)).shape == (7, CLASSES)
 
-    @pytest.mark.parametrize(
-        "use",
-        [
+    def test_tensor_operations_raise_an_error_with_a_fix(self):
+        for use in (
             lambda outputs: outputs.mean(),
             lambda outputs: outputs.shape,
             lambda outputs: outputs[:, 0],
@@ -133,13 +114,11 @@ class TestPerReplica:
             lambda outputs: outputs == torch.zeros(7, CLASSES),
             lambda outputs: 2 * outputs,
             lambda outputs: outputs + outputs,
-            lambda outputs: nn.Linear(CLASSES, 2)(outputs),
-        ],
-    )
-    def test_tensor_operations_raise_an_error_with_a_fix(self, use):
-        message = r"PerReplica, .*not a tensor: call \.gather\(\).*DataParallelCriterion"
-        with pytest.raises((TypeError, AttributeError), match=message):
-            use(self.outputs()["logits"])
+            nn.Linear(CLASSES, 2),
+        ):
+            message = r"PerReplica, .*not a tensor: call \.gather\(\).*DataParallelCriterion"
+            with pytest.raises((TypeError, AttributeError), match=message):
+                use(self.outputs()["logits"])
 
     def test_gradient_penalty_equals_the_plain_program(self):
         """WGAN-GP takes the gradient of a gradient with respect to the inputs."""
@@ -156,29 +135,38 @@ class TestPerReplica:
         torch.testing.assert_close(found, penalty)
         assert_same_gradients(gradients(net), expected)
 
-    def test_map_keeps_the_rows(self):
-        x, target = torch.randn(7, 4), class_targets(7)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        assert_equal_program(
-            build_net(),
-            lambda outputs, target: criterion(outputs.map(lambda output: output * 3), target),
-            lambda net: F.cross_entropy(net(x) * 3, target),
-            [x],
-            [target],
-        )
 
-    def test_entries_can_be_arguments_of_the_criterion(self):
-        module = Calls(lambda net, x: {"one": net(x), "two": net(x * 2)})
-        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+def product(one, two, target):
+    return (one * two - target).pow(2).mean()
 
-        def loss(one, two, target):
-            return (one * two - target).pow(2).mean()
 
-        split = DataParallelCriterion(loss, weight="rows")
-        assert_equal_program(
-            module,
-            lambda outputs, target: split((outputs["one"], outputs["two"]), target),
-            lambda module: loss(*module(x).values(), target),
-            [x],
-            [target],
-        )
+def stacked(outputs, target, loss):
+    return sum(loss(output, target) for output in outputs)
+
+
+LOSS, PRODUCT = DataParallelCriterion(nn.MSELoss()), DataParallelCriterion(product, weight="rows")
+LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss of the plain program
+    "map": (lambda net, x: net(x), lambda y, t: LOSS(y.map(lambda y: y * 3), t), lambda y, t: F.mse_loss(y * 3, t)),
+    "map of a list": (
+        lambda net, x: [net(x), net(x * 2), net(x * 3)],
+        lambda outputs, target: stacked([outputs.map(lambda y, stack=stack: y[stack]) for stack in range(3)], target, LOSS),
+        lambda outputs, target: stacked(outputs, target, F.mse_loss),
+    ),
+    "zip of a list": (
+        lambda net, x: [net(x), net(x * 2), net(x * 3)],
+        lambda outputs, target: stacked(zip(*outputs, strict=True), target, LOSS),
+        lambda outputs, target: stacked(outputs, target, F.mse_loss),
+    ),
+    "entries": (
+        lambda net, x: {"one": net(x), "two": net(x * 2)},
+        lambda outputs, target: PRODUCT((outputs["one"], outputs["two"]), target),
+        lambda outputs, target: product(*outputs.values(), target),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_over_outputs_equal_the_plain_program(name):
+    function, split, plain = LOOPS[name]
+    x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+    assert_equal_program(Calls(function), split, lambda module: plain(module(x), target), [x], [target])

@@ -74,17 +74,14 @@ class TestOtherDimensions:
         torch.testing.assert_close(model(x).gather(), module(x))
 
     def test_invalid_dims_raise_an_error(self):
-        model = DataParallelModel(build_net(), CPUS, in_dims={"mask": 1})
-        with pytest.raises(ValueError, match="dimensions are given for 'mask', expected one of the arguments input"):
-            model(torch.zeros(3, 4))
-        with pytest.raises(
-            ValueError, match=r"dimensions are given for 3, expected one of the arguments input, or the position of one"
+        for module, dims, message in (
+            (build_net(), {"in_dims": {"mask": 1}}, "dimensions are given for 'mask', expected one of the arguments input"),
+            (build_net(), {"in_dims": {3: 1}}, "are given for 3, expected one of the arguments input, or the position of one"),
+            (build_net(), {"in_dims": (0, 1)}, "given for 2 arguments, but 1 were passed by position"),
+            (Calls(lambda net, x: (net(x), net(x))), {"out_dims": (0,)}, "has 2 entries, but the dimensions"),
         ):
-            DataParallelModel(build_net(), CPUS, in_dims={3: 1})(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"given for 2 arguments, but 1 were passed by position"):
-            DataParallelModel(build_net(), CPUS, in_dims=(0, 1))(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match="has 2 entries, but the dimensions"):
-            DataParallelModel(Calls(lambda net, x: (net(x), net(x))), CPUS, out_dims=(0,))(torch.zeros(3, 4))
+            with pytest.raises(ValueError, match=message):
+                DataParallelModel(module, CPUS, **dims)(torch.zeros(3, 4))
 
 
 class TestRowsThatAreNotTensors:
@@ -92,25 +89,16 @@ class TestRowsThatAreNotTensors:
         outputs = DataParallelModel(Calls(lambda net, *inputs, **kwargs: [(inputs, kwargs)]), CPUS)(*inputs, **kwargs)
         return [entry for output in outputs for entry in output]
 
-    def test_strings_of_default_collate_are_split(self):
-        images, names = default_collate([(torch.full((2,), float(row)), f"row {row}") for row in range(7)])
-        assert type(names) is tuple
-        seen = self.seen(images, names)
-        assert [inputs[1] for inputs, _ in seen] == [("row 0", "row 1", "row 2"), ("row 3", "row 4"), ("row 5", "row 6")]
+    def test_strings_are_split_if_there_is_one_for_each_row(self):
+        names = [["row 0", "row 1", "row 2"], ["row 3", "row 4"], ["row 5", "row 6"]]
+        images, strings = default_collate([(torch.full((2,), float(row)), f"row {row}") for row in range(7)])
+        assert type(strings) is tuple
+        assert [list(inputs[1]) for inputs, _ in self.seen(images, strings)] == names
         batch = default_collate([{"image": torch.zeros(2), "name": f"row {row}"} for row in range(7)])
-        assert [kwargs["name"] for _, kwargs in self.seen(**batch)] == [
-            ["row 0", "row 1", "row 2"],
-            ["row 3", "row 4"],
-            ["row 5", "row 6"],
-        ]
-        (seen,) = {len(inputs[0][1]) for inputs, _ in self.seen(default_collate([(torch.zeros(2), "a"), (torch.zeros(2), "b")]))}
-        assert seen == 1
-
-    def test_lists_of_strings_with_none_are_split(self):
-        seen = self.seen(torch.zeros(4, 2), ["a", None, "c", "d"])
-        assert [inputs[1] for inputs, _ in seen] == [["a", None], ["c"], ["d"]]
-
-    def test_strings_that_are_not_rows_raise_an_error(self):
+        assert [kwargs["name"] for _, kwargs in self.seen(**batch)] == names
+        pair = self.seen(default_collate([(torch.zeros(2), "a"), (torch.zeros(2), "b")]))
+        assert {len(inputs[0][1]) for inputs, _ in pair} == {1}
+        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), ["a", None, "c", "d"])] == [["a", None], ["c"], ["d"]]
         with pytest.raises(ValueError, match=r"inputs\[1\] is a tuple of 2 plain values \(2 rows\).*Whole"):
             self.seen(torch.zeros(4, 2), ("cat", "dog"))
         assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), Whole(("cat", "dog")))] == [("cat", "dog")] * 3
@@ -132,19 +120,16 @@ class TestRowsThatAreNotTensors:
         model = DataParallelModel(Calls(lambda net, pair: net(torch.cat(pair, 1))), CPUS, in_dims=(0,))
         assert model([torch.zeros(3, 2), torch.ones(3, 2)]).sizes == (1, 1, 1)
 
-    def test_rows_splits_detection_targets(self):
+    def test_rows_splits_detection_targets_and_lists_of_lists(self):
         images = [torch.rand(3, height, 5) for height in (4, 5, 6, 7)]
         targets = [{"boxes": torch.rand(count, 4), "labels": torch.arange(count)} for count in (1, 0, 3, 2)]
-        with pytest.raises(ValueError, match="Rows"):
-            self.seen(images, targets)
+        ragged = [[1, 2, 3], [4], [5, 6]]
+        for inputs in ((images, targets), (torch.zeros(3, 2), ragged)):
+            with pytest.raises(ValueError, match="Rows"):
+                self.seen(*inputs)
         seen = self.seen(Rows(images), Rows(targets))
         assert [[len(target["labels"]) for target in inputs[1]] for inputs, _ in seen] == [[1, 0], [3], [2]]
         assert [[image.shape[1] for image in inputs[0]] for inputs, _ in seen] == [[4, 5], [6], [7]]
-
-    def test_rows_splits_lists_of_lists(self):
-        ragged = [[1, 2, 3], [4], [5, 6]]
-        with pytest.raises(ValueError, match="Rows"):
-            self.seen(torch.zeros(3, 2), ragged)
         assert [inputs[1] for inputs, _ in self.seen(torch.zeros(3, 2), Rows(ragged))] == [[[1, 2, 3]], [[4]], [[5, 6]]]
 
     def test_objects_that_hold_tensors_raise_an_error(self):

@@ -25,6 +25,13 @@ class Views(nn.Module):
         return self.form(self.net(torch.cat([x, x.flip(1)])))
 
 
+class Form(Views):
+    """One row for each row, and a function of all of them."""
+
+    def forward(self, x):
+        return self.form(self.net(x))
+
+
 class Tokens(nn.Module):
     """Three tokens of each row, flattened: those of a row are beside each other."""
 
@@ -51,13 +58,12 @@ def test_gather_refuses_several_rows_for_each_row():
     for given in (outputs, outputs.map(F.normalize)):
         with pytest.raises(ValueError, match=rf"output has \[6, 4, 4\] rows for \[3, 2, 2\] rows of the batch, {ADVICE}"):
             gather(given)
+    with pytest.raises(TypeError, match=r"outputs of 2 calls of a model, expected those of one call: gather "):
+        gather([outputs, DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))])
     mapping = DataParallelModel(Views(lambda out: {"x": out}), CPUS)(torch.randn(7, 4))
     with pytest.raises(ValueError, match=r"output\['x'\] has \[6, 4, 4\] rows"):
         mapping.gather()
     assert len(DataParallelModel(Views(), ["cpu"])(torch.randn(7, 4)).gather()) == 14
-
-
-def test_gather_outputs_refuses_several_rows_for_each_row():
     with pytest.raises(ValueError, match=ADVICE):
         DataParallelModel(Views(), CPUS, gather_outputs=True)(torch.randn(7, 4))
     assert len(DataParallelModel(Views(), ["cpu"], gather_outputs=True)(torch.randn(7, 4))) == 14
@@ -86,16 +92,7 @@ def test_other_numbers_of_rows_are_gathered_as_they_are():
     """Boxes that a detector finds, and pooled rows: their numbers are not those of views."""
     x = torch.arange(28.0).view(7, 4)
     for form in (lambda out: out[1:], lambda out: out.mean(0, keepdim=True)):
-        gather(DataParallelModel(nn.Sequential(build_net(), Form(form)), CPUS)(x))
-
-
-class Form(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        self.form = form
-
-    def forward(self, x):
-        return self.form(x)
+        gather(DataParallelModel(Form(form), CPUS)(x))
 
 
 def step_of(net, criterion, devices, size):
@@ -134,16 +131,10 @@ def test_all_ranks_refuse_several_rows_for_each_row():
     assert run_ranks(2, check_ranks, timeout=30) == [True, True]
 
 
-def test_gather_refuses_the_outputs_of_several_calls():
-    model, x = DataParallelModel(build_net(), CPUS), torch.randn(7, 4)
-    with pytest.raises(TypeError, match=r"outputs of 2 calls of a model, expected those of one call: gather "):
-        gather([model(x), model(x)])
-
-
 @pytest.mark.parametrize("form", [lambda out: out.mean(0, keepdim=True), lambda out: out.mean().view(1)])
 def test_gathered_outputs_warn_of_one_row_per_replica(form):
     """``.mean()`` of a loss of shape ``[1]`` per replica is not the loss of the batch."""
-    model = DataParallelModel(nn.Sequential(build_net(), Form(form)), CPUS, gather_outputs=True)
+    model = DataParallelModel(Form(form), CPUS, gather_outputs=True)
     with pytest.warns(UserWarning, match="the output has one value per replica.*weighted_mean"):
         model(torch.randn(7, 4))
     model(torch.randn(3, 4))  # one row is its own mean

@@ -3,10 +3,10 @@
 import functools
 import re
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.pages import PAGES
 from torch import nn
 from torch.nn import functional as F
 
@@ -51,84 +51,72 @@ def make_step(model=None, criterion=None, optimizer=SGD, **settings):
 INPUTS, TARGETS = torch.ones(7, 4), torch.zeros(7, dtype=torch.int64)
 
 
-class TestTargets:
-    @pytest.mark.parametrize("targets", [None, TARGETS.tolist(), 3])
-    @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy])
-    def test_targets_that_are_not_tensors(self, loss, targets):
-        name = type(targets).__name__
-        with pytest.raises(TypeError, match=rf"the target of \w+ is a {name}, expected a tensor: use torch.as_tensor"):
-            DataParallelCriterion(loss)(make_model()(INPUTS), targets)
-
-    def test_outputs_that_are_mappings(self):
-        outputs = make_model()(INPUTS).map(lambda output: {"logits": output})
-        with pytest.raises(TypeError, match="the input of CrossEntropyLoss is a dict, expected a tensor"):
-            DataParallelCriterion(nn.CrossEntropyLoss())(outputs, TARGETS)
-
-    def test_no_targets(self):
-        with pytest.raises(
-            TypeError, match=r"missing a required argument: 'target'; pass targets after outputs: criterion\(outp"
-        ):
-            DataParallelCriterion(nn.CrossEntropyLoss())(make_model()(INPUTS))
-
-    def test_arrays_are_called_targets(self):
-        with pytest.raises(TypeError, match=r"targets\[0\] is an array of shape \(7,\)"):
-            make_step()(INPUTS, TARGETS.numpy())
+class Lists(nn.Linear):
+    def forward(self, rows):
+        return [super(Lists, self).forward(row) for row in rows]
 
 
-class TestModelsAndCriteria:
-    def test_model_without_data(self):
-        with pytest.raises(NotImplementedError, match=r"no data! Please use torch\.nn\.Module\.to_empty\(\)"):  # of torch
-            DataParallelModel(nn.Linear(4, 3, device="meta"), CPUS)
+def criterion_on(loss, *targets, outputs=None, **settings):
+    return DataParallelCriterion(loss, **settings)(make_model()(INPUTS) if outputs is None else outputs, *targets)
 
-    @pytest.mark.parametrize("criterion", [DataParallelCriterion(nn.MSELoss()), make_model()])
-    def test_criterion_that_is_wrapped(self, criterion):
-        with pytest.raises(TypeError, match=f"a {type(criterion).__name__} already, expected a plain one: pass its .module"):
-            DataParallelCriterion(criterion)
 
-    def test_criterion_that_returns_nothing(self):
-        criterion = DataParallelCriterion(lambda output, target: None, weight="rows")
-        with pytest.raises(TypeError, match="the criterion returned None, expected a loss"):
-            criterion(make_model()(INPUTS), TARGETS)
+def mappings():
+    return make_model()(INPUTS).map(lambda output: {"logits": output})
 
-    def test_lists_of_rows_that_cannot_be_gathered(self):
-        class Lists(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(4, 3)
 
-            def forward(self, rows):
-                return [self.layer(row) for row in rows]
+def lists():
+    return DataParallelModel(Lists(4, 3), CPUS)(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
 
-        model = DataParallelModel(Lists(), CPUS)
-        outputs = model(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
-        with pytest.raises(ValueError, match=re.escape("join the lists instead, as in [row for output in outputs for row in")):
-            outputs.gather()
 
-    def test_outputs_that_have_no_rows(self):
-        with pytest.raises(ValueError, match=re.escape("select the outputs that have rows before, as in outputs.map(")):
-            gather([{"similarity": torch.zeros(2, 2)}, {"similarity": torch.zeros(1, 1)}])
+CE, ADAMW, PAIRS = nn.CrossEntropyLoss(), torch.optim.AdamW, [{"similarity": torch.zeros(size, size)} for size in (2, 1)]
+STEP_LR = torch.optim.lr_scheduler.StepLR
+
+
+def of_another(parameters):
+    return SGD(nn.Linear(4, 3).parameters())
+
+
+ERRORS = {
+    "the input of CrossEntropyLoss is a dict, expected a tensor": lambda: criterion_on(CE, TARGETS, outputs=mappings()),
+    r"missing a required argument: 'target'; pass targets after outputs: criterion\(outp": lambda: criterion_on(CE),
+    r"targets\[0\] is an array of shape \(7,\)": lambda: make_step()(INPUTS, TARGETS.numpy()),
+    # of torch
+    r"no data! Please use torch\.nn\.Module\.to_empty\(\)": lambda: DataParallelModel(nn.Linear(4, 3, device="meta"), CPUS),
+    "a DataParallelCriterion already, expected a plain one: pass its ": lambda: DataParallelCriterion(DataParallelCriterion(CE)),
+    "a DataParallelModel already, expected a plain one: pass its .module": lambda: DataParallelCriterion(make_model()),
+    "the criterion returned None, expected a loss": lambda: criterion_on(lambda *_: None, TARGETS, weight="rows"),
+    r"join the lists instead, as in \[row for output in outputs for row in": lambda: lists().gather(),
+    r"select the outputs that have rows before, as in outputs.map\(": lambda: gather(PAIRS),
+    "SGD has 2 parameter.s., and none is a parameter of the model or the criterion": lambda: make_step(optimizer=of_another),
+    "LBFGS evaluates the loss several times per step, and TrainStep once": lambda: make_step(optimizer=torch.optim.LBFGS),
+    "type generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
+    "an instance of AdamW was given": lambda: BalancedOptimizer(make_model(), ADAMW(make_model().parameters())),
+    "max_grad_norm='1', expected a positive number": lambda: make_step(max_grad_norm="1"),
+    "max_grad_norm=True, expected a positive number": lambda: make_step(max_grad_norm=True),
+    "the scheduler is the class StepLR, expected an instance of LRS": lambda: make_step(scheduler=STEP_LR),
+    "the optimizer is the class SGD, expected an instance of Optimizer, or a list": lambda: make_step(optimizer=lambda _: SGD),
+    "1 entries and 2 sizes, expected the rows of each entry": lambda: PerReplica([INPUTS], [3, 4]),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_say_what_is_expected(message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        ERRORS[message]()
+
+
+@pytest.mark.parametrize("targets", [None, TARGETS.tolist(), 3])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy])
+def test_targets_that_are_not_tensors(loss, targets):
+    name = type(targets).__name__
+    with pytest.raises(TypeError, match=rf"the target of \w+ is a {name}, expected a tensor: use torch.as_tensor"):
+        criterion_on(loss, targets)
 
 
 class TestSteps:
-    def test_optimizer_of_another_model(self):
-        with pytest.raises(ValueError, match="SGD has 2 parameter.s., and none is a parameter of the model or the criterion"):
-            make_step(optimizer=lambda _: SGD(nn.Linear(4, 3).parameters()))
-
     def test_optimizer_of_the_criterion_alone(self):
         criterion = DataParallelCriterion(nn.PReLU())
         make_step(criterion=criterion, optimizer=lambda _: SGD(criterion.parameters()))
-
-    def test_optimizer_that_evaluates_the_loss(self):
-        with pytest.raises(TypeError, match="LBFGS evaluates the loss several times per step, and TrainStep once"):
-            make_step(optimizer=torch.optim.LBFGS)
-
-    @pytest.mark.parametrize(
-        ("model", "message"), [(nn.Linear(4, 3).parameters(), "type generator"), (make_model(), "an instance of AdamW was given")]
-    )
-    def test_balanced_optimizer(self, model, message):
-        kind = torch.optim.AdamW
-        with pytest.raises(TypeError, match=message):
-            BalancedOptimizer(model, kind(model.parameters()) if isinstance(model, nn.Module) else kind)
 
     @pytest.mark.parametrize("cause", ["no_grad", "frozen", "detached"])
     def test_losses_without_gradients(self, cause):
@@ -144,22 +132,6 @@ class TestSteps:
         if cause != "detached":
             assert step(INPUTS, TARGETS).isfinite()
 
-    def test_norm_that_is_text(self):
-        with pytest.raises(ValueError, match="max_grad_norm='1', expected a positive number"):
-            make_step(max_grad_norm="1")
-
-    @pytest.mark.parametrize(
-        ("setting", "message"),
-        [
-            ({"max_grad_norm": True}, "max_grad_norm=True, expected a positive number"),
-            ({"scheduler": torch.optim.lr_scheduler.StepLR}, "the scheduler is the class StepLR, expected an instance of LRS"),
-            ({"optimizer": lambda _: SGD}, "the optimizer is the class SGD, expected an instance of Optimizer, or a list"),
-        ],
-    )
-    def test_settings_that_look_right(self, setting, message):
-        with pytest.raises((TypeError, ValueError), match=message):
-            make_step(**setting)
-
     def test_update_without_rows(self):
         step = make_step()
         for _ in range(2):
@@ -168,15 +140,13 @@ class TestSteps:
             step.add(INPUTS, TARGETS)
             assert step.apply().isfinite()
 
-    @pytest.mark.parametrize("state", [[], None, "step.pt"])
-    def test_states_that_are_not_mappings(self, state):
-        with pytest.raises(TypeError, match=r"state_dict=.*, expected what a TrainStep's state_dict\(\) returns"):
-            make_step().load_state_dict(state)
-
-    @pytest.mark.parametrize("cost", [None, 5, torch.tensor(5)])
-    def test_costs_that_are_not_one_per_row(self, cost):
-        with pytest.raises(TypeError, match=r"cost= returned .*, expected one number for each row of the inputs"):
-            make_step(cut=ByCost(lambda inputs: cost))(INPUTS, TARGETS)
+    def test_states_that_are_not_mappings_and_costs_that_are_not_one_per_row(self):
+        for state in ([], None, "step.pt"):
+            with pytest.raises(TypeError, match=r"state_dict=.*, expected what a TrainStep's state_dict\(\) returns"):
+                make_step().load_state_dict(state)
+        for cost in (None, 5, torch.tensor(5)):
+            with pytest.raises(TypeError, match=r"cost= returned .*, expected one number for each row of the inputs"):
+                make_step(cut=ByCost(lambda inputs, cost=cost: cost))(INPUTS, TARGETS)
 
 
 class Masked(nn.Linear):
@@ -302,18 +272,10 @@ class TestWrappers:
 
     def test_texts_of_torch_are_on_the_page(self):
         """Only torch or Python can raise these, and the page on errors quotes them."""
-        table = (
-            Path(__file__)
-            .parents[2]
-            .joinpath("docs/troubleshooting.md")
-            .read_text()
-            .partition("## Errors of torch and Python")[2]
-        )
-        model = DataParallelModel(nn.Linear(4, 3), CPUS)
+        table = PAGES["docs/troubleshooting.md"].partition("## Errors of torch and Python")[2]
+        model, detached = make_model(), make_step()(INPUTS, TARGETS)
         calls = {
-            "element 0 of tensors does not require grad and does not have a grad_fn": lambda: make_step()(
-                INPUTS, TARGETS
-            ).backward(),
+            "element 0 of tensors does not require grad and does not have a grad_fn": lambda: detached.backward(),
             "too many values to unpack (expected 2)": lambda: unpacked(model(INPUTS)),
             "return only tensors, got unsupported type": lambda: torch.func.vjp(model, INPUTS),
         }
@@ -331,36 +293,31 @@ class TestWrappers:
             Checkpoints(5)
 
 
-@pytest.mark.parametrize(
-    ("call", "name", "expected"),
-    [
+def test_arguments_of_other_libraries():
+    for call, name, expected in (
         (make_step, "gradient_accumulation_steps", "micro_batch_size"),
         (make_step, "clip_grad_norm", "max_grad_norm"),
-        (lambda **settings: DataParallelModel(nn.Linear(4, 3), **settings), "devices", "device_ids"),
-        (lambda **settings: parallelize(nn.Linear(4, 3), nn.MSELoss(), **settings), "devices", "device_ids"),
-        (lambda **settings: RankBatchSampler(INPUTS, 2, **settings), "shuffle", "seed"),
-        (lambda **settings: BalancedBatchSampler([1.0, 2.0], 2, **settings), "shuffle", "seed"),
-    ],
-)
-def test_arguments_of_other_libraries(call, name, expected):
-    with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{name}', expected one of .*\b{expected}\b"):
-        call(**{name: 4})
+        (functools.partial(DataParallelModel, nn.Linear(4, 3)), "devices", "device_ids"),
+        (functools.partial(parallelize, nn.Linear(4, 3), nn.MSELoss()), "devices", "device_ids"),
+        (functools.partial(RankBatchSampler, INPUTS, 2), "shuffle", "seed"),
+        (functools.partial(BalancedBatchSampler, [1.0, 2.0], 2), "shuffle", "seed"),
+    ):
+        with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{name}', expected one of .*\b{expected}\b"):
+            call(**{name: 4})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "settings", "message"),
-    [
-        (("net", F.cross_entropy, INPUTS, TARGETS), {}, "the module is an object of type str"),
-        ((make_model(), F.cross_entropy, INPUTS, TARGETS), {}, "wrapped in DataParallelModel already"),
-        ((nn.Linear(4, 3), INPUTS, F.cross_entropy, TARGETS), {}, r"the criterion is a tensor of shape \(7, 4\), expected a mod"),
-        ((nn.Linear(4, 3), F.cross_entropy, INPUTS, TARGETS), {"optimizer": SGD([torch.ones(1)])}, "the optimizer is .* SGD"),
-        ((nn.Linear(4, 3), F.cross_entropy, INPUTS, TARGETS), {"optimizer": torch.optim.LBFGS}, "and an estimate once"),
-    ],
-)
 @pytest.mark.usefixtures("trace_in_this_process")
-def test_estimates(arguments, settings, message):
-    with pytest.raises(TypeError, match=message):
-        memory.estimate(*arguments, **settings)
+def test_estimates():
+    net, loss = nn.Linear(4, 3), F.cross_entropy
+    for arguments, optimizer, message in (
+        (("net", loss, INPUTS, TARGETS), ADAMW, "the module is an object of type str"),
+        ((make_model(), loss, INPUTS, TARGETS), ADAMW, "wrapped in DataParallelModel already"),
+        ((net, INPUTS, loss, TARGETS), ADAMW, r"the criterion is a tensor of shape \(7, 4\), expected a mod"),
+        ((net, loss, INPUTS, TARGETS), SGD([torch.ones(1)]), "the optimizer is .* SGD"),
+        ((net, loss, INPUTS, TARGETS), torch.optim.LBFGS, "and an estimate once"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            memory.estimate(*arguments, optimizer=optimizer)
 
 
 def sampler(**settings):
@@ -406,10 +363,7 @@ CALLS = {
     "seed": [lambda value: sampler(seed=value)],
     "rank": [lambda value: sampler(rank=value)],
     "ranks": [lambda value: sampler(ranks=value)],
-    "combine": [
-        lambda value: sampler(combine=value),
-        lambda value: cost_step(combine=value),
-    ],
+    "combine": [lambda value: sampler(combine=value), lambda value: cost_step(combine=value)],
     "cost": [lambda value: cost_step(cost=value)],
     "collate": [lambda value: cost_step(collate=value)],
     "trim": [lambda value: cost_step(trim=value)],
@@ -431,32 +385,23 @@ def test_types(name, call):
         call(object())
 
 
-@pytest.mark.parametrize("name", ["precision", "dim", "split", "combine", "costs"])
-def test_mappings(name):
-    """It was ``unhashable type: 'dict'``, among others."""
-    for call in CALLS[name]:
-        with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected"):
-            call({"text": 2.5})
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (["precision", "dim", "split", "combine", "costs"], [{"text": 2.5}]),  # "unhashable type: 'dict'", among others
+        (["dim", "batch_size", "seed", "keep", "number"], [2.5, "text", True, torch.ones(2)]),
+    ],
+)
+def test_values_of_other_types(names, values):
+    for name in names:
+        for call in CALLS[name]:
+            for value in values:
+                with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected"):
+                    call(value)
 
 
-@pytest.mark.parametrize("name", ["dim", "batch_size", "seed", "keep", "number"])
-def test_integers(name):
-    for call in CALLS[name]:
-        for value in (2.5, "text", True, torch.ones(2)):
-            with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected"):
-                call(value)
-
-
-@pytest.mark.parametrize("name", ["losses", "weights"])
-def test_means_of_a_bare_tensor(name):
-    with pytest.raises(TypeError, match=rf"{name}=.*expected a list with one entry per replica"):
-        CALLS[name][0](torch.ones(()))
-
-
-def test_means_on_a_device_by_its_name():
+def test_means_of_a_bare_tensor_and_on_a_device_by_its_name():
+    for name in ("losses", "weights"):
+        with pytest.raises(TypeError, match=rf"{name}=.*expected a list with one entry per replica"):
+            CALLS[name][0](torch.ones(()))
     assert weighted_mean([torch.ones(())], [1], "cpu") == 1
-
-
-def test_sizes_of_other_entries():
-    with pytest.raises(ValueError, match=r"1 entries and 2 sizes, expected the rows of each entry"):
-        PerReplica([INPUTS], [3, 4])

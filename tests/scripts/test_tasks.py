@@ -1,27 +1,26 @@
 """The data of the tasks, and their comparison over the ranks."""
 
-import sys
+import importlib
+import runpy
 
+import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import run_ranks
 from helpers.scripts import SCRIPT
 
+from balanced_parallel import parallelize
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("tasks")
+
 
 def error_of_rank(rank, words_of_last_rank):
-    import runpy
-
-    import torch
-    import torch.distributed as dist
-
-    from balanced_parallel import parallelize
-
     parallelize(torch.nn.Linear(1, 1), torch.nn.MSELoss(), ["cpu"])  # starts the process group
-    folder = str(SCRIPT.parent)
-    sys.path.insert(0, folder)
-    try:
-        tasks = runpy.run_path(str(SCRIPT.with_name("tasks.py")))
-    finally:
-        sys.path.remove(folder)
+    tasks = runpy.run_path(str(SCRIPT.with_name("tasks.py")))
     words = torch.arange(12).view(4, 3)
     rows = tasks["Rows"](words, words if rank < dist.get_world_size() - 1 else torch.tensor(words_of_last_rank).view(4, 3))
     try:
@@ -39,25 +38,15 @@ def test_data_of_the_ranks_are_compared():
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_sources_are_split_into_functions_and_classes_and_other_text_into_blocks(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import tasks
-
+def test_sources_are_split_into_functions_and_classes_and_other_text_into_blocks(tasks):
     source = "import os\n\nclass One:\n    def first(self):\n        pass\n\nasync def second():\n    return 2\n"
-    assert [row[:2] for row in tasks.split_text(source)] == [
-        ["import", "os"],
-        ["class", "One"],
-        ["def", "first"],
-        ["async", "def"],
-    ]
+    starts = [["import", "os"], ["class", "One"], ["def", "first"], ["async", "def"]]
+    assert [row[:2] for row in tasks.split_text(source)] == starts
     assert [len(row) for row in tasks.split_text("word " * 150)] == [65, 65, 20]
     assert max(len(row) for row in tasks.split_text("def f():\n" + "    x\n" * 300)) == 129
 
 
-def test_rows_of_text_have_lengths_and_images_have_none(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import tasks
-
+def test_rows_of_text_have_lengths_and_images_have_none(tasks):
     lengths = torch.arange(1, 101) ** 2 // 80 + 1
     inputs = (torch.arange(126) < lengths[:, None]).long()
     rows = tasks.Rows(inputs, inputs.masked_fill(inputs == 0, tasks.IGNORED))

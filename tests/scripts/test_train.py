@@ -67,17 +67,13 @@ def test_digits_task_reaches_95_percent_accuracy(tmp_path):
 
 
 @pytest.mark.slow
-def test_custom_text_and_short_last_batch(tmp_path):
+def test_custom_text_with_a_short_last_batch_and_simulated_gpus_of_all_ranks(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
     flags = ["--data", text, "--steps", 6, "--batch-size", 13, "--precision", "bf16", "--workers", 1]  # 35 rows, two epochs
     _, lines, summary = train(tmp_path / "run", *flags, "--devices", "cpu,cpu")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert summary["validation_loss"] < summary["baseline_loss"]
-
-
-@pytest.mark.slow
-def test_simulated_gpus_under_torchrun_report_all_ranks(tmp_path):
     flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
     output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, ranks=2)
     assert (summary["ranks"], len(summary["peak_bytes"])) == (2, 2)
@@ -124,18 +120,16 @@ def test_a_loss_that_is_nan_ends_the_run(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_plan_is_printed_without_training(tmp_path):
+def test_plan_is_printed_without_training_also_where_the_script_is_copied(tmp_path):
+    for name in ("train.py", "tasks.py", "comparison.py"):
+        (tmp_path / name).write_text(SCRIPT.with_name(name).read_text())
     flags = ["--plan", "--simulate", 2, "--memory", "3MiB", "--task", "digits", "--out", tmp_path / "nothing"]
-    done = run(*flags)
+    done = run_script(tmp_path / "train.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "rows per update on 2 x sim with 3.00 MiB" in done.stdout
     assert done.stdout.startswith("fits: yes, ")
     assert not (tmp_path / "nothing").exists()
-
-
-def test_the_script_and_its_example_module_run_where_they_are_copied(tmp_path):
-    for name in ("train.py", "tasks.py"):
-        (tmp_path / name).write_text(SCRIPT.with_name(name).read_text())
+    (tmp_path / "comparison.py").unlink()  # for --simulate alone
     done = run_script(tmp_path / "train.py", "--task", "digits", "--steps", 2, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert len(SCRIPT.read_text().splitlines()) <= 200

@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from helpers.scripts import SCRIPT, run, run_in_new_process
+from helpers.scripts import SCRIPT, run
 
 BAD_INPUT = [
     (["--batch-size", "0"], "argument --batch-size: '0' was given, expected a whole number of at least 1"),
@@ -36,16 +36,13 @@ def test_invalid_arguments_print_one_line(flags, message, tmp_path):
     assert message in done.stderr
 
 
-def test_invalid_arguments_exit_with_code_2(tmp_path):
-    done = run_in_new_process("--out", tmp_path, "--batch-size", "0")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("train.py: error: argument --batch-size")
-
-
-def test_devices_that_are_not_there_are_refused_after_the_title(tmp_path):
+def test_devices_that_are_not_there_are_refused_after_the_title_and_help_prints_the_defaults(tmp_path):
     done = run("--out", tmp_path, "--task", "digits", "--simulate", "2", "--devices", "sim:2")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "there is no device 'sim:2': this machine has 2 sim devices" in done.stderr
+    done = run("--help")
+    assert done.returncode == 0
+    assert "(default: 24)" in " ".join(done.stdout.split())
 
 
 def test_missing_matplotlib_is_named_with_the_command(monkeypatch):
@@ -57,9 +54,3 @@ def test_missing_matplotlib_is_named_with_the_command(monkeypatch):
     flags = train.make_parser().parse_args(["--simulate", "2", "--plot", "x.png"])
     with pytest.raises(ImportError, match="--plot needs the package matplotlib: pip install matplotlib"):
         comparison.Comparison(None, flags, None)
-
-
-def test_help_prints_the_defaults():
-    done = run("--help")
-    assert done.returncode == 0
-    assert "(default: 24)" in " ".join(done.stdout.split())

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from helpers.processes import run_script
+from helpers.processes import Script, run_script
 from helpers.scripts import SCRIPT, TORCHRUN, run, train
 from helpers.slow import slow
 from helpers.torchrun import run_torchrun
@@ -52,18 +52,24 @@ def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, 
     assert lines_of(tmp_path) == undisturbed
 
 
+def signalled(number, step, *arguments, **settings):
+    """Runs a script until it prints a step, sends a signal to its session, and returns the end."""
+    script = Script(*arguments, session=True, **settings)
+    deadline = time.monotonic() + 100
+    while f"step {step}/" not in script.texts[0]:
+        assert script.process.is_alive(), script.texts
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(script.process.pid, number)
+    return script.process.pid, script.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_path, number):
-    """After Ctrl-C the steps since the last checkpoint were lost, with a traceback."""
-    command = list(map(str, [sys.executable, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        wait_for_step(3, process)
-        began = time.monotonic()
-        os.killpg(process.pid, number)  # the workers get it too
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert time.monotonic() - began < 30
-    assert "all state is saved: go on with --resume" in output
+    """After Ctrl-C the steps since the last checkpoint were lost, with a traceback. The workers get the signal too."""
+    _, done = signalled(number, 3, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1)
+    assert done.returncode == 0
+    assert "all state is saved: go on with --resume" in done.stdout
     done = run("--out", tmp_path, *FLAGS)
     assert done.returncode == 2
     assert "checkpoints is of another run: go on with it by --resume" in done.stderr
@@ -124,12 +130,8 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_their_fold
 
 def test_ctrl_c_without_checkpoints_says_in_one_line_that_nothing_was_saved(tmp_path):
     """It was a traceback."""
-    command = list(map(str, [sys.executable, SCRIPT, "--out", tmp_path, "--task", "digits", "--steps", 10**6]))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_for_step(1, process)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "stopped by Ctrl-C: nothing was saved, except by --checkpoint-every\n")
+    _, done = signalled(signal.SIGINT, 1, SCRIPT, "--out", tmp_path, "--task", "digits", "--steps", 10**6)
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C: nothing was saved, except by --checkpoint-every\n")
 
 
 @pytest.mark.slow
