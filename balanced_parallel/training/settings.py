@@ -22,7 +22,7 @@ from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.collectives import compare_ranks, max_over_ranks, world_size
 from ..runtime.torch_private import buffers_of, versions
-from .state import grouped_names
+from .state import names_by_group
 
 
 class LastUpdate(NamedTuple):
@@ -42,11 +42,7 @@ class Settings:
     trained: Mapping[str, Tensor]  # the parameters of both by name
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler]
-    precision: str
-    max_grad_norm: float | None
-    is_auto: bool  # micro_batch_size="auto"
-    unit: str  # Rows or cost limit micro-batches.
-    reproducible: bool
+    arguments: Mapping[str, Hashable]  # of the step, by their names in an error
     before: LastUpdate
 
     @property
@@ -62,18 +58,14 @@ class Settings:
     def digest(self) -> list[float]:
         """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
         has_written = versions([*self.trained.values()]) != [*self.before.versions]
-        flags = [bool(self.before.failure), self.has_loaded, has_written, self.model.module.training]
-        numbers: list[float] = [self.max_grad_norm or 0.0, *flags]
+        values = [bool(self.before.failure), self.has_loaded, has_written, self.model.module.training, *self.arguments.values()]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for value in group.values():
-                    for part in value if isinstance(value, tuple) else (value,):
-                        if isinstance(part, (int, float)):
-                            numbers.append(part)
-                        elif isinstance(part, Tensor) and part.is_cpu and part.numel() == 1:
-                            numbers.append(float(part))
+                    values += value if isinstance(value, tuple) else [value]
+        numbers = tuple(map(_number, values))
         # Numbers have the same hash in each process. Sums over 8192 ranks are exact in float64.
-        number = hash(tuple(numbers)) % 2**20
+        number = hash(numbers) % 2**20
         return [float(number), float(number * number)]
 
     def check(self, total: float, squares: float) -> None:
@@ -86,11 +78,7 @@ class Settings:
     def _facts(self) -> dict[str, Hashable]:
         facts: dict[str, Hashable] = {
             **describe_criterion(self.criterion),
-            "precision": self.precision,
-            "max_grad_norm": self.max_grad_norm,
-            "micro_batch_size='auto'": self.is_auto,
-            "unit of the micro-batches": self.unit,
-            "reproducible": self.reproducible,
+            **self.arguments,
             "optimizer": ", ".join(map(_name_of_optimizer, self.optimizers)),
             "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.schedulers) or "none",
             "the sampler's batches": begun_batches(),
@@ -117,7 +105,8 @@ class Settings:
             lines += [f"{name} of {path} {value}" for name, value in settings if name[0] != "_"]
         tensors = {**self.trained, **dict(both.named_buffers() if is_new else ())}
         for optimizer in self.optimizers:
-            lines += grouped_names(optimizer, self.trained)
+            groups = enumerate(names_by_group(optimizer, self.trained))
+            lines += sorted(f"{name} in group {number}" for number, names in groups for name in names)
             is_of_torch = type(optimizer).__module__.startswith("torch.optim.")  # others may have other state on each rank
             for name, parameter in self.trained.items() if is_of_torch else ():
                 tensors |= {f"{key} of {name}": value for key, value in sorted(optimizer.state.get(parameter, {}).items())}
@@ -149,14 +138,23 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
 
 def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
     """Returns the numbers, strings, tuples of them and small tensors among some values, with a suffix to their names."""
-    kinds = (int, float, str, NoneType)
-    public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
-    tensors = {name: str(value.tolist()) for name, value in public.items() if isinstance(value, Tensor) and not value.is_meta}
-    return {
-        name + suffix: value
-        for name, value in (public | tensors).items()
-        if all(isinstance(part, kinds) for part in (value if isinstance(value, tuple) else [value]))
-    }
+    facts: dict[str, Hashable] = {}
+    for name, value in values.items():
+        if name.startswith("_") or name == "training":
+            continue
+        if isinstance(value, Tensor) and not value.is_meta:
+            value = str(value.tolist())
+        parts = value if isinstance(value, tuple) else [value]
+        if all(isinstance(part, (int, float, str, NoneType)) for part in parts):
+            facts[name + suffix] = value
+    return facts
+
+
+def _number(value: object) -> float:
+    """Returns a number or a tensor on the CPU that is one; 0 for another value, whose hash may differ in each process."""
+    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, (int, float)) else 0.0
 
 
 def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -164,7 +162,7 @@ def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__ + inner
 
 
-def _name(function: Any) -> str | None:
+def _name(function: object) -> str | None:
     function = function.func if isinstance(function, functools.partial) else function
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 

@@ -280,11 +280,13 @@ class TrainStep:
             trained=self._trained,
             optimizers=each_optimizer(self.optimizer),
             schedulers=each_scheduler(self.scheduler),
-            precision=self.precision.name,
-            max_grad_norm=self.max_grad_norm,
-            is_auto=self._is_auto,
-            unit=self._limit.unit,
-            reproducible=self._by_row is not None,
+            arguments={
+                "precision": self.precision.name,
+                "max_grad_norm": self.max_grad_norm,
+                "micro_batch_size='auto'": self._is_auto,
+                "unit of the micro-batches": self._limit.unit,
+                "reproducible": self._by_row is not None,
+            },
             before=self._last,
         )
 
