@@ -73,13 +73,13 @@ def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
-        settings: dict[str, Any] = {"name": kind.__name__, "selective": selective}
+        run = functools.partial(run_checkpointed, name=kind.__name__, selective=selective)
         if segments == 1:
-            return run_checkpointed([self], functools.partial(kind.forward, self), args, kwargs, **settings)
+            return run([self], functools.partial(kind.forward, self), args, kwargs)
         places = _segment_places(self, segments)
         for start, end in places:
             layers = list(self)[start:end]
-            args = (run_checkpointed(layers, functools.partial(_run_layers, layers), args, kwargs, **settings),)
+            args = (run(layers, functools.partial(_run_layers, layers), args, kwargs),)
         return _run_layers(list(self)[places[-1][1] :], *args)
 
     made_from = kind, segments, selective

@@ -385,11 +385,10 @@ def _check_loss(function: object, name: str) -> None:
 @functools.cache
 def _class_without_logits(kind: Any) -> Any:
     """Returns a subclass. A ``forward`` set on the instance would still run the original after a copy."""
-    signature = inspect.signature(kind.forward)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
-        if signature.bind(self, *args, **kwargs).arguments.get("labels") is None:
+        if kwargs.get("labels") is None:
             return kind.forward(self, *args, **kwargs)
         _check_loss(kind.loss_function.fget(self), kind.__name__)
         _change_heads(self, kind.__name__)  # peft may have wrapped it since

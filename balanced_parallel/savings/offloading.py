@@ -54,9 +54,7 @@ class Host:
     device = torch.device("cpu")
     kinds: tuple[type, ...] = (Tensor, nn.Parameter)  # classes of tensors that can be copied as bytes
 
-    def stream_of(self, device: torch.device) -> torch.Stream | None:
-        """Returns the current stream of a device; None for the host."""
-        return current_stream(device)
+    stream_of = staticmethod(current_stream)  # the current stream of a device; None for the host
 
     def side_stream(self, device: torch.device) -> torch.Stream:
         """Makes a stream for copies."""
@@ -85,7 +83,7 @@ class Link:
 
     def __init__(self, device: torch.device, host: Host) -> None:
         self.device, self.host, self.side = device, host, host.side_stream(device)
-        self.stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()  # by their number
+        self.stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()  # The keys are their numbers.
         self._numbers = itertools.count()
         self._leaving: deque[Stored] = deque()
 

@@ -129,7 +129,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the end of the program does."""
-        for thread in checkpoint_threads():  # also one whose save() was interrupted by Ctrl-C
+        for thread in checkpoint_threads():  # Ctrl-C may have interrupted its save().
             thread.join()
         if self._writing is None:
             return
@@ -154,7 +154,6 @@ class Checkpoints:
             ValueError: the checkpoint does not have all parts. The parts have not changed.
         """
         self.wait()
-        rank, ranks = collectives.rank(), collectives.world_size()
         folders = self._on_all_ranks(lambda: [path.name for path in complete(self.folder).values()])
         if any(other != folders[0] for other in folders):
             listing = collectives.by_value([", ".join(other) or "none" for other in folders])
@@ -162,12 +161,12 @@ class Checkpoints:
         names = folders[0]
         for name in names:
             folder = self.folder / name
-            reasons = [reason for reason in self._on_all_ranks(partial(damage, folder, rank, ranks)) if reason]
+            reasons = [reason for reason in self._on_all_ranks(partial(damage, folder)) if reason]
             if not reasons:
                 self._load(folder)
                 return step_of(folder)
             self._damaged.add(step_of(folder))
-            if rank == 0:
+            if collectives.rank() == 0:
                 warnings.warn(f"{folder} is damaged ({'; '.join(reasons)}): the checkpoint before it is used", stacklevel=2)
         if names:
             raise RuntimeError(f"all checkpoints in {self.folder} are damaged ({', '.join(names)}): begin anew in another folder")
@@ -175,8 +174,7 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> None:
         trees: list[Any] = []
-        rank, ranks = collectives.rank(), collectives.world_size()
-        self._on_all_ranks(lambda: trees.append(read_tree(folder, rank, ranks)))
+        self._on_all_ranks(lambda: trees.append(read_tree(folder)))
         saved = dict(trees[0]["dict"])
         if missing := self.parts.keys() - saved:
             raise ValueError(
@@ -328,10 +326,10 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.json"
 
 
-def read_tree(folder: Path, rank: int, ranks: int) -> Any:
+def read_tree(folder: Path) -> Any:
     """Returns the values of this rank, or those of rank 0 if there were other ranks."""
-    saved = read_json(folder / MANIFEST)["ranks"]
-    return read_json(rank_file(folder, rank if saved == ranks else 0))["state"]
+    is_same_layout = read_json(folder / MANIFEST)["ranks"] == collectives.world_size()
+    return read_json(rank_file(folder, collectives.rank() if is_same_layout else 0))["state"]
 
 
 def read_json(path: Path) -> Any:
@@ -363,7 +361,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
     return entries
 
 
-def damage(folder: Path, rank: int, ranks: int) -> str:
+def damage(folder: Path) -> str:
     """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them. Files may fail to be read."""
     try:
         with _open_plain(folder, MANIFEST) as file:
@@ -372,7 +370,7 @@ def damage(folder: Path, rank: int, ranks: int) -> str:
         for number in range(max(1, manifest["ranks"])):
             if rank_file(folder, number).name not in files:
                 raise ValueError(f"{MANIFEST} does not list {rank_file(folder, number).name}")
-        for name, written in islice(files.items(), rank, None, ranks):
+        for name, written in islice(files.items(), collectives.rank(), None, collectives.world_size()):
             if digests(folder, [name])[name] != written:
                 raise ValueError(f"{name} has other contents than were written")
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # It may be other JSON.

@@ -38,7 +38,7 @@ class ParameterUpdate:
         self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
-        self._parameters: list[Tensor] = []  # those of the optimizers, each once
+        self._parameters: list[Tensor] = []  # Each parameter of the optimizers is here once.
         # The gradients after the last add(), with names and version counters.
         self._noted: list[tuple[str, Tensor, int]] = []
         for optimizer in optimizers:
@@ -97,13 +97,9 @@ class ParameterUpdate:
         try:
             if scaler is not None:
                 scaler.unscale_(whole)
-                gradients = [parameter.grad for parameter in outside if parameter.grad is not None]
-                if gradients:  # get_scale() would wait for the device
-                    foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
+                _unscale(scaler, [parameter.grad for parameter in outside if parameter.grad is not None])
             sync.multiply([*self._parameters, *outside], factor)
-            hooked = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
-            if hooked:
-                self._call_hooks(hooked)
+            self._call_hooks()
             if max_grad_norm is not None:  # An overflow in one optimizer makes the gradients of the others zero here.
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm)
                 self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
@@ -118,8 +114,10 @@ class ParameterUpdate:
                 scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
             raise
 
-    def _call_hooks(self, parameters: Sequence[Tensor]) -> None:
-        if any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
+    def _call_hooks(self) -> None:
+        """Calls the hooks of parameters with their gradients."""
+        parameters = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
+        if parameters and any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
             raise TypeError("a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected no hook")
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
@@ -145,10 +143,15 @@ class ParameterUpdate:
         self.has_stepped = True
 
 
+def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
+    if gradients:  # get_scale() would wait for the device
+        foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
+
+
 # Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others. Several
 # steps, and loops by hand, may share optimizers and schedulers, so their states are of the process.
 _claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # after the last step of any TrainStep
+_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # The epoch after a TrainStep.
 
 
 def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:

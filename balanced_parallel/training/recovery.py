@@ -164,12 +164,11 @@ class RetriedAllocations(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return function(*args, **(kwargs or {}))
-        except torch.OutOfMemoryError:
-            pass  # the traceback is released before memory is
+        kwargs = kwargs or {}
+        with contextlib.suppress(torch.OutOfMemoryError):  # The traceback is released before memory is.
+            return function(*args, **kwargs)
         release_memory()
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:

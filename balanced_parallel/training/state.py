@@ -93,13 +93,12 @@ class TrainedState(NamedTuple):
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
-        like: Any = None
-        if path[0] == "model":
-            like = self.model.module.state_dict().get(path[1])
-        elif path[0] == "optimizers" and path[2] == "state":
-            like = {uncompiled_name(name): tensor for name, tensor in self.trained.items()}.get(path[3])
-        is_like = is_sharded(like) and like.shape == size
-        return torch.empty_like(like, dtype=dtype, requires_grad=False) if is_like else None
+        shaped = self.model.module.state_dict()
+        shaped |= {uncompiled_name(name): parameter for name, parameter in self.trained.items()}
+        like = next((shaped[name] for name in path if name in shaped), None)
+        if is_sharded(like) and like.shape == size:
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return None
 
     def _layout(self) -> list[Any]:
         return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]

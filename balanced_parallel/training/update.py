@@ -58,11 +58,12 @@ class Reduced(NamedTuple):
     kind: Kind  # The next update has a loss of this kind.
 
 
+@dataclass
 class Limit:
     """The largest micro-batch of a device, in rows or in cost. ``value`` is None without a limit."""
 
-    def __init__(self, unit: str, value: float | None) -> None:
-        self.unit, self.value = unit, value
+    unit: str
+    value: float | None
 
     def set(self, unit: str, value: float | None) -> None:
         """Sets the limit. Raises ``ValueError`` for another unit."""
