@@ -281,9 +281,9 @@ class Writer(HuggingFaceStorageWriter):
         sync(self.folder.parent)
         remove(old)
         folders = complete(self.folder.parent)
-        kept = [number for number in folders if number not in self.damaged][: self.keep]
+        newest = [number for number in folders if number not in self.damaged][: self.keep]
         for number, path in folders.items():
-            if number < kept[-1]:
+            if number < newest[-1]:
                 remove(path)
 
 

@@ -59,8 +59,8 @@ class Settings:
             of = f" of optimizer {number}" if number else ""
             facts[f"number of param groups{of}"] = len(optimizer.param_groups)
             for index, group in enumerate(optimizer.param_groups):
-                own = {"number of parameters": len(group["params"]), **group}
-                facts |= _settings(own, f" of param group {index}{of}")
+                values = {"number of parameters": len(group["params"]), **group}
+                facts |= _settings(values, f" of param group {index}{of}")
         compare_ranks(facts, expected, self._lines())
 
     def digest(self) -> list[float]:

@@ -117,7 +117,7 @@ def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[s
     return {
         "class": class_name(optimizer),
         "state": {names[number]: entries for number, entries in state["state"].items()},
-        "param_groups": [{**group, "params": own} for group, own in zip(state["param_groups"], groups, strict=True)],
+        "param_groups": [{**group, "params": members} for group, members in zip(state["param_groups"], groups, strict=True)],
     }
 
 

@@ -66,22 +66,6 @@ def test_a_selective_checkpoint_keeps_more_than_a_plain_one_and_less_than_none()
 
 
 @released_at_once
-def test_replicas_on_accelerators_peak_lower():
-    peaks = []
-    for saving in (lambda net: None, savings.checkpoint_activations):
-        net = nn.Sequential(*[layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))])
-        saving(net)
-        with simulate(2) as cluster:
-            model = DataParallelModel(net.to("sim:0"))
-            for _ in range(2):
-                cluster.reset_peak()
-                model(torch.ones(2000, 32)).map(torch.sum).gather().sum().backward()
-            peaks.append(cluster.peak)
-            del model
-    assert all(with_it < 0.5 * without for with_it, without in zip(peaks[1], peaks[0], strict=True))
-
-
-@released_at_once
 def test_replicas_follow_a_call_after_their_first_forward():
     net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
     with simulate(3) as cluster:
