@@ -28,21 +28,22 @@ def find_blocks(module: nn.Module) -> tuple[str, ...]:
     Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``, with parameters and children.
     The outermost such modules count. If there are none, any two or more children of one class count.
     """
-    for containers in ((nn.ModuleList, nn.Sequential), (nn.Module,)):
-        if names := _blocks_under(module, "", containers):
-            return tuple(names)
-    return ()
+    lists = _blocks_under(module, "", (nn.ModuleList, nn.Sequential))
+    return tuple(lists or _blocks_under(module, "", (nn.Module,)))
 
 
 def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Module], ...]) -> list[str]:
-    children = {name: child for name, child in parent.named_children() if next(child.parameters(), None) is not None}
+    children = {name: child for name, child in parent.named_children() if any(True for _ in child.parameters())}
     kinds = [_kind(child) for child in children.values()]
     names = []
     for name, child in children.items():
-        repeats = isinstance(parent, containers) and kinds.count(_kind(child)) > 1 and next(child.children(), None) is not None
-        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        within = [] if repeats and not isinstance(child, nn.Sequential) else _blocks_under(child, f"{prefix}{name}.", containers)
-        names += within or ([f"{prefix}{name}"] if repeats and not is_list else [])
+        is_repeated = isinstance(parent, containers) and kinds.count(_kind(child)) > 1 and len(children_of(child)) > 0
+        within = []
+        if isinstance(child, nn.Sequential) or not is_repeated:
+            within = _blocks_under(child, f"{prefix}{name}.", containers)
+        if not within and is_repeated and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            within = [prefix + name]
+        names += within
     return names
 
 
@@ -72,13 +73,13 @@ def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
-        settings: dict[str, Any] = {"name": kind.__name__, "selective": selective}
+        run = functools.partial(run_checkpointed, name=kind.__name__, selective=selective)
         if segments == 1:
-            return run_checkpointed([self], functools.partial(kind.forward, self), args, kwargs, **settings)
+            return run([self], functools.partial(kind.forward, self), args, kwargs)
         places = _segment_places(self, segments)
         for start, end in places:
             layers = list(self)[start:end]
-            args = (run_checkpointed(layers, functools.partial(_run_layers, layers), args, kwargs, **settings),)
+            args = (run(layers, functools.partial(_run_layers, layers), args, kwargs),)
         return _run_layers(list(self)[places[-1][1] :], *args)
 
     made_from = kind, segments, selective
@@ -182,8 +183,8 @@ def run_checkpointed(
 ) -> Any:
     """Returns ``function(*args, **kwargs)``, which the backward runs again. It may write to buffers of ``modules``."""
     leaves, rebuild = torch_private.flatten((args, kwargs))
-    is_training = any(module.training for module in modules)
-    if not torch.is_grad_enabled() or (not is_training and any(hasattr(leaf, _CACHE) for leaf in leaves)):
+    is_generating = any(hasattr(leaf, _CACHE) for leaf in leaves) and not any(module.training for module in modules)
+    if is_generating or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     leaves = without_empty_cache(leaves, name)
 
@@ -197,10 +198,7 @@ def run_checkpointed(
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)
-    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
-    parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
-    devices = [tensor.device for tensor in (*tensors, *parameters)]  # an argument may be an object, layers on another device
-    rerun = _Rerun(owners, devices, selective)
+    rerun = _Rerun(modules, tensors, selective)
     contexts = rerun.first_run(), rerun
     outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
     if versions(tensors) != before:
@@ -213,12 +211,15 @@ def run_checkpointed(
 class _Rerun:
     """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
 
-    def __init__(self, owners: list[nn.Module], devices: list[torch.device], selective: bool) -> None:
+    def __init__(self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], selective: bool) -> None:
         self._first, self._inner = _make_selective() if selective else noop_context_fn()
         if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
             self._first.respect_saved_tensors_hooks = False
+        owners = dict.fromkeys(owner for module in modules for owner in module.modules())
         self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
-        self._random = RandomState(devices)
+        # An argument may be an object with tensors, and a layer on another device than the arguments.
+        parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
+        self._random = RandomState([tensor.device for tensor in (*tensors, *parameters)])
         self._written: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._entered: list[ExitStack] = []
 
@@ -227,11 +228,11 @@ class _Rerun:
         """Records the buffers that the block writes to, with their values before."""
         before = []
         for owner, buffers in self._owners:
-            if owner.training and buffers.get("running_mean") is not None:
-                # torch's norms do not count these writes as versions. Outputs in training do not depend on the values.
-                self._written += [(buffers, name, None) for name, buffer in buffers.items() if buffer is not None]
-            elif owner.training:
-                before += [(buffers, name, buffer, buffer.clone()) for name, buffer in buffers.items() if buffer is not None]
+            named = [(buffers, name, buffer) for name, buffer in buffers.items() if buffer is not None and owner.training]
+            if buffers.get("running_mean") is None:
+                before += [(*each, each[2].clone()) for each in named]
+            else:  # torch's norms do not count these writes as versions. Outputs in training do not depend on the values.
+                self._written += [(buffers, name, None) for buffers, name, _ in named]
         now = versions([buffer for _, _, buffer, _ in before])
         with self._first:
             yield
@@ -244,9 +245,8 @@ class _Rerun:
         with ExitStack() as stack:
             stack.enter_context(self._random.again())
             for buffers, name, value in self._written:
-                current = buffers[name]
-                stack.callback(buffers.__setitem__, name, current)
-                start = current if value is None else value
+                stack.callback(buffers.__setitem__, name, buffers[name])
+                start = buffers[name] if value is None else value
                 buffers[name] = None if start is None else start.clone()
             stack.enter_context(self._inner)
             self._entered.append(stack.pop_all())
@@ -259,16 +259,16 @@ _MULTIPLICATIONS = {getattr(torch.ops.aten, name).default for name in ("mm", "ad
 
 
 def _keep_expensive(_context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_expensive, place = operator in _MULTIPLICATIONS, torch_private.ATTENTION_KERNELS.get(operator)
+    keeps, place = operator in _MULTIPLICATIONS, torch_private.ATTENTION_KERNELS.get(operator)
     if place is not None:  # attention that draws random numbers has to run again, to draw them again
-        is_expensive = not (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
-    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+        keeps = not (args[place] if len(args) > place else kwargs.get("dropout_p"))
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _make_selective = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
 
 
-_CACHE = "get_seq_length"  # of a cache of transformers
+_CACHE = "get_seq_length"  # A method that a cache of transformers has.
 
 
 def without_empty_cache(leaves: list[Any], name: str) -> list[object]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import wrap_torch_function
 
 from ..runtime.torch_private import keeps_graph
 
@@ -114,6 +114,7 @@ def rows_per_chunk(features: int) -> int:
     return min(max(features, 256), 1024)
 
 
+@wrap_torch_function(lambda *tensors, **settings: tensors)
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -129,12 +130,6 @@ def linear_cross_entropy(
 
     The loss of half precision inputs is in float32. Targets are class indices, ``[...]`` for inputs ``[..., features]``.
     """
-    tensors = input, linear_weight, target
-    if has_torch_function(tensors):
-        call: Any = handle_torch_function
-        settings = {"weight": weight, "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        result: Tensor = call(linear_cross_entropy, tensors, *tensors, linear_bias=linear_bias, **settings)
-        return result
     _check_reduction(reduction)
     if target.shape != input.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
@@ -143,8 +138,7 @@ def linear_cross_entropy(
         )
     labels = Labels(target.reshape(-1), weight, ignore_index, label_smoothing)
     hidden = input.reshape(-1, input.size(-1))
-    keeps_gradients = torch.is_grad_enabled()
-    losses: Tensor = _Chunked.apply(hidden, linear_weight, linear_bias, labels, reduction != "none", keeps_gradients)
+    losses: Tensor = _Chunked.apply(hidden, linear_weight, linear_bias, labels, reduction != "none", torch.is_grad_enabled())
     if reduction != "mean":
         return losses.view(target.shape) if reduction == "none" else losses
     divisor = _weights_of_rows(labels, losses.dtype).sum()
@@ -165,7 +159,7 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, is_sum: bool, keeps_gradients: bool
     ) -> Tensor:
         kind = hidden.device.type
-        autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves as it is
+        autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # Autocast leaves float64 as it is.
         ctx.labels, ctx.is_sum, ctx.dtype = labels, is_sum, torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
         wanted = ctx.needs_input_grad[:3] if is_sum and keeps_gradients else (False,) * 3
         losses, gradients = _run(hidden, weight, bias, labels, ctx.dtype, wanted, None)
@@ -179,13 +173,14 @@ class _Chunked(torch.autograd.Function):
                 "LinearCrossEntropy was given create_graph=True, but its backward has no graph: for second derivatives use "
                 "nn.Linear and nn.CrossEntropyLoss"
             )
-        first, second, third = ctx.saved_tensors
-        if not ctx.is_sum:
-            _, computed = _run(first, second, third, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradients[0])
-            return (*computed, None, None, None)
-        multiply = torch.mul if keeps_graph() else Tensor.mul_
-        scaled = [None if gradient is None else multiply(gradient, gradients[0]) for gradient in (first, second, third)]
-        return (*scaled, None, None, None)
+        (gradient,) = gradients
+        if ctx.is_sum:
+            multiply = torch.mul if keeps_graph() else Tensor.mul_
+            computed = [None if saved is None else multiply(saved, gradient) for saved in ctx.saved_tensors]
+        else:
+            hidden, weight, bias = ctx.saved_tensors
+            _, computed = _run(hidden, weight, bias, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradient)
+        return (*computed, None, None, None)
 
 
 def _run(
@@ -196,9 +191,9 @@ def _run(
     dtype: torch.dtype,
     wanted: tuple[bool, ...],
     factors: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, list[Tensor | None]]:
     """Returns the losses of all rows, and the wanted gradients of their sum, in which each row may have a factor."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
@@ -210,18 +205,22 @@ def _run(
             logits = F.linear(chunk, weight_there, bias_there).to(wide)
             _write(losses, rows, _loss_and_gradient_(logits, labels._replace(target=target), any(wanted), factor))
             gradient = logits.to(dtype)
-            del logits  # a wider copy of the gradient
+            del logits  # It may be a wider copy of the gradient.
             if of_hidden is not None:
                 _write(of_hidden, rows, F.linear(gradient, weight_there.t()))
-            if of_weight is not None and wide == dtype:
-                of_weight.addmm_(gradient.t(), chunk)
-            elif of_weight is not None:
-                of_weight += F.linear(gradient.t(), chunk.t())
+            if of_weight is not None:
+                _add_product_(of_weight, gradient, chunk)
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=wide)
-            del gradient  # before the next logits are made
-    sums = (of_weight, weight), (of_bias, bias)
-    return losses, (of_hidden, *(None if total is None or like is None else total.to(like.dtype) for total, like in sums))
+            del gradient  # The logits of the next chunk take its memory.
+    return losses, [of_hidden, *(None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))]
+
+
+def _add_product_(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:
+    if total.dtype == chunk.dtype:
+        total.addmm_(gradient.t(), chunk)
+    else:
+        total += F.linear(gradient.t(), chunk.t())
 
 
 Chunks = Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]  # rows, and their hidden states, targets and factors
@@ -240,14 +239,12 @@ def _write(results: Tensor, rows: slice, values: Tensor) -> None:
 
 def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:
     """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum, weighted by ``factors``."""
-    weights = _weights_of_rows(labels, logits.dtype)
     ignored = labels.target == labels.ignore_index
     counts, chosen = (~ignored).to(logits.dtype), labels.target.masked_fill(ignored, 0).unsqueeze(1)
     uniform = labels.label_smoothing / logits.size(1)  # the weight of each class besides the target
     logits -= logits.amax(1, keepdim=True)
-    losses = -(1 - labels.label_smoothing) * weights * logits.gather(1, chosen).squeeze(1)
-    peaked = (1 - labels.label_smoothing) * weights
-    mass = peaked
+    mass = peaked = (1 - labels.label_smoothing) * _weights_of_rows(labels, logits.dtype)
+    losses = -peaked * logits.gather(1, chosen).squeeze(1)
     if uniform:
         class_weight = logits.new_ones(logits.size(1)) if labels.class_weight is None else labels.class_weight.to(logits.dtype)
         losses -= uniform * counts * (logits @ class_weight)
@@ -255,12 +252,12 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
     sums = logits.exp_().sum(1)
     losses += mass * sums.log()
     if makes_gradient:
-        scale = torch.ones_like(sums) if factors is None else factors.to(sums.dtype)
+        scale = torch.ones_like(sums) if factors is None else factors
         logits *= (mass / sums * scale).unsqueeze(1)
         logits.scatter_add_(1, chosen, -(peaked * scale).unsqueeze(1))
         if uniform:
             logits.addr_(uniform * counts * scale, class_weight, alpha=-1)
-    return losses.masked_fill_(ignored, 0)  # of rows that may be nan
+    return losses.masked_fill_(ignored, 0)  # The losses of ignored rows may be nan.
 
 
 def replace_lm_head(model: Any) -> None:
@@ -293,7 +290,8 @@ def replace_lm_head(model: Any) -> None:
         >>> outputs[0].logits is None, criterion(outputs, words).shape
         (True, torch.Size([]))
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft, whose layers call this model
+    if hasattr(model, "get_base_model"):  # The layers of peft call this model.
+        model = model.get_base_model()
     kind: Any = type(model)
     name = kind.__name__
     if issubclass(kind, WithoutLogits):
@@ -328,7 +326,7 @@ class _Call:
         self,
         logits: Tensor,
         labels: Tensor,
-        vocab_size: int,
+        _vocab_size: int = 0,
         num_items_in_batch: Tensor | float | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
@@ -339,10 +337,6 @@ class _Call:
             raise TypeError(
                 f"{self.name} changes its logits between the head and the loss (by a scale, a soft cap, or another dtype), "
                 "expected the output of the head as it is: leave out replace_lm_head for this model"
-            )
-        if vocab_size != len(self.head.weight):
-            raise ValueError(
-                f"the vocabulary has {vocab_size} words, but the head of {self.name} {len(self.head.weight)} outputs"
             )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -366,9 +360,7 @@ _running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("running
 class _Head(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         call = _running.get()
-        if call is None:
-            return super().forward(input)
-        return call.keep(self, input)
+        return super().forward(input) if call is None else call.keep(self, input)
 
 
 def _change_heads(model: Any, name: str) -> None:
@@ -393,11 +385,10 @@ def _check_loss(function: object, name: str) -> None:
 @functools.cache
 def _class_without_logits(kind: Any) -> Any:
     """Returns a subclass. A ``forward`` set on the instance would still run the original after a copy."""
-    signature = inspect.signature(kind.forward)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
-        if signature.bind(self, *args, **kwargs).arguments.get("labels") is None:
+        if kwargs.get("labels") is None:
             return kind.forward(self, *args, **kwargs)
         _check_loss(kind.loss_function.fget(self), kind.__name__)
         _change_heads(self, kind.__name__)  # peft may have wrapped it since

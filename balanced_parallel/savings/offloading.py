@@ -20,10 +20,11 @@ divided, unscaled and clipped.
 """
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -53,9 +54,7 @@ class Host:
     device = torch.device("cpu")
     kinds: tuple[type, ...] = (Tensor, nn.Parameter)  # classes of tensors that can be copied as bytes
 
-    def stream_of(self, device: torch.device) -> torch.Stream | None:
-        """Returns the current stream of a device; None for the host."""
-        return current_stream(device)
+    stream_of = staticmethod(current_stream)  # the current stream of a device; None for the host
 
     def side_stream(self, device: torch.device) -> torch.Stream:
         """Makes a stream for copies."""
@@ -84,45 +83,43 @@ class Link:
 
     def __init__(self, device: torch.device, host: Host) -> None:
         self.device, self.host, self.side = device, host, host.side_stream(device)
-        self.lock = threading.RLock()  # replicas on one device run in several threads
-        self._leaving: deque[tuple[Stored, Tensor]] = deque()
-        self._last: Callable[[], Stored | None] = lambda: None
+        self.stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()  # The keys are their numbers.
+        self._numbers = itertools.count()
+        self._leaving: deque[Stored] = deque()
 
     def store(self, tensor: Tensor, stream: torch.Stream) -> "Stored":
         """Starts to copy the storage of a tensor to the host."""
         self.settle(AHEAD - 1)
-        stored = Stored(tensor, stream, self, self._last)
-        self._last = weakref.ref(stored)
-        self._leaving.append((stored, tensor.detach()))  # which keeps the storage, and shares the version counter
+        stored = Stored(tensor, stream, self, next(self._numbers))
+        self.stored[stored.number] = stored
+        self._leaving.append(stored)
         return stored
 
     def settle(self, left: int = 0) -> None:
         """Gives the memory of the device back, except that of the last ``left`` storages."""
-        with self.lock:
-            while len(self._leaving) > left:
-                stored, tensor = self._leaving.popleft()
-                stored.leave(overwritten=versions([tensor]) != [stored.version])
-                del tensor
+        while len(self._leaving) > left:
+            self._leaving.popleft().leave()
 
 
 class Stored:
     """One storage of a device, with its copy on the host."""
 
-    def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, previous: "Callable[[], Stored | None]") -> None:
-        self._loaded: torch.Event | None = None
-        (self.version,) = versions([tensor])  # when it was saved
+    def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, number: int) -> None:
+        self.link, self.number, self._stream = link, number, stream
         self.overwritten = False  # True if it was written to before the copy was complete
-        self.link = link
-        self._stream, self._previous = stream, previous
+        self._saved: Tensor | None = tensor.detach()  # It keeps the storage, and shares the version counter.
+        self._version = versions([tensor])
+        self._loaded: torch.Event | None = None
         self._on_device: Tensor | None = link.host.bytes_of(tensor)
         self._host = link.host.empty(self._on_device)
         self._copied = self._copy(self._host, self._on_device)
 
-    def leave(self, *, overwritten: bool) -> None:
+    def leave(self) -> None:
         """Gives the memory of the device back."""
+        assert self._saved is not None
         self._stream.wait_event(self._copied)
-        self.overwritten = overwritten
-        self._on_device = None
+        self.overwritten = versions([self._saved]) != self._version
+        self._saved = self._on_device = None
 
     def load(self, stream: torch.Stream) -> Tensor:
         """Returns the bytes on the device, for use on a stream. Copies of the storages saved before it start."""
@@ -131,10 +128,9 @@ class Stored:
             stream.wait_event(self._loaded)
         if stream != self._stream:
             started.record_stream(stream)
-        following: Stored | None = self
-        for _ in range(AHEAD):
-            if following is not None and (following := following._previous()) is not None:
-                following._start()
+        for number in range(self.number - 1, self.number - 1 - AHEAD, -1):
+            if (before := self.link.stored.get(number)) is not None:
+                before._start()
         return started
 
     def __del__(self) -> None:
@@ -202,15 +198,13 @@ class Offload:
         (version,) = versions([tensor])
         if stream is None or self.stays(tensor):
             return tensor.detach(), version  # an output of a node would keep its node alive
+        key = self.host.refer(tensor.untyped_storage()), version
         with self._lock:
             if tensor.device not in self._links:
                 self._links[tensor.device] = Link(tensor.device, self.host)
-            link = self._links[tensor.device]
-        with link.lock:
-            key = self.host.refer(tensor.untyped_storage()), version
             stored = self._stored.get(key)
             if stored is None:
-                self._stored[key] = stored = link.store(tensor, stream)
+                self._stored[key] = stored = self._links[tensor.device].store(tensor, stream)
         return Offloaded(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, saved: tuple[Tensor, int] | Offloaded) -> Tensor:
@@ -220,12 +214,11 @@ class Offload:
             if versions([tensor]) != [version]:  # torch does not check tensors with hooks
                 raise _modified(tensor.shape)
             return tensor
-        link = saved.stored.link
-        with link.lock:
-            if saved.stored.overwritten:
-                raise _modified(saved.size)
-            stream = self.host.stream_of(link.device)
-            assert stream is not None
+        if saved.stored.overwritten:
+            raise _modified(saved.size)
+        stream = self.host.stream_of(saved.stored.link.device)
+        assert stream is not None
+        with self._lock:
             loaded = saved.stored.load(stream)
         return self.host.restore(loaded, saved)
 
@@ -236,8 +229,9 @@ class Offload:
             try:
                 yield
             finally:
-                for link in self._links.values():
-                    link.settle()
+                with self._lock:
+                    for link in self._links.values():
+                        link.settle()
 
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
@@ -337,7 +331,7 @@ class HostStep:
 
     def _to_host(self, optimizer: Optimizer, state_dict: object = None) -> None:
         """Lets copies take the place of the parameters, in the groups and as keys of the state."""
-        self._to_devices(optimizer)  # after a step that raised an error
+        self._to_devices(optimizer)  # A step may have raised an error.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if self.host.stream_of(parameter.device) is not None and parameter not in self._copies:

@@ -48,7 +48,7 @@ class Saving:
     @property
     def is_function(self) -> bool:
         """True if it changes a module or an optimizer, or surrounds an update. Others are settings of a step."""
-        return any(each is not None for each in (self.change_module, self.change_optimizer, self.surround))
+        return bool(self.change_module or self.change_optimizer or self.surround)
 
 
 def find_savings(names: Iterable[str]) -> list[Saving]:
@@ -60,14 +60,14 @@ def find_savings(names: Iterable[str]) -> list[Saving]:
 def change_module(module: nn.Module, savings: Iterable[Saving]) -> None:
     """Applies the savings that change a module."""
     for saving in savings:
-        if saving.change_module is not None:
+        if saving.change_module:
             saving.change_module(module)
 
 
 def change_optimizers(optimizers: Iterable[Optimizer], savings: Iterable[Saving]) -> None:
     """Applies the savings that change an optimizer."""
     for optimizer, saving in itertools.product(optimizers, savings):
-        if saving.change_optimizer is not None:
+        if saving.change_optimizer:
             saving.change_optimizer(optimizer)
 
 
@@ -76,7 +76,7 @@ def around_update(savings: Iterable[Saving]) -> Iterator[None]:
     """Applies the savings that surround an update."""
     with contextlib.ExitStack() as blocks:
         for saving in savings:
-            if saving.surround is not None:
+            if saving.surround:
                 blocks.enter_context(saving.surround())
         yield
 

@@ -19,7 +19,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from io import BufferedReader
 from itertools import islice
@@ -41,8 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..runtime import collectives
 from ..runtime.torch_private import checkpoint_threads
 from ..runtime.values import check_number, check_type
-from .state import Path as TreePath
-from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
+from .state import TreePath, check_same_tensors, join_tensors, split_tensors, tensor_key
 
 MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".removed"
 _ONE_FOLDER = "one folder that all ranks see, on a disk that their hosts share"
@@ -93,7 +92,6 @@ class Checkpoints:
             raise ImportError("checkpoints are written as safetensors, expected the package: pip install safetensors") from error
         self.folder, self.keep, self.parts = Path(folder).absolute(), keep, parts  # os.chdir() does not change it
         self._writing: Future[Any] | None = None
-        self._is_starting = False
         self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
@@ -112,9 +110,10 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = collectives.rank()
         answers = self._on_all_ranks(lambda: (number, tidy(self.folder) if rank == 0 else []))
-        if len(numbers := {number for number, _ in answers}) > 1:
+        numbers = {number for number, _ in answers}
+        if len(numbers) > 1:
             raise ValueError(f"ranks save with the numbers {sorted(numbers)}, expected the same on all")
-        newest = max((saved for saved in answers[0][1] if saved not in self._damaged), default=number)
+        newest = max({*answers[0][1]} - self._damaged | {number})
         if newest > number:
             raise ValueError(
                 f"the number is {number}, and {self.folder} has a checkpoint at {newest}, expected no higher one: call "
@@ -122,24 +121,21 @@ class Checkpoints:
             )
         self._damaged.discard(number)
         tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
-        name, group = f"step-{number:08}", _group()
-        writer = Writer(self.folder / name, tree, rank, collectives.world_size(), self.keep, frozenset(self._damaged))
-        self._is_starting = True
-        writing = cast("Future[Any]", async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None))
-        _unreported[writing] = writer.folder
-        self._writing, self._is_starting = writing, False
+        folder, group = self.folder / f"step-{number:08}", _group()
+        writer = Writer(folder, tree, rank, collectives.world_size(), self.keep, self._damaged)
+        writing = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        self._writing = cast("Future[Any]", writing)
+        _unreported[self._writing] = folder
 
     def wait(self) -> None:
         """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the end of the program does."""
-        if self._is_starting:  # Ctrl-C came before the write was recorded
-            for thread in checkpoint_threads():
-                thread.join()
-            self._is_starting = False
+        for thread in checkpoint_threads():  # Ctrl-C may have interrupted its save().
+            thread.join()
         if self._writing is None:
             return
-        wait([self._writing])  # It is still being written after Ctrl-C here.
-        writing, self._writing = self._writing, None
-        folder, error = _unreported.pop(writing), writing.exception()
+        error = self._writing.exception()
+        folder = _unreported.pop(self._writing)
+        self._writing = None
         if error is None:
             return
         message = _explain(folder, error)
@@ -158,20 +154,19 @@ class Checkpoints:
             ValueError: the checkpoint does not have all parts. The parts have not changed.
         """
         self.wait()
-        rank, ranks = collectives.rank(), collectives.world_size()
-        folders = self._on_all_ranks(lambda: [path.name for path in complete(self.folder)])
+        folders = self._on_all_ranks(lambda: [path.name for path in complete(self.folder).values()])
         if any(other != folders[0] for other in folders):
             listing = collectives.by_value([", ".join(other) or "none" for other in folders])
             raise OSError(f"ranks see different checkpoints in {self.folder}, expected {_ONE_FOLDER}: {listing}")
         names = folders[0]
         for name in names:
             folder = self.folder / name
-            reasons = [reason for reason in self._on_all_ranks(partial(damage, folder, rank, ranks)) if reason]
+            reasons = [reason for reason in self._on_all_ranks(partial(damage, folder)) if reason]
             if not reasons:
                 self._load(folder)
                 return step_of(folder)
             self._damaged.add(step_of(folder))
-            if rank == 0:
+            if collectives.rank() == 0:
                 warnings.warn(f"{folder} is damaged ({'; '.join(reasons)}): the checkpoint before it is used", stacklevel=2)
         if names:
             raise RuntimeError(f"all checkpoints in {self.folder} are damaged ({', '.join(names)}): begin anew in another folder")
@@ -179,15 +174,13 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> None:
         trees: list[Any] = []
-        rank, ranks = collectives.rank(), collectives.world_size()
-        self._on_all_ranks(lambda: trees.append(read_tree(folder, rank, ranks)))
+        self._on_all_ranks(lambda: trees.append(read_tree(folder)))
         saved = dict(trees[0]["dict"])
         if missing := self.parts.keys() - saved:
             raise ValueError(
                 f"{folder} has the parts {', '.join(saved)}, expected {', '.join(sorted(missing))} as well: load it into "
                 "Checkpoints of the parts that it has, and give the others when you save"
             )
-        tree = {"dict": [[name, saved[name]] for name in self.parts]}
         tensors: dict[str, Tensor] = {}
 
         def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -195,7 +188,7 @@ class Checkpoints:
             target = None if load_target is None else load_target(path[1:], size, dtype)
             return tensors.setdefault(tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target)
 
-        state = join_tensors(tree, memory)
+        state = {name: join_tensors(saved[name], memory) for name in self.parts}
         reader, group = HuggingFaceStorageReader(str(folder)), _group()
         reader.fs = ListedFiles()
         try:
@@ -241,8 +234,8 @@ def _reasons(error: BaseException) -> str:
 
 
 def _explain(folder: Path, error: BaseException) -> str:
-    last = complete(folder.parent)
-    left = f"{last[0].name} is the last good one" if last else "there is no earlier one"
+    last = next(iter(complete(folder.parent).values()), None)
+    left = f"{last.name} is the last good one" if last else "there is no earlier one"
     return f"the checkpoint at {step_of(folder)} in {folder.parent} was not written ({_reasons(error)}); {left}"
 
 
@@ -259,7 +252,7 @@ def _report_failures() -> None:
 class Writer(HuggingFaceStorageWriter):
     """Writes one checkpoint, with the ``tree`` of this rank, in a thread. ``keep`` undamaged checkpoints stay."""
 
-    def __init__(self, folder: Path, tree: Any, rank: int, ranks: int, keep: int, damaged: Collection[int] = ()) -> None:
+    def __init__(self, folder: Path, tree: object, rank: int, ranks: int, keep: int, damaged: Collection[int]) -> None:
         super().__init__(f"{folder}{PARTIAL}", save_distributed=True)
         self.folder, self.partial = folder, Path(f"{folder}{PARTIAL}")
         self.tree, self.number, self.ranks, self.keep, self.damaged = tree, rank, ranks, keep, damaged
@@ -273,24 +266,24 @@ class Writer(HuggingFaceStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Completes the checkpoint after all ranks have written, and removes old ones. Rank 0 runs this."""
-        files = {}
+        files: dict[str, list[Any]] = {}
         for rank in range(self.ranks):
             path = rank_file(self.partial, rank)
             if not path.exists():
                 raise FileNotFoundError(f"rank {rank} has written to another folder, expected {_ONE_FOLDER}")
-            files.update(json.loads(path.read_text())["files"] | digests(self.partial, [path.name]))
+            files |= read_json(path)["files"] | digests(self.partial, [path.name])
         write_json(self.partial / MANIFEST, {"ranks": self.ranks, "files": files})
-        sync_folder(self.partial)
+        sync(self.partial)
         old = Path(f"{self.folder}{OLD}")
         if os.path.lexists(self.folder):
             self.folder.rename(old)
         self.partial.rename(self.folder)
-        sync_folder(self.folder.parent)
+        sync(self.folder.parent)
         remove(old)
         folders = complete(self.folder.parent)
-        last = [number for path in folders if (number := step_of(path)) not in self.damaged][: self.keep][-1]
-        for path in folders[self.keep :]:
-            if step_of(path) < last:
+        newest = [number for number in folders if number not in self.damaged][: self.keep]
+        for number, path in folders.items():
+            if number < newest[-1]:
                 remove(path)
 
 
@@ -299,7 +292,7 @@ class ListedFiles(FileSystem):
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         """Returns their paths."""
-        return [str(Path(path) / name) for name in json.loads((Path(path) / MANIFEST).read_text())["files"]]
+        return [str(Path(path) / name) for name in read_json(Path(path) / MANIFEST)["files"]]
 
 
 def tidy(parent: Path) -> list[int]:
@@ -310,22 +303,22 @@ def tidy(parent: Path) -> list[int]:
                 path.rename(path.with_suffix(""))  # The next one did not get this far.
             else:
                 remove(path)
-    return [step_of(path) for path in complete(parent)]
+    return [*complete(parent)]
 
 
-def complete(parent: Path) -> list[Path]:
-    """Returns the folders of complete checkpoints, the highest number first."""
+def complete(parent: Path) -> dict[int, Path]:
+    """Returns the folders of complete checkpoints by number, the highest number first."""
     try:
-        paths = sorted(path for path in parent.iterdir() if re.fullmatch(rf"step-[0-9]+({OLD})?", path.name) and path.is_dir())
+        paths = [path for path in parent.iterdir() if re.fullmatch(rf"step-[0-9]+({OLD})?", path.name) and path.is_dir()]
     except FileNotFoundError:
-        return []
-    by_number = {step_of(path): path for path in reversed(paths)}  # Where both exist, the one without OLD.
-    return [by_number[number] for number in sorted(by_number, reverse=True)]
+        return {}
+    paths.sort(key=lambda path: (step_of(path), path.suffix == OLD), reverse=True)
+    return {step_of(path): path for path in paths}  # the one without OLD, if both exist
 
 
 def step_of(folder: Path) -> int:
     """Returns the number in a folder's name."""
-    return int(folder.name.removesuffix(OLD)[5:])
+    return int(folder.stem.removeprefix("step-"))
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -333,30 +326,42 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.json"
 
 
-def read_tree(folder: Path, rank: int, ranks: int) -> Any:
+def read_tree(folder: Path) -> Any:
     """Returns the values of this rank, or those of rank 0 if there were other ranks."""
-    saved = json.loads((folder / MANIFEST).read_text())["ranks"]
-    return json.loads(rank_file(folder, rank if saved == ranks else 0).read_text())["state"]
+    is_same_layout = read_json(folder / MANIFEST)["ranks"] == collectives.world_size()
+    return read_json(rank_file(folder, collectives.rank() if is_same_layout else 0))["state"]
 
 
-def write_json(path: Path, value: Any) -> None:
+def read_json(path: Path) -> Any:
+    """Returns the value in a file."""
+    return json.loads(path.read_text())
+
+
+def write_json(path: Path, value: object) -> None:
     """Writes a file to the disk."""
-    with path.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(value))
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Writes the contents of a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
     """Returns digest and size of each file."""
     entries = {}
     for name in names:
-        with (folder / name).open("rb") as file:
+        with _open_plain(folder, name) as file:
             entries[name] = [hashlib.file_digest(file, "sha256").hexdigest(), file.tell()]
     return entries
 
 
-def damage(folder: Path, rank: int, ranks: int) -> str:
+def damage(folder: Path) -> str:
     """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them. Files may fail to be read."""
     try:
         with _open_plain(folder, MANIFEST) as file:
@@ -365,12 +370,9 @@ def damage(folder: Path, rank: int, ranks: int) -> str:
         for number in range(max(1, manifest["ranks"])):
             if rank_file(folder, number).name not in files:
                 raise ValueError(f"{MANIFEST} does not list {rank_file(folder, number).name}")
-        for name, (digest, size) in islice(files.items(), rank, None, ranks):
-            with _open_plain(folder, name) as file:
-                if (length := os.fstat(file.fileno()).st_size) != size:
-                    raise ValueError(f"{name} has {length} bytes, expected {size}")
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    raise ValueError(f"{name} has other contents than were written")
+        for name, written in islice(files.items(), collectives.rank(), None, collectives.world_size()):
+            if digests(folder, [name])[name] != written:
+                raise ValueError(f"{name} has other contents than were written")
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # It may be other JSON.
         return f"{type(error).__name__}: {error}"
     return ""
@@ -395,12 +397,3 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(f"{path} could not be removed: {error}", stacklevel=2)
-
-
-def sync_folder(folder: Path) -> None:
-    """Writes the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,6 @@
 """The optimizers of a step: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
 
 import contextlib
-import functools
 import math
 import warnings
 import weakref
@@ -39,6 +38,7 @@ class ParameterUpdate:
         self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
+        self._parameters: list[Tensor] = []  # Each parameter of the optimizers is here once.
         # The gradients after the last add(), with names and version counters.
         self._noted: list[tuple[str, Tensor, int]] = []
         for optimizer in optimizers:
@@ -56,12 +56,6 @@ class ParameterUpdate:
                         f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
                         f"and {number}, expected in one of them: both would update it"
                     )
-
-    @functools.cached_property
-    def parameters(self) -> list[Tensor]:
-        """Parameters of the optimizers, each once."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
@@ -95,21 +89,19 @@ class ParameterUpdate:
         Hooks of parameters are called before the clipping, once, with the gradient of the whole batch.
         Scaled gradients are one optimizer's to the scaler, which would otherwise skip each optimizer on its own.
         """
-        whole, inside = cast(Optimizer, self), set(map(id, self.parameters))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        everywhere = dict.fromkeys([parameter for group in groups for parameter in group["params"]])
+        whole, self._parameters = cast(Optimizer, self), [*everywhere]
         # Trained parameters of no optimizer here. Another optimizer may use them, so their gradients are scaled as well.
-        outside = [parameter for parameter in self.trained.values() if id(parameter) not in inside]
+        outside = [parameter for parameter in self.trained.values() if parameter not in everywhere]
         try:
             if scaler is not None:
                 scaler.unscale_(whole)
-                gradients = [parameter.grad for parameter in outside if parameter.grad is not None]
-                if gradients:  # get_scale() would wait for the device
-                    foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
-            sync.multiply([*self.parameters, *outside], factor)
-            hooked = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
-            if hooked:
-                self._call_hooks(hooked)
+                _unscale(scaler, [parameter.grad for parameter in outside if parameter.grad is not None])
+            sync.multiply([*self._parameters, *outside], factor)
+            self._call_hooks()
             if max_grad_norm is not None:  # An overflow in one optimizer makes the gradients of the others zero here.
-                norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
+                norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm)
                 self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
             if scaler is None:
                 self.step()
@@ -122,8 +114,10 @@ class ParameterUpdate:
                 scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
             raise
 
-    def _call_hooks(self, parameters: Sequence[Tensor]) -> None:
-        if any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
+    def _call_hooks(self) -> None:
+        """Calls the hooks of parameters with their gradients."""
+        parameters = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
+        if parameters and any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
             raise TypeError("a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected no hook")
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
@@ -133,7 +127,7 @@ class ParameterUpdate:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All parameters, for a scaler."""
-        return [{"params": self.parameters}]
+        return [{"params": self._parameters}]
 
     def step(self) -> None:
         """Steps every optimizer."""
@@ -149,12 +143,15 @@ class ParameterUpdate:
         self.has_stepped = True
 
 
+def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
+    if gradients:  # get_scale() would wait for the device
+        foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
+
+
 # Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others. Several
 # steps, and loops by hand, may share optimizers and schedulers, so their states are of the process.
 _claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = (
-    weakref.WeakKeyDictionary()
-)  # The epoch after the last step of any TrainStep.
+_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # The epoch after a TrainStep.
 
 
 def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:

@@ -18,10 +18,10 @@ from ..loss.sums import LossSum
 from .recovery import ElsewhereOutOfMemory, retrying_allocations
 from .settings import Settings
 from .snapshot import Snapshot, explain_writes, record_versions
-from .update import Accumulation, BatchRun, Reduced
+from .update import Accumulation, Attempt, BatchRun, Reduced
 
 
-class TwoPasses:
+class TwoPasses(Attempt):
     """Keeps the batches of an update, and runs them in two passes.
 
     Args:
@@ -56,7 +56,7 @@ class TwoPasses:
             with self._undone():
                 for run in self._runs:
                     for shards in self._accumulation.plan(run):
-                        self._forwards.run(shards, self._collect)
+                        self._forwards.run(shards, loss.collect)
             self._differentiate(loss)
         for run in self._runs:
             self._accumulation.run(run, self._accumulation.plan(run), loss.hand_back)
@@ -70,15 +70,6 @@ class TwoPasses:
         """Reduces all gradients."""
         reduced = self._accumulation.finish(settings)
         return reduced._replace(kind=self._accumulation.kind.learned(self._forwards.copies, self._loss))
-
-    def discard(self, error: BaseException) -> None:
-        """Drops all gradients."""
-        self._accumulation.discard(error)
-
-    def _collect(self, calls: Calls) -> list[LossSum]:
-        assert self._loss is not None
-        self._loss.collect(calls)
-        return []
 
     def _losses_at_once(self, calls: Calls) -> list[LossSum]:
         """Returns the losses of the only micro-batch of the update."""

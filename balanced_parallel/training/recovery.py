@@ -73,35 +73,35 @@ class Recovery:
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients. If memory was too small on any rank, all batches run again before."""
         while True:
-            self._try(lambda: self._opened().run_kept())
+            self._try(lambda attempt: attempt.run_kept())
             reduced = self._reduce(settings)
             if reduced is not None:
-                self._before.learn()
-                self._log()
-                return reduced
+                break
             self._restart()
+        self._before.learn()
+        if self._tried and rank() == 0:
+            tried = ", then ".join(f"{size:g}" for size in self._tried)
+            kind = "rows" if self._limit.unit == "rows" else "of cost"
+            _log.warning(
+                "out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, self._limit.value
+            )
+        return reduced
 
     def discard(self, error: BaseException) -> None:
         """Drops all gradients."""
         self._sync.discard(error)
 
     def _add(self, run: BatchRun) -> None:
-        self._try(lambda: self._opened().add(run))
+        self._try(lambda attempt: attempt.add(run))
 
-    def _opened(self) -> Attempt:
-        if self._work is None:
-            self._work = self._attempt(self._sync)
-        return self._work
-
-    def _try(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, unless memory was too small before. An out of memory is kept for :meth:`finish`."""
-        if self._reason:
-            return
-        try:
-            work()
-        except torch.OutOfMemoryError as error:
-            self._is_local = not isinstance(error, ElsewhereOutOfMemory)
-            self._keep(error)
+    def _try(self, work: Callable[[Attempt], None]) -> None:
+        """Runs a part of the attempt, unless memory was too small before. An out of memory is kept for :meth:`finish`."""
+        if not self._reason:
+            try:
+                work(self._opened())
+            except torch.OutOfMemoryError as error:
+                self._is_local = not isinstance(error, ElsewhereOutOfMemory)
+                self._keep(error)
 
     def _reduce(self, settings: Callable[[], Settings]) -> Reduced | None:
         """Reduces all gradients, or tells the other ranks that memory was too small, and returns None."""
@@ -109,13 +109,18 @@ class Recovery:
             sync = self._sync.abandon()
             if sync is None:
                 return None
-            self._sync, self._work = sync, None
+            self._sync = sync
         try:
             with retrying_allocations(self._devices):  # None of the ranks must fail after their agreement.
                 return self._opened().reduce(settings)
         except torch.OutOfMemoryError as error:
             self._keep(error)
             return None
+
+    def _opened(self) -> Attempt:
+        if self._work is None:
+            self._work = self._attempt(self._sync)
+        return self._work
 
     def _keep(self, error: torch.OutOfMemoryError) -> None:
         """Keeps the reason of an out of memory, without its traceback, which holds memory. Drops all gradients."""
@@ -136,7 +141,12 @@ class Recovery:
         self._before.restore()
         release_memory()
         if not smaller:
-            raise self._too_large(writes)
+            raise torch.OutOfMemoryError(
+                f"{writes}, or give a micro_batch_size that fits: {self._reason}"
+                if writes
+                else f"one row per device does not fit: {self._reason}. memory.fit(step, inputs, targets) names the largest "
+                f"holders of memory, and the saving that helps most of these: {advice()}"
+            )
         self._tried.append(size)
         self._limit.set(self._limit.unit, smaller)
         self._is_local, self._reason = False, ""
@@ -146,23 +156,6 @@ class Recovery:
                 run.outputs.clear()
             self._add(run)
 
-    def _too_large(self, writes: str) -> torch.OutOfMemoryError:
-        if writes:
-            return torch.OutOfMemoryError(f"{writes}, or give a micro_batch_size that fits: {self._reason}")
-        return torch.OutOfMemoryError(
-            f"one row per device does not fit: {self._reason}. memory.fit(step, inputs, targets) names the largest holders "
-            f"of memory, and the saving that helps most of these: {advice()}"
-        )
-
-    def _log(self) -> None:
-        """Logs the limits that were too large."""
-        if self._tried and rank() == 0:
-            tried = ", then ".join(f"{size:g}" for size in self._tried)
-            kind = "rows" if self._limit.unit == "rows" else "of cost"
-            _log.warning(
-                "out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, self._limit.value
-            )
-
 
 class RetriedAllocations(TorchDispatchMode):
     """Runs an operator once more if it raises ``torch.OutOfMemoryError``, after the cached memory was given back.
@@ -171,12 +164,11 @@ class RetriedAllocations(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return function(*args, **(kwargs or {}))
-        except torch.OutOfMemoryError:
-            pass  # the traceback is released before memory is
+        kwargs = kwargs or {}
+        with contextlib.suppress(torch.OutOfMemoryError):  # The traceback is released before memory is.
+            return function(*args, **kwargs)
         release_memory()
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:

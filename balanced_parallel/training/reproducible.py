@@ -15,15 +15,13 @@ from torch import Tensor
 
 from ..batch import containers
 from ..batch.rows import Batch, ParallelModel, Shard
-from ..loss.copies import Calls
 from ..loss.kinds import Kind
-from ..loss.sums import LossSum
 from ..runtime.collectives import gather_objects, rank, world_size
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
 from .settings import Settings
 from .snapshot import Snapshot
-from .update import BatchRun, Forwards, Reduced, Work
+from .update import BatchRun, Compute, Forwards, Reduced, Work
 
 
 class RandomByRow:
@@ -37,17 +35,13 @@ class RandomByRow:
             )
         self._device, self._before = model.devices[0], before
         self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
-        self._draws: dict[Hashable, list[Draw]] = {}  # Kinds of batches are the keys.
+        self.draws: dict[Hashable, list[Draw]] = {}  # the draws of each kind of batch that has run
 
     def kind_of(self, batch: Batch) -> Hashable:
         """Returns a key that is equal for batches in which the same operators draw."""
         leaves = containers.leaves((batch.inputs, batch.targets))
         types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
         return tuple([module.training for module in self._modules]), *types
-
-    def draws_of(self, kind: Hashable) -> list[Draw] | None:
-        """Returns the draws of a kind of batch, or None if it has not run yet."""
-        return self._draws.get(kind)
 
     def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]) -> None:
         """Runs two and three rows, and puts back what they change. A rank without rows runs none, twice."""
@@ -66,7 +60,7 @@ class RandomByRow:
         finally:
             self._before.restore()
         if batch.rows:
-            self._draws[kind] = find_draws(*update.forwards[-2:])
+            self.draws[kind] = find_draws(*update.forwards[-2:])
 
 
 class NumberedRows:
@@ -82,7 +76,7 @@ class NumberedRows:
         """Numbers the rows of a batch, and runs it."""
         batch, rows = run.batch, run.batch.rows or 0
         kind = self._random.kind_of(batch)
-        is_known = not rows or self._random.draws_of(kind) is not None
+        is_known = not rows or kind in self._random.draws
         if self._update is None:
             everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
             self._update = UpdateRandom(everyone[0][0], sum(count for _, count, _ in everyone[: rank()]))
@@ -99,14 +93,17 @@ class NumberedRows:
             return shard._replace(context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing)
 
         if not is_known:
-            self._random.find_draws(kind, batch, update, lambda shard: self._forwards.run([surround(shard, None)], self._losses))
-        draws = self._random.draws_of(kind) or []
+            # The criterion may draw random numbers, too.
+            compute: Compute = self._kind.sums if self._kind.passes == 1 else lambda calls: []
+            self._random.find_draws(kind, batch, update, lambda shard: self._forwards.run([surround(shard, None)], compute))
+        draws = self._random.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
         reduced = self._opened().finish(settings)
-        self._end()
+        if self._update is not None:
+            self._update.end()
         return reduced
 
     def discard(self, error: BaseException) -> None:
@@ -114,19 +111,10 @@ class NumberedRows:
         if self._work is not None:
             self._work.discard(error)
         if self._update is not None:
-            self._end()
+            self._update.end()
             torch.set_rng_state(self._state_before)
-
-    def _losses(self, calls: Calls) -> list[LossSum]:
-        """Computes losses in the small forwards, for the random numbers that the criterion draws."""
-        return self._kind.sums(calls) if self._kind.passes == 1 else []
 
     def _opened(self) -> Work:
         if self._work is None:
             self._work = self._open_work()
         return self._work
-
-    def _end(self) -> None:
-        if self._update is not None:
-            self._update.end()
-            self._update = None

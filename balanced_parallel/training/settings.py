@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from ..batch.rows import ParallelModel
 from ..batch.samplers import begun_batches
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
 from ..optim.balanced import BalancedOptimizer
 from ..runtime.collectives import compare_ranks, max_over_ranks, world_size
 from ..runtime.torch_private import buffers_of, versions
-from .state import grouped_names
+from .state import TrainedState, names_by_group
 
 
 class LastUpdate(NamedTuple):
@@ -37,43 +35,51 @@ class LastUpdate(NamedTuple):
 class Settings:
     """The settings of an update. Another process may have others."""
 
-    model: ParallelModel
-    criterion: DataParallelCriterion
-    trained: Mapping[str, Tensor]  # the parameters of both by name
-    optimizers: Sequence[torch.optim.Optimizer]
-    schedulers: Sequence[LRScheduler]
-    precision: str
-    max_grad_norm: float | None
-    is_auto: bool  # micro_batch_size="auto"
-    unit: str  # Rows or cost limit micro-batches.
-    reproducible: bool
+    state: TrainedState
+    arguments: Mapping[str, Hashable]  # Settings of the step, by their names in an error.
     before: LastUpdate
 
     @property
     def has_loaded(self) -> bool:
         """True if an optimizer has another state than after the last update."""
-        pairs = zip(self.optimizers, self.before.states, strict=False)
+        pairs = zip(self.state.optimizers, self.before.states, strict=False)
         return any(optimizer.state is not state for optimizer, state in pairs)
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
         """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks call this."""
-        compare_ranks(self._facts(), expected, lines=self._lines())
+        facts: dict[str, Hashable] = {
+            **describe_criterion(self.state.criterion),
+            **self.arguments,
+            "optimizer": ", ".join(map(_name_of_optimizer, self.state.optimizers)),
+            "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.state.schedulers) or "none",
+            "the sampler's batches": begun_batches(),
+            "the last step of the optimizer": self.before.failure or "was made",
+        }
+        for number, optimizer in enumerate(self.state.optimizers):
+            of = f" of optimizer {number}" if number else ""
+            facts[f"number of param groups{of}"] = len(optimizer.param_groups)
+            for index, group in enumerate(optimizer.param_groups):
+                values = {"number of parameters": len(group["params"]), **group}
+                facts |= _settings(values, f" of param group {index}{of}")
+        compare_ranks(facts, expected, self._lines())
 
     def digest(self) -> list[float]:
         """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
-        has_written = versions([*self.trained.values()]) != [*self.before.versions]
-        flags = [bool(self.before.failure), self.has_loaded, has_written, self.model.module.training]
-        numbers: list[float] = [self.max_grad_norm or 0.0, *flags]
-        for optimizer in self.optimizers:
+        has_written = versions([*self.state.trained.values()]) != [*self.before.versions]
+        values = [
+            bool(self.before.failure),
+            self.has_loaded,
+            has_written,
+            self.state.model.module.training,
+            *self.arguments.values(),
+        ]
+        for optimizer in self.state.optimizers:
             for group in optimizer.param_groups:
                 for value in group.values():
-                    for part in value if isinstance(value, tuple) else (value,):
-                        if isinstance(part, (int, float)):
-                            numbers.append(part)
-                        elif isinstance(part, Tensor) and part.is_cpu and part.numel() == 1:
-                            numbers.append(float(part))
+                    values += value if isinstance(value, tuple) else [value]
+        numbers = tuple(map(_number, values))
         # Numbers have the same hash in each process. Sums over 8192 ranks are exact in float64.
-        number = hash(tuple(numbers)) % 2**20
+        number = hash(numbers) % 2**20
         return [float(number), float(number * number)]
 
     def check(self, total: float, squares: float) -> None:
@@ -83,43 +89,27 @@ class Settings:
                 "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
             )
 
-    def _facts(self) -> dict[str, Hashable]:
-        facts: dict[str, Hashable] = {
-            **describe_criterion(self.criterion),
-            "precision": self.precision,
-            "max_grad_norm": self.max_grad_norm,
-            "micro_batch_size='auto'": self.is_auto,
-            "unit of the micro-batches": self.unit,
-            "reproducible": self.reproducible,
-            "optimizer": ", ".join(map(_name_of_optimizer, self.optimizers)),
-            "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.schedulers) or "none",
-            "the sampler's batches": begun_batches(),
-            "the last step of the optimizer": self.before.failure or "was made",
-        }
-        for number, optimizer in enumerate(self.optimizers):
-            of = f" of optimizer {number}" * bool(number)
-            facts[f"number of param groups{of}"] = len(optimizer.param_groups)
-            for index, group in enumerate(optimizer.param_groups):
-                facts |= _settings({"number of parameters": len(group["params"]), **group}, f" of param group {index}{of}")
-        return facts
-
     def _lines(self) -> list[str]:
         """Returns lines about each layer, group and tensor. All ranks call this.
 
         A forward changes buffers, until the next one shares those of the first rank, and layers of the user may note values.
         """
-        is_new = not max_over_ranks(len(self.model.runs))
-        both = nn.ModuleDict({"model": self.model.module, "criterion": self.criterion})
+        is_new = not max_over_ranks(len(self.state.model.runs))
+        both = nn.ModuleDict({"model": self.state.model.module, "criterion": self.state.criterion})
         lines: list[str] = []
         for path, part in both.named_modules():
             kinds = (int, float, str, tuple) if type(part).__module__.startswith("torch.nn.") else (float,) * is_new
-            settings = (item for item in vars(part).items() if item[0] == "training" or isinstance(item[1], kinds))
-            lines += [f"{name} of {path} {value}" for name, value in settings if name[0] != "_"]
-        tensors = {**self.trained, **dict(both.named_buffers() if is_new else ())}
-        for optimizer in self.optimizers:
-            lines += grouped_names(optimizer, self.trained)
+            lines += [
+                f"{name} of {path} {value}"
+                for name, value in vars(part).items()
+                if name == "training" or (name[0] != "_" and isinstance(value, kinds))
+            ]
+        tensors = {**self.state.trained, **dict(both.named_buffers() if is_new else ())}
+        for optimizer in self.state.optimizers:
+            groups = enumerate(names_by_group(optimizer, self.state.trained))
+            lines += sorted(f"{name} in group {number}" for number, names in groups for name in names)
             is_of_torch = type(optimizer).__module__.startswith("torch.optim.")  # others may have other state on each rank
-            for name, parameter in self.trained.items() if is_of_torch else ():
+            for name, parameter in self.state.trained.items() if is_of_torch else ():
                 tensors |= {f"{key} of {name}": value for key, value in sorted(optimizer.state.get(parameter, {}).items())}
         return lines + [f"{name} with checksum {_checksum(value)}" for name, value in tensors.items()]
 
@@ -149,14 +139,23 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
 
 def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
     """Returns the numbers, strings, tuples of them and small tensors among some values, with a suffix to their names."""
-    kinds = (int, float, str, NoneType)
-    public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
-    tensors = {name: str(value.tolist()) for name, value in public.items() if isinstance(value, Tensor) and not value.is_meta}
-    return {
-        name + suffix: value
-        for name, value in (public | tensors).items()
-        if all(isinstance(part, kinds) for part in (value if isinstance(value, tuple) else [value]))
-    }
+    facts: dict[str, Hashable] = {}
+    for name, value in values.items():
+        if name.startswith("_") or name == "training":
+            continue
+        if isinstance(value, Tensor) and not value.is_meta:
+            value = str(value.tolist())
+        parts = value if isinstance(value, tuple) else [value]
+        if all(isinstance(part, (int, float, str, NoneType)) for part in parts):
+            facts[name + suffix] = value
+    return facts
+
+
+def _number(value: object) -> float:
+    """Returns a number or a tensor on the CPU that is one; 0 for another value, whose hash may differ in each process."""
+    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, (int, float)) else 0.0
 
 
 def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -164,7 +163,7 @@ def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__ + inner
 
 
-def _name(function: Any) -> str | None:
+def _name(function: object) -> str | None:
     function = function.func if isinstance(function, functools.partial) else function
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 

@@ -5,9 +5,11 @@ Any number of devices or ranks may load it. For a file, it is a tree of plain va
 """
 
 import collections
+import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -91,13 +93,12 @@ class TrainedState(NamedTuple):
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
-        like: Any = None
-        if path[0] == "model":
-            like = self.model.module.state_dict().get(path[1])
-        elif path[0] == "optimizers" and path[2] == "state":
-            like = {uncompiled_name(name): tensor for name, tensor in self.trained.items()}.get(path[3])
-        is_like = is_sharded(like) and like.shape == size
-        return torch.empty_like(like, dtype=dtype, requires_grad=False) if is_like else None
+        shaped = self.model.module.state_dict()
+        shaped |= {uncompiled_name(name): parameter for name, parameter in self.trained.items()}
+        like = next((shaped[name] for name in path if name in shaped), None)
+        if is_sharded(like) and like.shape == size:
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return None
 
     def _layout(self) -> list[Any]:
         return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]
@@ -111,32 +112,33 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
 
 def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the state of an optimizer, with names where ``torch.optim`` has numbers. Parameters without one keep theirs."""
-    names, state = _names(optimizer, trained), optimizer.state_dict()
+    groups, state = names_by_group(optimizer, trained), optimizer.state_dict()
+    names = [*itertools.chain(*groups)]
     return {
         "class": class_name(optimizer),
         "state": {names[number]: entries for number, entries in state["state"].items()},
-        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]],
+        "param_groups": [{**group, "params": members} for group, members in zip(state["param_groups"], groups, strict=True)],
     }
 
 
 def numbered_state(optimizer: Optimizer, trained: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state from :func:`state_by_name` as the optimizer's ``load_state_dict()`` takes it."""
-    names, groups = _names(optimizer, trained), _whole_groups(optimizer)
-    numbers = {name: number for number, name in enumerate(names)}
-    loaded, first = [], 0
-    if len(groups) != len(state_dict["param_groups"]):
-        raise ValueError(f"the state has {len(state_dict['param_groups'])} param groups, expected {len(groups)}")
-    for place, (group, saved) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
-        expected = names[first : first + len(group["params"])]
-        first += len(expected)
-        different = sorted({*expected} ^ {*saved["params"]})
-        if different:
+    groups, saved = names_by_group(optimizer, trained), state_dict["param_groups"]
+    numbers = {name: number for number, name in enumerate(itertools.chain(*groups))}
+    if len(groups) != len(saved):
+        raise ValueError(f"the state has {len(saved)} param groups, expected {len(groups)}")
+    for place, (names, group) in enumerate(zip(groups, saved, strict=True)):
+        if different := sorted({*names} ^ {*group["params"]}):
             raise ValueError(
-                f"param group {place} of the state has {len(saved['params'])} parameters, expected the {len(expected)} of the "
+                f"param group {place} of the state has {len(group['params'])} parameters, expected the {len(names)} of the "
                 f"optimizer: only one of them has {', '.join(different[:3])}"
             )
-        loaded.append({**saved, "params": [numbers[name] for name in expected]})
-    return {"state": {numbers[name]: value for name, value in state_dict["state"].items()}, "param_groups": loaded}
+    return {
+        "state": {numbers[name]: entries for name, entries in state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in names]} for names, group in zip(groups, saved, strict=True)
+        ],
+    }
 
 
 def class_name(optimizer: Any) -> str:
@@ -146,69 +148,60 @@ def class_name(optimizer: Any) -> str:
     return type(getattr(optimizer, "optim", optimizer)).__name__  # A ZeroRedundancyOptimizer has it.
 
 
-def _names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of the parameters, in the order in which a ``state_dict()`` numbers them."""
+def names_by_group(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[list[str]]:
+    """Returns the names of the parameters in each group, in the order in which a ``state_dict()`` numbers them."""
     names = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
-    parameters = [parameter for group in _whole_groups(optimizer) for parameter in group["params"]]
-    return [names.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(parameters)]
+    groups = optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
+    numbers = itertools.count()
+    return [[names.get(id(parameter), f"parameter {next(numbers)}") for parameter in group["params"]] for group in groups]
 
 
-def grouped_names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of the parameters with the numbers of their groups, sorted."""
-    names = iter(_names(optimizer, trained))
-    groups = enumerate(_whole_groups(optimizer))
-    return sorted(f"{next(names)} in group {number}" for number, group in groups for _ in group["params"])
-
-
-def _whole_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
-
-
-Path = tuple[Any, ...]
+TreePath = tuple[Any, ...]
 _PLAIN = (str, bool, int, float, type(None))
-_MAPPINGS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}  # MultiStepLR has a Counter
-# of safetensors, as DCP reads them; other types of one byte are stored as uint8
-_STORED = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64}
-_STORED |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
+_SEQUENCES = {kind.__name__: kind for kind in (tuple, torch.Size)}
+_MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}  # MultiStepLR has a Counter
 
 
-def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+def split_tensors(state: object) -> tuple[Any, dict[str, Tensor]]:
     """Splits nested state into a tree for JSON, and its tensors by key: ``"step/model/0.weight"``.
 
     A tensor is its path, shape and dtype in the tree. A value that would not come back as it is raises ``TypeError``.
     """
     tensors: dict[str, Tensor] = {}
-
-    def encode(value: Any, path: Path) -> Any:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-                raise TypeError(f"{tensor_key(path)} is a {value.layout} tensor of {value.dtype}, expected a dense, plain one")
-            stored = value
-            if value.dtype not in _STORED:
-                stored = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.view(torch.uint8)
-            tensors[tensor_key(path)] = stored
-            return {"tensor": [list(path), list(stored.shape), str(stored.dtype)[6:], str(value.dtype)[6:]]}
-        if kind in _PLAIN:
-            return value
-        if kind is list:
-            return [encode(entry, (*path, str(index))) for index, entry in enumerate(value)]
-        if kind in (tuple, torch.Size):
-            return {kind.__name__.lower(): [encode(entry, (*path, str(index))) for index, entry in enumerate(value)]}
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf" and type(value.item()) in _PLAIN:
-            return {"numpy": [value.dtype.name, value.item()]}
-        for name, mapping in _MAPPINGS.items():
-            if kind is mapping and all(type(key) in _PLAIN for key in value):
-                return {name: [[key, encode(entry, (*path, key))] for key, entry in value.items()]}
-        raise TypeError(
-            f"{tensor_key(path)} is a {kind.__name__}, expected tensors, numbers, strings, and lists, tuples and "
-            "dictionaries of them, with keys that are numbers or strings: a checkpoint has no pickled objects"
-        )
-
-    return encode(tree, ()), tensors
+    return _encode(state, (), tensors), tensors
 
 
-def join_tensors(tree: Any, find: Callable[[Path, torch.Size, torch.dtype], Tensor]) -> Any:
+def _encode(value: Any, path: TreePath, tensors: dict[str, Tensor]) -> Any:
+    """Returns the tree of a value. A list is a list, other containers and tensors are a dictionary with their kind as its key."""
+    kind, name = type(value), type(value).__name__
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        stored = tensors[tensor_key(path)] = _stored(value, path)
+        return {"tensor": [path, stored.shape, str(stored.dtype)[6:], str(value.dtype)[6:]]}
+    if kind in (list, *_SEQUENCES.values()):
+        entries = [_encode(entry, (*path, str(index)), tensors) for index, entry in enumerate(value)]
+        return entries if isinstance(value, list) else {name: entries}
+    if kind in _MAPPINGS.values() and all(type(key) in _PLAIN for key in value):
+        return {name: [[key, _encode(entry, (*path, key), tensors)] for key, entry in value.items()]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and type(value.item()) in _PLAIN:
+        return {"numpy": [value.dtype.name, value.item()]}
+    raise TypeError(
+        f"{tensor_key(path)} is a {name}, expected tensors, numbers, strings, and lists, tuples and dictionaries of them, with "
+        "keys that are numbers or strings: a checkpoint has no pickled objects"
+    )
+
+
+def _stored(tensor: Tensor, path: TreePath) -> Tensor:
+    """Returns a view of a tensor that safetensors can store: a complex tensor as pairs, types of one byte as uint8."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise TypeError(f"{tensor_key(path)} is a {tensor.layout} tensor of {tensor.dtype}, expected a dense, plain one")
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def join_tensors(tree: Any, find: Callable[[TreePath, torch.Size, torch.dtype], Tensor]) -> Any:
     """Returns the nested state of a tree from :func:`split_tensors`.
 
     ``find`` returns the stored tensor of a path, or memory for it, which may be filled afterwards.
@@ -219,21 +212,22 @@ def join_tensors(tree: Any, find: Callable[[Path, torch.Size, torch.dtype], Tens
         return tree
     ((kind, value),) = tree.items()
     if kind == "tensor":
-        path, shape, *dtypes = value
-        of_file, dtype = (getattr(torch, name) for name in dtypes)
-        stored = find(tuple(path), torch.Size(shape), of_file)
-        return stored if stored.dtype == dtype else torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
+        path, shape, *names = value
+        stored_dtype, dtype = (getattr(torch, name) for name in names)
+        stored = find(tuple(path), torch.Size(shape), stored_dtype)
+        if stored_dtype == dtype:
+            return stored
+        return torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
     if kind == "numpy":
         return np.dtype(value[0]).type(value[1])
-    if kind in ("tuple", "size"):
-        return (tuple if kind == "tuple" else torch.Size)(join_tensors(entry, find) for entry in value)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](join_tensors(entry, find) for entry in value)
     return _MAPPINGS[kind]({key: join_tensors(entry, find) for key, entry in value})
 
 
-def tensor_key(path: Iterable[Any]) -> str:
+def tensor_key(path: Iterable[object]) -> str:
     """Returns the name of a tensor. Other paths have other names: keys may contain a slash, and 1 is not ``"1"``."""
-    parts = [part.replace("%", "%25").replace("/", "%2F") if isinstance(part, str) else f"%({part})" for part in path]
-    return "/".join(parts)
+    return "/".join(quote(part, safe="") if isinstance(part, str) else f"%({part})" for part in path)
 
 
 def check_same_tensors(name: str, tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ on each other goes through the plan twice.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, cast, overload
 
@@ -190,7 +190,11 @@ class TrainStep:
         If it fails, all rows since the last update are dropped: nobody knows which rows the gradients are of.
         """
         if not self._has_compared:
-            self._check_first(is_whole=is_last)
+            if self._has_ranks:
+                self._settings().compare()
+            if self._may_split or not is_last:
+                _warn_of_hooks(self.model)
+            self._has_compared = True
         numbers = self._strategy.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
@@ -260,33 +264,20 @@ class TrainStep:
             step_schedulers(each_scheduler(self.scheduler))
         return reduced.loss
 
-    def _check_first(self, *, is_whole: bool) -> None:
-        """Compares the ranks, and warns of hooks, before the first update."""
-        if self._has_ranks:
-            self._settings().compare()
-        if self._may_split or not is_whole:
-            _warn_of_hooks(self.model)
-        self._has_compared = True
-
     @property
     def _may_split(self) -> bool:
         """A single batch may run in several forwards."""
         return self._is_auto or self._limit.value is not None or len(self.model.devices) * collectives.world_size() > 1
 
     def _settings(self) -> Settings:
-        return Settings(
-            model=self.model,
-            criterion=self.criterion,
-            trained=self._trained,
-            optimizers=each_optimizer(self.optimizer),
-            schedulers=each_scheduler(self.scheduler),
-            precision=self.precision.name,
-            max_grad_norm=self.max_grad_norm,
-            is_auto=self._is_auto,
-            unit=self._limit.unit,
-            reproducible=self._by_row is not None,
-            before=self._last,
-        )
+        arguments: dict[str, Hashable] = {
+            "precision": self.precision.name,
+            "max_grad_norm": self.max_grad_norm,
+            "micro_batch_size='auto'": self._is_auto,
+            "unit of the micro-batches": self._limit.unit,
+            "reproducible": self._by_row is not None,
+        }
+        return Settings(self._state(), arguments, self._last)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -367,7 +358,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
             f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
             "not of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per "
             "update (docs/exactness.md, Limits)",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 

@@ -9,11 +9,10 @@ The code below is one update::
     loss_sum = sync.finish(loss_sum, settings)        # everything is summed
 """
 
-import abc
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,26 +22,22 @@ from ..runtime.torch_private import without_compilation
 from .settings import Settings
 
 
-class GradientSync(abc.ABC):
+class GradientSync(Protocol):
     """Synchronises the gradients of a model and its criterion. It has no state of an update."""
 
-    @abc.abstractmethod
     def open(self) -> "UpdateSync":
         """Returns the synchronisation of one update. An update that runs again opens another one."""
 
-    @abc.abstractmethod
     def random_numbers(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Surrounds all work on rows of one update, whose random numbers are those of this process. ``is_last`` ends it."""
 
 
-class UpdateSync(abc.ABC):
+class UpdateSync(Protocol):
     """Synchronises the gradients of one update."""
 
-    @abc.abstractmethod
     def count_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches to run, if this process needs ``count``."""
 
-    @abc.abstractmethod
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the divisor of all gradients of the update, without waiting for a device. It is the same in all processes.
 
@@ -50,21 +45,19 @@ class UpdateSync(abc.ABC):
         everything, or 0. In float16, gradients need a divisor near the final one, and a power of two.
         """
 
-    @abc.abstractmethod
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
 
-    def forget_forwards(self) -> None:  # noqa: B027 - DistributedDataParallel alone has something to do
-        """Tells that all forwards of the update were undone, and run again."""
+    def forget_forwards(self) -> None:
+        """Tells that all forwards of the update were undone, and run again. ``DistributedDataParallel`` counts them."""
+        return
 
-    @abc.abstractmethod
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards that other processes still make, without rows. Yields zeros for :meth:`backward`.
 
         ``is_reduced`` tells that this process has run its last backward.
         """
 
-    @abc.abstractmethod
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         """Runs backward from the losses of a micro-batch over ``divisor``.
 
@@ -72,26 +65,21 @@ class UpdateSync(abc.ABC):
         the host before it.
         """
 
-    @abc.abstractmethod
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
 
-    @abc.abstractmethod
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``, those that exist."""
 
-    @abc.abstractmethod
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
 
-    @abc.abstractmethod
     def abandon(self) -> "UpdateSync | None":
         """Gives the update up, after this process ran out of memory and :meth:`discard` was called.
 
         If other processes wait in their reduction, the result takes part in it, tells them, and raises in :meth:`finish`.
         """
 
-    @abc.abstractmethod
     def discard(self, error: BaseException) -> None:
         """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
 

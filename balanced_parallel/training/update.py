@@ -58,11 +58,12 @@ class Reduced(NamedTuple):
     kind: Kind  # The next update has a loss of this kind.
 
 
+@dataclass
 class Limit:
     """The largest micro-batch of a device, in rows or in cost. ``value`` is None without a limit."""
 
-    def __init__(self, unit: str, value: float | None) -> None:
-        self.unit, self.value = unit, value
+    unit: str
+    value: float | None
 
     def set(self, unit: str, value: float | None) -> None:
         """Sets the limit. Raises ``ValueError`` for another unit."""
@@ -98,6 +99,10 @@ class Attempt(Work, Protocol):
     def reduce(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients, the second part of :meth:`finish`. All ranks call this."""
 
+    def discard(self, error: BaseException) -> None:
+        """Drops the gradients of this rank. Ranks that wait for them are told."""
+        self.sync.discard(error)
+
 
 @dataclass(frozen=True)
 class Forwards:
@@ -125,7 +130,7 @@ class Forwards:
             raise
 
 
-class Accumulation:
+class Accumulation(Attempt):
     """Sums of losses and gradients over the micro-batches of an update, on one rank.
 
     Args:
@@ -205,10 +210,6 @@ class Accumulation:
         return Reduced(loss.to(self._dtype), weight, factor, self.sync, kind)
 
     reduce = finish  # nothing was kept
-
-    def discard(self, error: BaseException) -> None:
-        """Drops the gradients of this rank. Ranks that wait for them are told."""
-        self.sync.discard(error)
 
     def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
         """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last one reduces all gradients.

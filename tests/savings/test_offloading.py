@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import assert_unchanged
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, savings, simulate
@@ -25,10 +27,11 @@ def offload_checkpointed(net):
     return OFFLOAD
 
 
-@pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize("saving", [offload, offload_checkpointed])
-@pytest.mark.parametrize("name", ["residual", "convolutions", "encoder"])
-@pytest.mark.parametrize("ranks", [1, 2])
+WAYS = list(itertools.product([1, 2], ["residual", "convolutions", "encoder"], [offload, offload_checkpointed], [False, True]))
+IN_ALL_RUNS = [way for way in WAYS if way[3] and (way[0] == 1 or way[1] == "residual")]
+
+
+@pytest.mark.parametrize(("ranks", "name", "saving", "simulated"), slow_but(WAYS, *IN_ALL_RUNS, (1, "residual", offload, False)))
 def test_loss_and_gradients_are_those_without_it(ranks, name, saving, simulated):
     assert_unchanged(ranks, name, saving, simulated)
 

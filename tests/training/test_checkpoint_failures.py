@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from helpers.checkpoints import load, names, save
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -38,60 +39,59 @@ def test_failed_last_save_without_wait_ends_with_a_message_and_exit_code_1(tmp_p
     assert "No space left on device); there is no earlier one" in done.stderr
 
 
+class Slow:
+    """Lets a write begin, and wait until it may end."""
+
+    def __init__(self, monkeypatch):
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        write = checkpoint.Writer.write_data
+
+        def slow(*arguments):
+            self.has_begun.set()
+            assert self.may_end.wait(30)
+            return write(*arguments)
+
+        monkeypatch.setattr(checkpoint.Writer, "write_data", slow)
+
+
 def test_ctrl_c_while_waiting_does_not_forget_the_write(tmp_path, monkeypatch):
     """The next save removed the files that were being written."""
-    writing, may_end = threading.Event(), threading.Event()
-    write = checkpoint.Writer.write_data
-
-    def slow(*arguments):
-        writing.set()
-        assert may_end.wait(30)
-        return write(*arguments)
-
-    monkeypatch.setattr(checkpoint.Writer, "write_data", slow)
-    checkpoints = Checkpoints(tmp_path, net=nn.Linear(4, 3))
+    write, checkpoints = Slow(monkeypatch), Checkpoints(tmp_path, net=nn.Linear(4, 3))
     checkpoints.save(1)
-    assert writing.wait(30)
+    assert write.has_begun.wait(30)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         checkpoints.wait()
     timer.join()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.partial"]
-    may_end.set()
+    assert names(tmp_path) == ["step-00000001.partial"]
+    write.may_end.set()
     checkpoints.save(2)
     checkpoints.wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["after the write has begun", "before it begins"])
 def test_ctrl_c_before_a_write_is_recorded_does_not_forget_it(begins, tmp_path, monkeypatch):
     """The next save removed the files that were being written: the checkpoint was lost."""
-    may_end = threading.Event()
-    write, start = checkpoint.Writer.write_data, checkpoint.async_save
-
-    def slow(*arguments):
-        assert may_end.wait(30)
-        return write(*arguments)
+    write, start = Slow(monkeypatch), checkpoint.async_save
 
     def interrupted(*arguments, **options):
         if begins:
             start(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.Writer, "write_data", slow)
     monkeypatch.setattr(checkpoint, "async_save", interrupted)
     checkpoints = Checkpoints(tmp_path, net=nn.Linear(4, 3))
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(1)
     monkeypatch.setattr(checkpoint, "async_save", start)
-    timer = threading.Timer(0.2, may_end.set)
+    timer = threading.Timer(0.2, write.may_end.set)
     timer.start()
     checkpoints.save(2)
     checkpoints.wait()
     timer.join()
-    names = ["step-00000001", "step-00000002"] if begins else ["step-00000002"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert names(tmp_path) == ["step-00000001", "step-00000002"][not begins :]
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
@@ -102,7 +102,6 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(first)
     checkpoints = Checkpoints("runs", net=nn.Linear(4, 3))
     checkpoints.save(1)
-    checkpoints.wait()
     monkeypatch.chdir(second)
     assert checkpoints.load_latest() == 1
     assert list(second.iterdir()) == []
@@ -182,14 +181,12 @@ def cosine(optimizer):
 )
 def test_state_of_another_program_is_refused_and_nothing_is_loaded(tmp_path, saved, loaded, error, message):
     """Another optimizer was a KeyError one step later."""
-    checkpoints = Checkpoints(tmp_path, step=make_step(**saved), net=nn.Linear(2, 2))
-    checkpoints.save(1)
-    checkpoints.wait()
+    save(tmp_path, 1, step=make_step(**saved), net=nn.Linear(2, 2))
     step, net = make_step(**loaded), nn.Linear(2, 2)
     before = {name: tensor.clone() for name, tensor in {**step.model.state_dict(), **net.state_dict()}.items()}
     for parts in ({"net": net, "step": step}, {"step": step, "net": net}):
         with pytest.raises(error, match=message):
-            Checkpoints(tmp_path, **parts).load_latest()
+            load(tmp_path, **parts)
     after = {**step.model.state_dict(), **net.state_dict()}
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     step(torch.ones(2, 4), torch.tensor([0, 1]))
@@ -198,27 +195,23 @@ def test_state_of_another_program_is_refused_and_nothing_is_loaded(tmp_path, sav
 def test_part_that_was_not_saved_is_named_and_nothing_is_loaded(tmp_path):
     """It was ``KeyError: 'ema'`` after the other parts were loaded."""
     net, ema = nn.Linear(2, 2), nn.Linear(2, 2)
-    checkpoints = Checkpoints(tmp_path, net=nn.Linear(2, 2), more=nn.Linear(2, 2))
-    checkpoints.save(1)
-    checkpoints.wait()
+    save(tmp_path, 1, net=nn.Linear(2, 2), more=nn.Linear(2, 2))
     before = net.weight.clone()
     with pytest.raises(ValueError, match=r"has the parts net, more, expected ema as well: load it into Checkpoints of the parts"):
-        Checkpoints(tmp_path, net=net, ema=ema).load_latest()
+        load(tmp_path, net=net, ema=ema)
     assert torch.equal(net.weight, before)
-    assert Checkpoints(tmp_path, net=net).load_latest() == 1
+    assert load(tmp_path, net=net) == 1
     assert not torch.equal(net.weight, before)
 
 
 def test_module_of_other_shapes_is_refused_and_nothing_is_loaded(tmp_path):
-    checkpoints = Checkpoints(tmp_path, net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    checkpoints.save(1)
-    checkpoints.wait()
+    save(tmp_path, 1, net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
     before = net[0].weight.clone()
     with pytest.raises(RuntimeError, match=r"1.weight of net was saved with shape \[2, 2\], expected \[3, 2\]"):
-        Checkpoints(tmp_path, net=net).load_latest()
+        load(tmp_path, net=net)
     with pytest.raises(RuntimeError, match=r"the state of net has 4 entries, expected 2: only one has 0.bias"):
-        Checkpoints(tmp_path, net=nn.Linear(2, 2)).load_latest()
+        load(tmp_path, net=nn.Linear(2, 2))
     assert torch.equal(net[0].weight, before)
 
 

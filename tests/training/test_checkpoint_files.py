@@ -8,7 +8,11 @@ import signal
 
 import pytest
 import torch
+from helpers.checkpoints import Part, names
+from helpers.checkpoints import load as load_parts
+from helpers.checkpoints import save as save_parts
 from helpers.processes import PROCESSES
+from helpers.slow import slow
 
 from balanced_parallel import Checkpoints
 from balanced_parallel.training import checkpoint
@@ -16,32 +20,16 @@ from balanced_parallel.training import checkpoint
 CALLS = ("rename", "fsync", "mkdir", "unlink", "rmdir", "open")
 
 
-class Part:
-    def __init__(self, value=None):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value, "tensor": torch.full((3,), float(self.value))}
-
-    def load_state_dict(self, state):
-        assert state["tensor"].tolist() == [state["value"]] * 3
-        self.value = state["value"]
-
-
 def save(folder, number, value=None, **settings):
-    checkpoints = Checkpoints(folder, part=Part(number if value is None else value), **settings)
-    checkpoints.save(number)
-    checkpoints.wait()
+    value = number if value is None else value
+    save_parts(folder, number, part=Part({"value": value, "tensor": torch.full((3,), float(value))}), **settings)
 
 
 def load(folder):
-    part = Part(0)
-    number = Checkpoints(folder, part=part).load_latest()
-    return number, part.value
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    part = Part({"value": 0, "tensor": torch.zeros(3)})
+    number = load_parts(folder, part=part)
+    assert part.state["tensor"].tolist() == [part.state["value"]] * 3
+    return number, part.state["value"]
 
 
 def save_until(folder, number, value, keep, limit):
@@ -63,11 +51,11 @@ def save_until(folder, number, value, keep, limit):
     save(folder, number, value, keep=keep)
 
 
-@pytest.mark.parametrize(("number", "keep"), [(2, 3), (3, 1)], ids=["the same number", "the next, and the others go"])
-def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(tmp_path, number, keep):
+@pytest.mark.parametrize(("number", "keep", "every"), [(2, 3, 3), (3, 1, 4), slow(2, 3, 1), slow(3, 1, 1)])
+def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(tmp_path, number, keep, every):
     """35 of 150 kills lost the checkpoint that was to be replaced."""
     outcomes = []
-    for limit in range(1, 60):
+    for limit in range(1, 60, every):
         folder = tmp_path / str(limit)
         save(folder, 1)
         save(folder, 2)
@@ -87,7 +75,7 @@ def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(tmp_path
             break
         assert process.exitcode == -signal.SIGKILL
     assert process.exitcode == 0
-    assert len(outcomes) > 8
+    assert len(outcomes) > 8 // every
     assert outcomes == sorted(outcomes)  # the new state is there from one moment on
     assert outcomes[0] != outcomes[-1]
 
@@ -111,7 +99,7 @@ def test_damaged_checkpoint_is_passed_over_each_time_and_replaced_by_the_next_sa
         save(tmp_path, number)
     for value in (30, 31):
         damage(tmp_path, 3)
-        checkpoints = Checkpoints(tmp_path, part=Part(value), keep=2)
+        checkpoints = Checkpoints(tmp_path, part=Part({"value": value, "tensor": torch.full((3,), float(value))}), keep=2)
         with pytest.warns(UserWarning, match="step-00000003 is damaged"):
             assert checkpoints.load_latest() == 2
         checkpoints.save(2)  # is not refused, and prunes no undamaged one in favour of the damaged one
@@ -136,8 +124,10 @@ def test_all_damaged_raises_at_each_start(tmp_path):
             load(tmp_path)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize("place", ["lstat", "file_digest", "listing"])
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [(errno.EIO, "lstat"), (errno.ESTALE, "file_digest"), (errno.EACCES, "listing"), (errno.EIO, "file_digest")],
+)
 def test_file_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, code, place):
     """The good newest checkpoint was renamed for ever."""
     save(tmp_path, 1)
@@ -158,33 +148,28 @@ def test_file_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, code, pl
     assert load(tmp_path) == (2, 2)
 
 
-def edit(folder, change):
-    path = folder / "step-00000002" / "checkpoint.json"
-    manifest = json.loads(path.read_text())
-    change(manifest["files"], next(name for name in manifest["files"] if name.endswith("safetensors")))
-    path.write_text(json.dumps(manifest))
+LISTED = {  # additions to the files of a manifest, and the error
+    "/dev/zero": "'/dev/zero' is not a plain file of the folder",
+    "../step-00000001/checkpoint.json": "is not a plain file",
+    "..": "is not a plain file",
+    "pipe": "'pipe' is not a plain file",
+    "link": "'link' is not a plain file",
+    None: "checkpoint.json does not list rank-00000.json",
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda files, shard: files.update({"/dev/zero": ["0", 0]}), "'/dev/zero' is not a plain file of the folder"),
-        (lambda files, shard: files.update({"../step-00000001/checkpoint.json": ["0", 0]}), "is not a plain file"),
-        (lambda files, shard: files.update({"..": ["0", 0]}), "is not a plain file"),
-        (lambda files, shard: files.update({"pipe": ["0", 0]}), "'pipe' is not a plain file"),
-        (lambda files, shard: files.update({"link": ["0", 0]}), "'link' is not a plain file"),
-        (lambda files, shard: files.clear(), "checkpoint.json does not list rank-00000.json"),
-    ],
-    ids=["device", "elsewhere", "parent", "pipe", "link", "no files"],
-)
-def test_manifest_of_other_files_is_damage(tmp_path, change, message):
+@pytest.mark.parametrize("name", LISTED)
+def test_manifest_of_other_files_is_damage(tmp_path, name):
     """A device or a pipe was read for ever, and a manifest of no files was good."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     os.mkfifo(tmp_path / "step-00000002" / "pipe")
     os.symlink("/dev/zero", tmp_path / "step-00000002" / "link")
-    edit(tmp_path, change)
-    with pytest.warns(UserWarning, match=message):
+    path = tmp_path / "step-00000002" / "checkpoint.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"] = manifest["files"] | {name: ["0", 0]} if name else {}
+    path.write_text(json.dumps(manifest))
+    with pytest.warns(UserWarning, match=LISTED[name]):
         assert load(tmp_path) == (1, 1)
 
 

@@ -17,6 +17,7 @@ from helpers.coupled import (
 )
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
+from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import (
@@ -50,7 +51,7 @@ def test_ranks_give_the_update_of_the_plain_program(kind, sizes, micro_batch_siz
         assert_same_update(found, plain_update(kind))
 
 
-@pytest.mark.parametrize("kind", ["pairs", "correlation"])
+@pytest.mark.parametrize("kind", ["correlation", slow("pairs")])
 def test_shards_give_the_update_of_the_plain_program(kind):
     for sizes, micro_batch_size, way in (([6, 5], None, "at once"), ([11, 0], 4, "at once"), ([11, 0], 2, "added")):
         for found in run_ranks(2, rank_update, kind, sizes, micro_batch_size, "fsdp", way):
@@ -168,7 +169,7 @@ def simulated_update(kind, size, fail=None):
         return loss.cpu(), gradients, step.micro_batch_size, count
 
 
-@pytest.mark.parametrize("kind", ["pairs", "dice"])
+@pytest.mark.parametrize("kind", ["pairs", slow("dice")])
 def test_an_out_of_memory_runs_the_window_again_in_smaller_micro_batches(kind):
     *expected, _, _ = simulated_update(kind, 3)
     *_, count = simulated_update(kind, None)
@@ -214,9 +215,9 @@ def faulty_update(rank, kind, faults):
     return found
 
 
-@pytest.mark.parametrize("kind", ["pairs", "correlation"])
-def test_ranks_agree_on_smaller_micro_batches(kind):
-    faults = [(rank, part / 8) for part in range(0, 8, 2) for rank in range(2)]
+@pytest.mark.parametrize(("kind", "parts"), [("correlation", (0, 4)), slow("correlation", (2, 6)), slow("pairs", (0, 2, 4, 6))])
+def test_ranks_agree_on_smaller_micro_batches(kind, parts):
+    faults = [(rank, part / 8) for part in parts for rank in range(2)]
     for rank in run_ranks(2, faulty_update, kind, faults):
         assert len({size for _, _, size, _ in rank}) > 1
         for *found, _size, _ in rank[1:]:

@@ -43,13 +43,13 @@ class WritesInPlace(nn.Module):
         return inputs.mul_(2) + 0
 
 
-def make_step(layer, *, devices=1, micro_batch_size="auto", whole=False, precision="fp32", in_dims=None):
+def make_step(layer, *, devices=("cpu",), whole=False, in_dims=None, **settings):
     torch.manual_seed(0)
-    net = nn.Sequential(layer, nn.Linear(4, 5), OutOfMemoryOnce())
+    net = nn.Sequential(layer, nn.Linear(4, 5), OutOfMemoryOnce()).to(devices[0])
     criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **({"whole": True} if whole else {}))
-    model = DataParallelModel(net, ["cpu"] * devices, in_dims=in_dims)
+    model = DataParallelModel(net, list(devices), in_dims=in_dims)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    return TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision), net
+    return TrainStep(model, criterion, optimizer, **{"micro_batch_size": "auto", **settings}), net
 
 
 def make_batch(number=0):
@@ -61,7 +61,7 @@ def make_batch(number=0):
 def test_buffers_that_the_first_forward_makes_are_those_of_the_last_attempt(devices):
     results = []
     for fails in (False, True):
-        step, net = make_step(SetsBuffers(), devices=devices, micro_batch_size="auto" if fails else 4 // devices)
+        step, net = make_step(SetsBuffers(), devices=["cpu"] * devices, micro_batch_size="auto" if fails else 4 // devices)
         net[2].fails = fails
         losses = [step(*make_batch(number)) for number in range(2)]
         assert step.micro_batch_size == 4 // devices
@@ -98,9 +98,7 @@ def test_rows_that_were_changed_before_apply_do_not_run_again():
 
 def test_a_batch_that_was_copied_to_its_device_runs_again():
     with simulate(1) as cluster:
-        step, net = make_step(WritesInPlace())
-        net.to("sim:0")
-        step = TrainStep(DataParallelModel(net), step.criterion, step.optimizer, micro_batch_size="auto")
+        step, net = make_step(WritesInPlace(), devices=["sim:0"])
         inputs, targets = make_batch()
         net[2].fails = True
         assert step(inputs, targets).isfinite()
@@ -128,11 +126,7 @@ def test_an_allocation_that_fails_in_the_first_use_of_the_scaler_leaves_one_that
         precision = Precision("fp16", scaler=scaler if given else None)
         loss = torch.ones((), device="sim:0")
         own = precision.scaler_on(loss.device)
-        step, net = make_step(nn.Identity())
-        net.to("sim:0")
-        step = TrainStep(
-            DataParallelModel(net), step.criterion, step.optimizer, micro_batch_size=micro_batch_size, precision=precision
-        )
+        step, _ = make_step(nn.Identity(), devices=["sim:0"], micro_batch_size=micro_batch_size, precision=precision)
         failing = own.scale
 
         def scale(loss):
@@ -150,19 +144,20 @@ def test_an_allocation_that_fails_in_the_first_use_of_the_scaler_leaves_one_that
         assert own.get_scale() == (2.0**10 if given else 2.0**16)
 
 
-def test_a_failed_add_says_that_the_rows_before_it_are_dropped():
-    for size in (None, "auto"):
-        step, _ = make_step(nn.Identity(), micro_batch_size=size)
-        with pytest.raises(ValueError, match="different numbers of rows") as first:
-            step.add((torch.zeros(4, 4), torch.zeros(5, 4)), class_targets(4))
-        assert not hasattr(first.value, "__notes__")
-        for bad in ((torch.zeros(4, 4), torch.zeros(5, 4)), torch.zeros(4, 3)):
-            step.add(*make_batch())
-            with pytest.raises((ValueError, RuntimeError)) as caught:
-                step.add(bad, class_targets(4))
-            assert all(parameter.grad is None for parameter in step.model.parameters())  # nobody takes them for another loss's
-            *_, note = caught.value.__notes__  # before it may be the replica
-            assert note == "the rows that were added since the last update are dropped: add them again before apply()"
+@pytest.mark.parametrize("size", [None, "auto"])
+def test_a_failed_add_says_that_the_rows_before_it_are_dropped(size):
+    uneven = torch.zeros(4, 4), torch.zeros(5, 4)
+    step, _ = make_step(nn.Identity(), micro_batch_size=size)
+    with pytest.raises(ValueError, match="different numbers of rows") as first:
+        step.add(uneven, class_targets(4))
+    assert not hasattr(first.value, "__notes__")
+    for bad in (uneven, torch.zeros(4, 3)):
+        step.add(*make_batch())
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            step.add(bad, class_targets(4))
+        assert all(parameter.grad is None for parameter in step.model.parameters())  # nobody takes them for another loss's
+        *_, note = caught.value.__notes__  # before it may be the replica
+        assert note == "the rows that were added since the last update are dropped: add them again before apply()"
 
 
 def test_rows_added_after_a_failed_add_run_again_as_they_ran_first():
@@ -189,10 +184,7 @@ def test_bad_sizes_that_are_set_later_raise_the_error_of_the_constructor(bad):
 
 @pytest.mark.parametrize(("bad", "error"), [(0, ValueError), (-3.0, ValueError), (float("nan"), ValueError), ("4", TypeError)])
 def test_bad_costs_that_are_set_later_raise_the_error_of_the_constructor(bad, error):
-    net = nn.Linear(4, 5)
-    model, criterion = DataParallelModel(net, ["cpu"]), DataParallelCriterion(nn.CrossEntropyLoss())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, cut=ByCost(lambda inputs: [1] * len(inputs), limit=4))
+    step, _ = make_step(nn.Identity(), micro_batch_size=None, cut=ByCost(lambda inputs: [1] * len(inputs), limit=4))
     with pytest.raises(error, match="micro_batch_cost=.*, expected a positive number"):
         step.micro_batch_cost = bad
     assert step.micro_batch_cost == 4
@@ -265,8 +257,7 @@ def test_parameters_that_the_forward_writes_first_are_an_error():
     step, _ = make_step(Momentum(), micro_batch_size=2, whole=True)
     with pytest.raises(RuntimeError, match=WRITTEN):  # in the first of two passes
         step(*make_batch())
-    step, net = make_step(Momentum(), micro_batch_size=2)
-    step = TrainStep(step.model, step.criterion, step.optimizer, reproducible=True)
+    step, _ = make_step(Momentum(), micro_batch_size=None, reproducible=True)
     with pytest.raises(RuntimeError, match=WRITTEN):  # in the small forwards
         step(*make_batch())
 

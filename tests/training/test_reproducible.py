@@ -1,5 +1,6 @@
 """``TrainStep(reproducible=True)``: random numbers are those of one device with the whole batch, in any layout."""
 
+import itertools
 import pickle
 import sys
 import warnings
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.by_row import has_kernels_of_torch
 from helpers.ranks import run_ranks
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import ByCost, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
@@ -175,10 +177,12 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([5, 2], None), ([4, 3], 2), ([7, 0], 3)])
-def test_ranks_draw_the_numbers_of_one_device(strategy, sizes, micro_batch_size, expected):
-    first, second = run_ranks(2, train_on_rank, strategy, sizes, micro_batch_size)
+RANKS = [*itertools.product([([5, 2], None), ([4, 3], 2), ([7, 0], 3)], ["ddp", "fsdp"])]
+
+
+@pytest.mark.parametrize(("rows", "strategy"), slow_but(RANKS, RANKS[0], RANKS[3], RANKS[4]))
+def test_ranks_draw_the_numbers_of_one_device(rows, strategy, expected):
+    first, second = run_ranks(2, train_on_rank, strategy, *rows)
     for one, other in zip(first[0], expected[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(second[0], first[0])

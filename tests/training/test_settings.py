@@ -89,15 +89,19 @@ SETTINGS = {
     "function": ({}, {"loss": function}, "criterion: CrossEntropyLoss on rank 0 and cross_entropy on rank 1"),
     "strategy": ({}, {"strategy": "fsdp"}, "strategy: 'ddp' on rank 0 and 'fsdp' on rank 1"),
     "out_dims": ({}, {"out_dims": 1}, "out_dims: None on rank 0 and 1 on rank 1"),
+    "reproducible": ({}, {"reproducible": True}, "reproducible: False on rank 0 and True on rank 1"),
 }
+
+
+def assert_same_error(errors, message):
+    assert errors[0] == errors[1]
+    assert re.search(message, errors[0]), errors[0]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_different_settings_raise_one_error_on_all_ranks(name):
     first, second, message = SETTINGS[name]
-    errors = run_ranks(2, error_of, first, second, timeout=60)
-    assert errors[0] == errors[1]
-    assert re.search(f"^the ranks differ, expected .*{message}", errors[0]), errors[0]
+    assert_same_error(run_ranks(2, error_of, first, second, timeout=60), f"^the ranks differ, expected .*{message}")
 
 
 def check_equal(rank, strategy):
@@ -123,38 +127,6 @@ def test_equal_settings_are_compared_in_one_exchange(strategy):
     assert run_ranks(2, check_equal, strategy) == [(1, 3)] * 2
 
 
-def check_later(rank, strategy, change):
-    step = make_step(strategy=strategy, micro_batch_size=3)
-    before = [train(step, rank, number) for number in range(2)]
-    if change == "lr" and rank:
-        step.optimizer.param_groups[0]["lr"] = 0.3
-    if change == "group" and rank:
-        step.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    if change == "norm" and rank:
-        step.max_grad_norm = 5.0
-    values = [parameter.detach().clone() for parameter in step.model.parameters()]
-    with pytest.raises(ValueError, match="^the ranks differ, expected .*Nothing was updated") as caught:
-        train(step, rank, 2)
-    assert all(map(torch.equal, values, step.model.parameters()))
-    assert len(before) == 2
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("lr", "lr of param group 0: 0.1 on rank 0 and 0.3 on rank 1"),
-        ("group", "number of param groups: 1 on rank 0 and 2 on rank 1"),
-        ("norm", "max_grad_norm: None on rank 0 and 5.0 on rank 1"),
-    ],
-)
-def test_settings_that_change_on_one_rank_are_refused_before_the_update(strategy, change, message):
-    errors = run_ranks(2, check_later, strategy, change, timeout=60)
-    assert errors[0] == errors[1]
-    assert message in errors[0]
-
-
 def check_sampler(rank, other):
     settings = {"batch_size": 4, "seed": 0, **(other if rank else {})}
     step = make_step()
@@ -168,12 +140,9 @@ def check_sampler(rank, other):
 
 @pytest.mark.parametrize("other", [{"batch_size": 8}, {"seed": 1}], ids=lambda other: next(iter(other)))
 def test_samplers_that_differ_are_named(other):
-    errors = run_ranks(2, check_sampler, other)
-    assert errors[0] == errors[1]
-    name, value = next(iter(other.items()))
-    assert re.search(
-        f"the sampler's batches: RankBatchSampler of 16 rows.* on rank 0 and .*{name}={value}.* on rank 1", errors[0]
-    )
+    ((name, value),) = other.items()
+    message = f"the sampler's batches: RankBatchSampler of 16 rows.* on rank 0 and .*{name}={value}.* on rank 1"
+    assert_same_error(run_ranks(2, check_sampler, other), message)
 
 
 def check_failed_optimizer(rank, strategy):
@@ -281,18 +250,11 @@ def check_alone(rank, name, strategy="ddp"):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_has_loaded_or_set_alone_is_refused_by_all(name):
-    errors = run_ranks(2, check_alone, name, timeout=60)
-    assert errors[0] == errors[1]
-    assert re.search(ALONE[name][1], errors[0]), errors[0]
-
-
-@pytest.mark.parametrize("name", ["buffers", "p", "eval"])
-def test_what_one_rank_has_set_alone_is_refused_with_shards(name):
-    errors = run_ranks(2, check_alone, name, "fsdp", timeout=60)
-    assert errors[0] == errors[1]
-    assert re.search(ALONE[name][1], errors[0]), errors[0]
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*((name, "ddp") for name in ALONE), *((name, "fsdp") for name in ("buffers", "p", "eval"))]
+)
+def test_what_one_rank_has_loaded_or_set_alone_is_refused_by_all(name, strategy):
+    assert_same_error(run_ranks(2, check_alone, name, strategy, timeout=60), ALONE[name][1])
 
 
 def check_groups(rank):
@@ -310,40 +272,44 @@ def test_groups_of_equal_sizes_with_other_parameters_are_refused():
     run_ranks(2, check_groups, timeout=60)
 
 
-def check_alone_later(rank, change):
-    """Ranks differ behind their second update: rank 1 alone has changed something."""
-    step = make_layers()
-    for number in range(2):
-        train(step, rank, number)
-    saved = step.state_dict()
-    changes = {
-        "weights": lambda: load_weights(step),
-        "optimizer": lambda: load_state(step),
-        "eps": lambda: step.optimizer.param_groups[0].update(eps=0.5),
-        "eval": lambda: step.model.module.eval(),
-        "resumed": lambda: step.load_state_dict({**saved, "model": {name: 2 * value for name, value in saved["model"].items()}}),
-    }
-    if rank:
-        changes[change]()
-    with pytest.raises(ValueError, match="^the ranks differ, .*Nothing was updated") as caught:
-        train(step, rank, 2)
-    return str(caught.value)
-
-
-LATER = {
-    "weights": "the first difference: model.0.weight",
-    "optimizer": "the first difference: exp_avg of model.0",
-    "eps": "eps of param group 0: 1e-08 on rank 0 and 0.5 on rank 1",
-    "eval": "the first difference: training of model True on rank 0",
-    "resumed": "the first difference: model.0.weight",
+LATER = {  # of a step and its state before
+    "lr": (lambda step, _: step.optimizer.param_groups[0].update(lr=0.3), "lr of param group 0: 0.1 on rank 0 and 0.3 on rank 1"),
+    "group": (
+        lambda step, _: step.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
+        "number of param groups: 1 on rank 0 and 2 on rank 1",
+    ),
+    "norm": (lambda step, _: setattr(step, "max_grad_norm", 5.0), "max_grad_norm: None on rank 0 and 5.0 on rank 1"),
+    "weights": (lambda step, _: load_weights(step), "the first difference: model.0.weight"),
+    "optimizer": (lambda step, _: load_state(step), "the first difference: exp_avg of model.0"),
+    "eps": (lambda step, _: step.optimizer.param_groups[0].update(eps=0.5), "eps of param group 0: 1e-08 on rank 0 and 0.5 on"),
+    "eval": (lambda step, _: step.model.module.eval(), "the first difference: training of model True on rank 0"),
+    "resumed": (
+        lambda step, saved: step.load_state_dict({**saved, "model": {name: 2 * one for name, one in saved["model"].items()}}),
+        "the first difference: model.0.weight",
+    ),
 }
 
 
-@pytest.mark.parametrize("change", LATER)
-def test_what_one_rank_changes_alone_later_is_refused_before_the_update(change):
-    errors = run_ranks(2, check_alone_later, change, timeout=60)
-    assert errors[0] == errors[1]
-    assert LATER[change] in errors[0]
+def check_alone_later(rank, change, strategy):
+    """Ranks differ behind their second update: rank 1 alone has changed something."""
+    step = make_layers(strategy)
+    for number in range(2):
+        train(step, rank, number)
+    saved = step.state_dict()
+    if rank:
+        LATER[change][0](step, saved)
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    with pytest.raises(ValueError, match="^the ranks differ, .*Nothing was updated") as caught:
+        train(step, rank, 2)
+    assert all(map(torch.equal, before, step.model.parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "strategy"), [*((change, "ddp") for change in LATER), *((change, "fsdp") for change in ("lr", "group", "norm"))]
+)
+def test_what_one_rank_changes_alone_later_is_refused_before_the_update(change, strategy):
+    assert_same_error(run_ranks(2, check_alone_later, change, strategy, timeout=60), re.escape(LATER[change][1]))
 
 
 def check_resumed_apart(rank):
@@ -377,9 +343,3 @@ def check_harmless(rank):
 def test_statistics_of_a_rank_and_equal_weights_are_no_difference():
     losses = run_ranks(2, check_harmless, timeout=60)
     assert losses[0] == losses[1]
-
-
-def test_reproducible_on_one_rank_is_refused_by_all():
-    errors = run_ranks(2, error_of, {}, {"reproducible": True}, timeout=60)
-    assert errors[0] == errors[1]
-    assert "reproducible: False on rank 0 and True on rank 1" in errors[0]

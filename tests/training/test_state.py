@@ -6,30 +6,17 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import Part, load, save
 
-from balanced_parallel import Checkpoints
 from balanced_parallel.training.state import join_tensors, split_tensors
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
 
-class Part:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
 def through_files(folder, state):
-    checkpoints = Checkpoints(folder, part=Part(state))
-    checkpoints.save(1)
-    checkpoints.wait()
-    loaded = Part(None)
-    Checkpoints(folder, part=loaded).load_latest()
+    save(folder, 1, part=Part(state))
+    loaded = Part()
+    load(folder, part=loaded)
     return loaded.state
 
 
