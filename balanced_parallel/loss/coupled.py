@@ -11,14 +11,15 @@ triplets), or statistics, which are summed (``LossOfSums``, of an :class:`Additi
 import abc
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica, gather, join, join_tensors, repeated_rows
+from ..batch.outputs import PerReplica, join_outputs, join_tensors, repeated_rows
 from ..batch.rows import (
     Along,
     Arguments,
@@ -30,16 +31,14 @@ from ..batch.rows import (
     mark_leaves,
     move_leaves,
     spread,
-    take,
     without_mark,
 )
-from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
+from ..runtime.collectives import gather_objects, gather_rows, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
-from .rules import refuse_coupled
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
 Shapes = dict[Any, tuple[int, ...]]  # The shapes of statistics by key path.
@@ -54,7 +53,7 @@ class CoupledLoss(abc.ABC):
 
     def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
         self.copies, self.home, self.is_split = copies, home, is_split
-        self._loss: Tensor | None = None  # The loss of all ranks. A part hands it back once.
+        self._loss = torch.zeros(())  # The loss of all ranks. A part hands it back once.
         self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # Each has the derivative of the loss.
 
     @abc.abstractmethod
@@ -91,15 +90,12 @@ class CoupledLoss(abc.ABC):
         """Returns the result of :meth:`hand_back` for parts with a graph."""
         losses = []
         for part in parts:
-            pairs = self._take(part)
-            loss, self._loss = self._loss, None
-            if loss is not None:
-                pairs += self._of_parameters
+            pairs = [*self._take(part), *self._of_parameters]
             learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
-            device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
-            value = torch.zeros((), device=device) if loss is None else move(loss, device)
+            value = move(self._loss, pairs[0][0].device) if pairs else self._loss
             total = hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning])
             losses.append(LossSum(total, None))
+            self._loss, self._of_parameters = torch.zeros_like(self._loss), []
         return losses
 
     def _derivatives(
@@ -132,7 +128,7 @@ class CoupledLoss(abc.ABC):
 class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows."""
 
-    tensors: dict[Any, Tensor] | None  # Key paths are the keys; None without rows.
+    tensors: dict[Any, Tensor]  # Key paths are the keys. There are none without rows.
     structure: Any  # whose leaves the tensors are
     nothing: Tensor  # a zero on the device of the output, connected to it
 
@@ -142,8 +138,6 @@ ROWS_TO_CHECK = 16  # two rows may look independent by chance, as by an equal nu
 
 class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
-
-    has_names = False  # statistics have names, and shards are compared by them first: their error says more
 
     def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
         super().__init__(copies, home, is_split=is_split)
@@ -174,7 +168,7 @@ class LossOfSums(CoupledLoss):
         """Returns the statistics of a replica. It runs in the thread of the replica."""
         nothing = shard.nothing()
         if not shard.rows:
-            return ShardStatistics(None, None, nothing)
+            return ShardStatistics({}, None, nothing)
         criterion: Any = shard.criterion
         result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
         tensors = {place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)}
@@ -185,29 +179,26 @@ class LossOfSums(CoupledLoss):
         self.check([part.tensors for part in parts], calls)
         return parts
 
-    def check(self, statistics: Sequence[dict[Any, Tensor] | None], calls: Calls) -> None:
-        """Compares the statistics of shards with each other, and those of the first rows with those of their halves.
+    def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
+        """Compares the statistics of the first rows with those of their halves.
 
         Raises:
-            ValueError: the statistics of some rows have another form, or are not the sum of those of the halves.
+            ValueError: they are not the sum of those of the halves.
         """
-        tensors = [part for part in statistics if part is not None]
-        if self.has_names:
-            self._check_shapes(tensors)
-        checks = self.copies.checks if self.is_split and tensors else None
-        if checks is None:
+        first = next(filter(None, statistics), None)
+        checks = self.copies.checks if self.is_split and first else None
+        if first is None or checks is None:
             return
-        form = [place[0].kind if self.has_names else place for place in tensors[0]]
-        is_due = self._rows_checked > 0 or checks.are_due((*form, *_flags(self.copies.criterion)))
+        form = *map(self._kind, first), *_flags(self.copies.criterion)
+        if not self._rows_checked and not checks.are_due(form):
+            return
         outputs = calls.outputs
-        for output, size, shard in zip(outputs, outputs.sizes, calls.shards if is_due else (), strict=False):
+        for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += size or 0
                 self._check_halves(PerReplica([output], [size], outputs.dim), shard)
 
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
-        if self.has_names:
-            refuse_coupled(self.copies.criterion)
         try:
             samples = self._samples(output, shard)
         except torch.OutOfMemoryError:
@@ -216,29 +207,24 @@ class LossOfSums(CoupledLoss):
             if output.sizes[0] == 1:
                 return
             self._refuse(f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}", error)
-        if None not in (sample.tensors for sample in samples):
-            self._compare(samples)
+        if all(sample.tensors for sample in samples):
+            self._compare([sample.tensors for sample in samples])
 
     def _collect(self, parts: list[ShardStatistics]) -> None:
-        for part in parts:
-            tensors = part.tensors and {place: tensor.detach() for place, tensor in part.tensors.items()}
-            self._add([part._replace(tensors=tensors)])
+        self._add([part._replace(tensors={place: tensor.detach() for place, tensor in part.tensors.items()}) for part in parts])
 
     def _add(self, parts: list[ShardStatistics]) -> None:
         for part in parts:
-            if part.tensors is None:
-                continue
-            self._check_shapes([self._total or part.tensors, part.tensors])
-            self._structure = part.structure
+            if part.tensors:
+                self._check_shapes([self._total or part.tensors, part.tensors])
+                self._structure = part.structure
             for place, tensor in part.tensors.items():
                 total = self._total.get(place)
                 self._total[place] = widen(tensor) if total is None else total + move(widen(tensor), total.device)
 
     def _take(self, part: ShardStatistics) -> list[tuple[Tensor, Tensor | None]]:
-        if part.tensors is None:
-            return [(part.nothing, None)]
-        pairs = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()]
-        return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in pairs]
+        slopes = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()] or [(part.nothing, None)]
+        return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in slopes]
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
@@ -275,12 +261,7 @@ class LossOfSums(CoupledLoss):
         """Returns the loss of the statistics of all rows."""
         tensors, device = iter(total.values()), next(iter(total.values())).device
         statistics = containers.map_leaves(lambda _: next(tensors), self._structure)
-
-        def finish(criterion: Any) -> Tensor:
-            loss: Tensor = criterion.finish(statistics)
-            return loss
-
-        loss = self.copies.run_once(finish, device)
+        loss = self.copies.run_once(operator.methodcaller("finish", statistics), device)
         return move(weighted_sum(loss, 1), self.copies.output_device or device)
 
     @torch.no_grad()
@@ -298,9 +279,10 @@ class LossOfSums(CoupledLoss):
         if not rows:
             return []
         if rows == 1:
-            rows, output = 2, PerReplica([join([output[0], _smaller(output[0])], None, output.dim)], [2], output.dim)
-            twice = take(targets, [*range(shard.target_rows)] * 2, self.copies.dim)
-            targets = _with_smaller(twice, shard.target_rows, self.copies.dim)
+            join_twice = functools.partial(_join_rows, device=devices_of(output, None)[0])
+            pair = mark_leaves(output[0], output.dim, "the output"), mark(targets, self.copies.dim, self.copies.criterion)
+            pair = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
+            rows, output, targets = 2, PerReplica([containers.map_leaves(without_mark, pair[0])], [2], output.dim), pair[1]
         pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
         halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
         devices = devices_of(halves, None)
@@ -314,11 +296,10 @@ class LossOfSums(CoupledLoss):
         return result
 
     @torch.no_grad()
-    def _compare(self, samples: Sequence[ShardStatistics]) -> None:
+    def _compare(self, samples: Sequence[dict[Any, Tensor]]) -> None:
         """Raises ``ValueError`` if the statistics of rows are not the sum of those of their halves."""
-        columns = [part.tensors or {} for part in samples]
-        for number, place in enumerate({place: None for column in columns for place in column}):
-            total, first, last = (widen(column[place]) if place in column else torch.zeros(()) for column in columns)
+        for number, place in enumerate(functools.reduce(operator.or_, samples, {})):
+            total, first, last = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
             if total.shape == first.shape == last.shape:
                 size = torch.stack([move(each, total.device) for each in (total, first, last)]).abs().max()
                 # a mean is off by its own size, and the variance of one row is nan; nan in the whole is the caller's
@@ -326,6 +307,10 @@ class LossOfSums(CoupledLoss):
                     continue
             values = f"of the first rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
             self._refuse(f"{self._name(number, place)} {values}")
+
+    def _kind(self, place: Any) -> Hashable:
+        """Returns a key of a statistic. New ones are compared with halves."""
+        return place  # type: ignore[no-any-return]
 
     def _tolerance(self, tensor: Tensor) -> float:
         return 5e-2
@@ -345,29 +330,11 @@ def _flags(criterion: Any) -> list[bool]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, bool)]
 
 
-def _smaller(output: Any) -> Any:
-    """Returns an output with all values between 0.5 and 0.9 of themselves."""
-
-    def scale(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        factors = torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
-        return leaf * factors.view(leaf.shape)
-
-    return containers.map_leaves(scale, output)
-
-
-def _with_smaller(targets: Any, rows: int, dim: int) -> Any:
-    """Returns targets of equal halves with smaller numbers in the second, which has ``rows`` rows. Others stay as they are."""
-
-    def change(leaf: Any) -> Any:
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        if not is_float or leaf.dim() <= dim or leaf.size(dim) != 2 * rows:
-            return leaf
-        first, second = leaf.split(rows, dim)
-        return torch.cat([first, _smaller(second)], dim)
-
-    return map_marked(change, targets)
+def _smaller(leaf: Any) -> Any:
+    """Returns a tensor with all values between 0.5 and 0.9 of themselves."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf * torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(leaf.shape)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
@@ -545,19 +512,19 @@ class AdditiveLoss(nn.Module):
 
 def _join_rows(place: str, values: list[Any], device: torch.device) -> Any:
     """Returns the rows of marked values as one on ``device``, or the first value if they have no rows."""
-    first = values[0]
-    if isinstance(first, Along) and isinstance(first.leaf, torch.Tensor):
-        return Along(join_tensors(place, [value.leaf for value in values], device, first.dim), first.dim)
+    first, plain = values[0], [without_mark(value) for value in values]
+    if isinstance(first, Along) and isinstance(first.leaf, Tensor):
+        return Along(join_tensors(place, plain, device, first.dim), first.dim)
     if isinstance(first, PerReplica):
-        sizes = [size for value in values for size in value.sizes]
-        outputs = PerReplica([entry for value in values for entry in value], sizes, first.dim)
-        return mark_leaves(outputs.on(device), outputs.dim, place)
-    if isinstance(first, Rows):
-        return Rows([entry for value in values for entry in value.entries])
-    if containers.is_row_list(without_mark(first)):
-        kind: Any = type(without_mark(first))
-        return kind(entry for value in values for entry in without_mark(value))
-    return move(first, device) if isinstance(first, torch.Tensor) else first
+        return mark_leaves(join_outputs(values, first.dim).on(device), first.dim, place)
+    if _is_list(first):
+        kind: Any = Rows if isinstance(first, Rows) else type(plain[0])
+        return kind([*itertools.chain(*plain)])
+    return move(first, device) if isinstance(first, Tensor) else first
+
+
+def _is_list(leaf: object) -> bool:
+    return isinstance(leaf, Rows) or containers.is_row_list(without_mark(leaf))
 
 
 class RankRows(NamedTuple):
@@ -568,57 +535,38 @@ class RankRows(NamedTuple):
     ranks: list[int]  # Only those with rows.
 
 
-class _Layout(NamedTuple):
-    """The rows of one rank."""
-
-    sizes: list[int]  # of each tensor with rows
-    lists: list[Any]  # with an entry for each row
-
-
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
-    """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable."""
+    """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable.
+
+    All ranks raise ``ValueError`` if one of them has a refusal.
+    """
     leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
-    along = [leaf for leaf in leaves if isinstance(leaf, Along)]
-    layout = None
-    if batch is not None:
-        sizes = [leaf.leaf.size(leaf.dim) for leaf in along]
-        layout = _Layout(sizes, [without_mark(leaf) for leaf in leaves if _is_list(leaf)])
-    by_rank = _gather_layouts(layout, refusal)
-    if world_size() == 1:
-        return RankRows(batch, [0] * len(along), [0])
-    tensors: Any = ()
-    if any(each.sizes for each in by_rank.values()):
-        dims = tuple(leaf.dim for leaf in along)
-        local = [] if layout is None else PerReplica([tuple(leaf.leaf for leaf in along)], [None], dims)
-        tensors = gather(local, device)
-    ranks = [number for number, each in by_rank.items() if any(each.sizes)] or [*by_rank]
-    if layout is None:
-        return RankRows(None, [], ranks)
-    sizes_before = [each.sizes for number, each in by_rank.items() if number < rank()]
-    starts = [sum(sizes[place] for sizes in sizes_before) for place in range(len(along))]
-    columns = zip(*[each.lists for each in by_rank.values()], strict=True)
-    lists = ([*itertools.chain(*column)] for column in columns)
-    return RankRows(_with_rows(batch, iter(tensors), lists), starts, ranks)
-
-
-def _gather_layouts(layout: _Layout | None, refusal: str | None) -> dict[int, _Layout]:
-    """Returns the layouts of the ranks that have one. Raises ``ValueError`` on all ranks if one of them refuses its rows."""
+    layout = None if batch is None else containers.map_leaves(_layout, batch)
     layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    return {number: each for number, each in enumerate(layouts) if each is not None}
+    ranks = [number for number, each in enumerate(layouts) if each is not None]
+    if world_size() == 1 or not ranks:
+        return RankRows(batch, [0] * len(leaves), ranks)
+    local, starts = iter(leaves), list[int]()
+
+    def join_ranks(place: str, of_ranks: list[Any]) -> Any:
+        leaf, joined = next(local, None), _join_rows(place, of_ranks, torch.device("meta"))
+        if not isinstance(joined, Along):
+            return leaf if joined is None else joined
+        sizes = [0] * world_size()
+        for number, each in zip(ranks, of_ranks, strict=True):
+            sizes[number] = each.leaf.size(joined.dim)
+        starts.append(sum(sizes[: rank()]))
+        tensor = torch.empty_like(each.leaf, device=device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
+        return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)
+
+    whole = containers.zip_leaves(join_ranks, [layouts[number] for number in ranks], "the batch")
+    return RankRows(None if batch is None else whole, starts, ranks)
 
 
-def _with_rows(batch: Any, tensors: Iterator[Tensor], lists: Iterator[list[Any]]) -> Any:
-    """Returns a batch with other tensors and lists in the place of those with rows."""
-
-    def replace(leaf: Any) -> Any:
-        if isinstance(leaf, Along):
-            return Along(next(tensors), leaf.dim)
-        return type(leaf)(next(lists)) if _is_list(leaf) else leaf
-
-    return containers.map_leaves(replace, batch)
-
-
-def _is_list(leaf: Any) -> bool:
-    return isinstance(leaf, Rows) or containers.is_row_list(leaf)
+def _layout(leaf: Any) -> Any:
+    """Returns a tensor with rows without its values, a list with an entry for each row as it is, and None for others."""
+    if isinstance(leaf, Along):
+        return Along(leaf.leaf.detach().to("meta"), leaf.dim)
+    return leaf if _is_list(leaf) else None

@@ -316,7 +316,7 @@ class OneCount(_OfOnePass):
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
         parts = calls.run(self._part)
-        LossOfMeans(calls.copies, _HOST).check([part.terms for part in parts], calls)
+        LossOfMeans(calls.copies, _HOST).check([part.terms or {} for part in parts], calls)
         return [add_means(part) for part in parts]
 
 
