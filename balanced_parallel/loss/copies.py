@@ -101,7 +101,6 @@ class ShardLoss(NamedTuple):
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
-    weights: Any = None  # numbers that are known before the replica runs
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -202,38 +201,35 @@ class Calls(NamedTuple):
     outputs: PerReplica
     shards: Sequence[Shard]
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each output."""
-        return devices_of(self.outputs, self.copies.devices)
-
     def agree(self) -> None:
         """Tells the other ranks whether this one has rows in its only forward. All ranks call this."""
         self.copies.collectives.agree(int(any(shard.target_rows for shard in self.shards)))
 
-    def run(self, function: Callable[[ShardLoss], T], weights: Sequence[Any] | None = None) -> list[T]:
-        """Returns the result of ``function`` for each replica, computed on the device of its output, which gets ``weights``."""
+    def run(self, function: Callable[..., T], *columns: Sequence[object]) -> list[T]:
+        """Returns the result of ``function(shard, *others)`` for each replica, on the device of its output.
+
+        Each of ``columns`` has another argument for each replica.
+        """
         copies, devices = self.copies, devices_of(self.outputs, self.copies.devices)
-        weights = weights or [None] * len(self.shards)
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
-            replicas = zip(criteria, self.outputs, self.shards, weights, devices, strict=True)
+            replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
             work = [functools.partial(_call, function, copies.collectives, *replica) for replica in replicas]
             return copies.replicas.run(work, devices, together=False)
 
 
 def _call(
-    function: Callable[[ShardLoss], T],
+    function: Callable[..., T],
     collectives: OwnCollectives,
+    device: torch.device,
     criterion: Criterion,
     output: object,
     shard: Shard,
-    weights: Any,
-    device: torch.device,
+    *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
     with shard.context():
         try:
-            return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives, weights))
+            return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives), *others)
         except (RuntimeError, IndexError) as error:
             if names := _tensors_outside(criterion):
                 error.add_note(

@@ -106,15 +106,15 @@ class CoupledLoss(abc.ABC):
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share to gradients of parameters.
         """
         parameters = [parameter for parameter in self.copies.parameters if parameter.requires_grad]
-        variables = [tensor.requires_grad_() for tensor in at if is_differentiable(tensor)]
+        learning = [*(tensor.requires_grad_() for tensor in at if is_differentiable(tensor)), *parameters]
         with torch.enable_grad():
             loss = compute()
-            scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
-            whole = loss if scale is None else loss * scale
-        gradients = torch.autograd.grad(whole, [*variables, *parameters], allow_unused=True)
-        if scale is not None:
+            whole = scaled(loss, scaler)
+        gradients = torch.autograd.grad(whole, learning, allow_unused=True)
+        if scaler is not None:
+            scale = scaled(torch.ones((), device=loss.device), scaler)
             gradients = tuple(slope if slope is None else widen(slope) / move(scale, slope.device) for slope in gradients)
-        self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss, requires_grad=False)
+        self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss)
         slopes = iter(gradients)
         derivatives = [next(slopes) if is_differentiable(tensor) else None for tensor in at]
         self._of_parameters = [(parameter, self._share(next(slopes), ranks)) for parameter in parameters]
@@ -150,19 +150,17 @@ class LossOfSums(CoupledLoss):
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(calls)
         self._add(parts)
-        total, ranks = self._over_ranks(parts[0].nothing)
-        if not ranks:
+        if not self._sum_over_ranks(parts[0].nothing):
             raise ValueError("the batch has no rows, expected one at least: there are no statistics")
-        return self._finish(total)
+        return self._finish()
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all statistics, and its derivative at each of them."""
         has_rows = bool(self._total)
-        total, ranks = self._over_ranks(None)
+        ranks = self._sum_over_ranks(torch.zeros((), device=self.home))
         if has_rows:
-            values = list(total.values())
-            slopes = self._derivatives(lambda: add_leaves(self._finish(total)), values, ranks, scaler)
-            self._slopes = dict(zip(total, slopes, strict=True))
+            slopes = self._derivatives(lambda: add_leaves(self._finish()), [*self._total.values()], ranks, scaler)
+            self._slopes = dict(zip(self._total, slopes, strict=True))
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
         """Returns the statistics of a replica. It runs in the thread of the replica."""
@@ -226,26 +224,22 @@ class LossOfSums(CoupledLoss):
         slopes = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()] or [(part.nothing, None)]
         return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in slopes]
 
-    def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
-        """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
+    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
+        """Sums the statistics of all ranks, with the graph of ``nothing``. Returns the ranks with rows. Every rank calls this."""
         local = self._total
         layout = self._structure, {place: tensor.detach().to("meta") for place, tensor in local.items()}
         layouts = enumerate(gather_objects(layout if local else None))
         by_rank = {number: layout for number, layout in layouts if layout is not None}
         self._check_shapes([tensors for _, tensors in by_rank.values()])
         if world_size() == 1 or not by_rank:
-            return local, [*by_rank]
-        device = self.home if nothing is None else nothing.device
+            return [*by_rank]
         self._structure, tensors = next(iter(by_rank.values()))
-        local = local or {place: torch.zeros_like(tensor, device=device) for place, tensor in tensors.items()}
-        whole = {place: sum_over_ranks(tensor) for place, tensor in local.items()}
-        if nothing is None:
-            return whole, [*by_rank]
-        # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
+        local = local or {place: torch.zeros_like(tensor, device=nothing.device) for place, tensor in tensors.items()}
         for place, tensor in local.items():
+            # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
             ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
-            whole[place] = hand_back(whole[place], [torch.ones_like(ours)], [ours])
-        return whole, [*by_rank]
+            self._total[place] = hand_back(sum_over_ranks(tensor), [torch.ones_like(ours)], [ours])
+        return [*by_rank]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
         shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
@@ -257,9 +251,9 @@ class LossOfSums(CoupledLoss):
         shapes, others = list(first.values()), list(other.values())
         raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
 
-    def _finish(self, total: dict[Any, Tensor]) -> Any:
+    def _finish(self) -> Any:
         """Returns the loss of the statistics of all rows."""
-        tensors, device = iter(total.values()), next(iter(total.values())).device
+        tensors, device = iter(self._total.values()), next(iter(self._total.values())).device
         statistics = containers.map_leaves(lambda _: next(tensors), self._structure)
         loss = self.copies.run_once(operator.methodcaller("finish", statistics), device)
         return move(weighted_sum(loss, 1), self.copies.output_device or device)
@@ -283,13 +277,12 @@ class LossOfSums(CoupledLoss):
             pair = mark_leaves(output[0], output.dim, "the output"), mark(targets, self.copies.dim, self.copies.criterion)
             pair = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
             rows, output, targets = 2, PerReplica([containers.map_leaves(without_mark, pair[0])], [2], output.dim), pair[1]
-        pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
-        halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
+        halves = join_outputs([output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)], output.dim)
+        target_rows = count_rows(targets, self.copies.dim, rows, "targets")
         devices = devices_of(halves, None)
         states = generator_states(devices)
         result: list[ShardStatistics] = []
         for part in (output, halves):
-            target_rows = count_rows(targets, self.copies.dim, rows, "targets")
             shards = shards_of_targets(part, targets, target_rows, self.copies.dim, self.copies.devices)
             result += Calls(self.copies, part, shards).run(self._statistics)
         set_generators(states, devices)
@@ -298,9 +291,10 @@ class LossOfSums(CoupledLoss):
     @torch.no_grad()
     def _compare(self, samples: Sequence[dict[Any, Tensor]]) -> None:
         """Raises ``ValueError`` if the statistics of rows are not the sum of those of their halves."""
-        for number, place in enumerate(functools.reduce(operator.or_, samples, {})):
+        places: dict[Any, Tensor] = functools.reduce(operator.or_, samples)
+        for number, place in enumerate(places):
             total, first, last = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
-            if total.shape == first.shape == last.shape:
+            if total.shape == first.shape == last.shape and all(place in sample for sample in samples):
                 size = torch.stack([move(each, total.device) for each in (total, first, last)]).abs().max()
                 # a mean is off by its own size, and the variance of one row is nan; nan in the whole is the caller's
                 if not total.isfinite().all() or (total - first - last).abs().max() <= self._tolerance(total) * size:
@@ -379,28 +373,20 @@ class WholeLoss(CoupledLoss):
         if whole is None:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
-
-        def compute() -> Tensor:
-            return add_leaves(self._call(rows.batch, device))
-
-        derivatives = self._derivatives(compute, [without_mark(leaf) for leaf in leaves], rows.ranks, scaler)
+        tensors = [without_mark(leaf) for leaf in leaves]
+        derivatives = self._derivatives(lambda: add_leaves(self._call(rows.batch, device)), tensors, rows.ranks, scaler)
+        columns = zip(*[_output_leaves(piece, self._outputs) for piece in pieces], strict=True)
         starts = iter(rows.starts)
-        columns = [
-            self._cut(leaf, derivative, [_output_leaves(piece, self._outputs)[place] for piece in pieces], starts, rows.ranks)
-            for place, (leaf, derivative) in enumerate(zip(leaves, derivatives, strict=True))
-        ]
-        self._pending = [list(row) for row in zip(*columns, strict=True)]
-
-    def _cut(self, leaf: Any, derivative: Tensor | None, pieces: list[Any], starts: Any, ranks: list[int]) -> list[Tensor | None]:
-        """Returns the derivative at each piece of a leaf, on the device of the piece."""
-        start = next(starts) if isinstance(leaf, Along) else 0
-        if derivative is None:
-            return [None] * len(pieces)
-        if not isinstance(leaf, Along):
-            return [self._share(derivative, ranks), *[None] * (len(pieces) - 1)]
-        sizes = [piece.leaf.size(leaf.dim) for piece in pieces]
-        parts = zip(pieces, derivative.narrow(leaf.dim, start, sum(sizes)).split(sizes, leaf.dim), strict=True)
-        return [part.to(piece.leaf.device, copy=True) for piece, part in parts]  # copies, so that the whole can be freed
+        self._pending = [[] for _ in pieces]
+        for leaf, derivative, column in zip(leaves, derivatives, columns, strict=True):
+            start = next(starts) if isinstance(leaf, Along) else 0
+            for pending, piece in zip(self._pending, map(without_mark, column), strict=True):
+                slope = None if pending is not self._pending[0] else self._share(derivative, rows.ranks)
+                if derivative is not None and isinstance(leaf, Along):
+                    size = piece.size(leaf.dim)
+                    slope = derivative.narrow(leaf.dim, start, size).to(piece.device, copy=True)  # the whole can be freed
+                    start += size
+                pending.append(slope)
 
     def _parts(self, calls: Calls) -> list[Any]:
         outputs = calls.outputs
@@ -548,7 +534,7 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
     ranks = [number for number, each in enumerate(layouts) if each is not None]
     if world_size() == 1 or not ranks:
         return RankRows(batch, [0] * len(leaves), ranks)
-    local, starts = iter(leaves), list[int]()
+    local, sizes_of_tensors = iter(leaves), list[list[int]]()
 
     def join_ranks(place: str, of_ranks: list[Any]) -> Any:
         leaf, joined = next(local, None), _join_rows(place, of_ranks, torch.device("meta"))
@@ -557,12 +543,14 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
         sizes = [0] * world_size()
         for number, each in zip(ranks, of_ranks, strict=True):
             sizes[number] = each.leaf.size(joined.dim)
-        starts.append(sum(sizes[: rank()]))
+        sizes_of_tensors.append(sizes)
         tensor = torch.empty_like(each.leaf, device=device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
         return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)
 
     whole = containers.zip_leaves(join_ranks, [layouts[number] for number in ranks], "the batch")
-    return RankRows(None if batch is None else whole, starts, ranks)
+    with_rows = [number for number in ranks if any(sizes[number] for sizes in sizes_of_tensors)]
+    starts = [sum(sizes[: rank()]) for sizes in sizes_of_tensors]
+    return RankRows(None if batch is None else whole, starts, with_rows or ranks)
 
 
 def _layout(leaf: Any) -> Any:

@@ -63,6 +63,11 @@ class Term(NamedTuple):
     factor: Any = 1.0
     bounds: tuple[tuple[str, Any], ...] = ()  # what is "added" to the count of all rows, and its "least" value
 
+    @property
+    def value(self) -> Tensor:
+        """The sum times the coefficient."""
+        return torch.mul(widen(self.total), self.factor)
+
     def describe(self) -> str:
         """Returns the name of the mean, with its coefficient if that is a Python number."""
         has_factor = not isinstance(self.factor, Tensor) and self.factor != 1
@@ -251,10 +256,9 @@ class MeanRecorder(TorchFunctionMode):
 
     def _key(self, function: Any, arguments: dict[str, Any]) -> Hashable:
         """Returns a key that is equal for losses of the same targets, which have the same count."""
-        target, values, rule = arguments.get("target"), arguments.get("input"), RULES[function]
+        target, rule = arguments.get("target"), RULES[function]
         is_class = rule is RULES[F.cross_entropy] and isinstance(target, Tensor) and not target.is_floating_point()
-        is_elementwise = isinstance(target, Tensor) and isinstance(values, Tensor) and target.shape == values.shape
-        if not is_class and not is_elementwise:
+        if not isinstance(target, Tensor) or not (is_class or target.shape == getattr(arguments.get("input"), "shape", None)):
             return object()
         tensors = [tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)]
         self._held += tensors  # while they live, no other tensor is at their place
@@ -353,15 +357,15 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     constants = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else (arguments, settings)
     with MeanRecorder(constants, shard.output, (shard.targets, shard.kwargs), shard.rows) as recorder:
         result = shard.call()
-    is_averaged = shard.collectives.is_used  # over the ranks, as a whole
     pairs: list[tuple[str, Term]] = []
     for place, loss in containers.leaves(result):
         if loss is None:
             continue
-        terms = None if is_averaged else recorder.terms_of(loss)
-        if terms is None and is_split and not is_averaged:
+        terms = recorder.terms_of(loss)
+        if shard.collectives.is_used or (terms is None and not is_split):  # averaged over the ranks, or computed as a whole
+            terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)]
+        if terms is None:
             _refuse_unknown(module, recorder.has_unknown_count)
-        terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)] if terms is None else terms
         pairs += [(place, term) for term in terms]
     keys = {term.key for _, term in pairs} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
@@ -410,10 +414,8 @@ def single_mean(shard: ShardLoss) -> LossSum:
             f"{', '.join(name.kind for name in terms)}; {_ALWAYS}, a function (output, *targets) -> scalar"
         )
     count = next((term.weight for term in terms.values() if term.key is not None), shard.rows)
-    totals = [
-        add_up([term.factor], term.total.device) * count if term.kind == "a constant" else widen(term.total) * term.factor
-        for term in terms.values()
-    ]
+    # A constant is a sum over the rows, and joins the sums over another count.
+    totals = [term.value * (count / shard.rows) if term.kind == _CONSTANT else term.value for term in terms.values()]
     names = {(name, "total"): term.total for name, term in terms.items()}
     return LossSum(functools.reduce(torch.add, totals or [shard.nothing()]), count, names)
 
@@ -430,8 +432,16 @@ class LossOfMeans(LossOfSums):
     Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in one pass.
     """
 
-    has_one_count = False  # all means of an update that was split
-    _is_empty = False  # nothing was counted
+    @property
+    def has_one_count(self) -> bool:
+        """True if an update that was split has shown one count for all means."""
+        return self.is_split and bool(self._total) and not any(name.has_several for name, _ in self._total)
+
+    @functools.cached_property
+    def _is_empty(self) -> bool:
+        """True if nothing was counted. To read the counts waits for the device."""
+        counts = [self._count(name) for name, kind in self._total if kind == "count"]
+        return bool(counts) and not any(map(bool, counts))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns a loss for each part. They have no weight if nothing was counted, so that nothing is updated."""
@@ -443,31 +453,19 @@ class LossOfMeans(LossOfSums):
         if not shard.rows:
             return ShardStatistics({}, None, nothing)
         result, terms = find_means(shard, is_split=self.is_split)
-        tensors: dict[Any, Tensor] = {_ROWS: add_up([shard.rows], nothing.device)}
+        numbers: dict[Any, Any] = {_ROWS: shard.rows}
         for name, term in terms.items():
-            tensors[name, "total"] = widen(term.total)
-            tensors[name, "count"] = add_up([term.weight], nothing.device)
-            tensors[name, "coefficient"] = add_up([term.factor * shard.rows], nothing.device)
-            for kind, bound in term.bounds:
-                tensors[name, kind] = add_up([bound * shard.rows], nothing.device)
+            numbers |= {(name, "total"): term.value, (name, "count"): term.weight}
+            numbers |= {(name, kind): bound * shard.rows for kind, bound in term.bounds}
+        tensors = {place: add_up([number], nothing.device) for place, number in numbers.items()}
         structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
         return ShardStatistics(tensors, structure, nothing)
 
-    def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
-        total, ranks = super()._over_ranks(nothing)
-        if total and self.is_split:
-            self.has_one_count = not any(name.has_several for name, _ in total)
-        if nothing is None:  # TrainStep asks; to read the counts waits for the device
-            counts = [_count_of(total, name) for name, kind in total if kind == "count"]
-            self._is_empty = bool(counts) and not any(map(bool, counts))
-        return total, ranks
-
-    def _finish(self, total: dict[Any, Tensor]) -> Any:
+    def _finish(self) -> Any:
         losses: dict[str, Tensor] = {}
-        for name in [name for name, kind in total if kind == "total"]:
-            value = total[name, "total"]
-            mean = divide(value, _count_of(total, name).to(value.dtype))
-            mean = mean * (total[name, "coefficient"] / total[_ROWS]).to(value.dtype)
+        for name in [name for name, kind in self._total if kind == "total"]:
+            value = self._total[name, "total"]
+            mean = divide(value, self._count(name).to(value.dtype))
             losses[name.place] = losses[name.place] + mean if name.place in losses else mean
 
         def fill(place: str, values: list[Any]) -> Any:
@@ -475,6 +473,17 @@ class LossOfMeans(LossOfSums):
             return None if values[0] is None else move(loss, self.copies.output_device or loss.device)
 
         return containers.zip_leaves(fill, [self._structure])
+
+    def _mean(self, name: MeanName, kind: str) -> Tensor:
+        """Returns the mean of a number over the shards, which have added it times their rows."""
+        return self._total[name, kind] / self._total[_ROWS]
+
+    def _count(self, name: MeanName) -> Tensor:
+        """Returns the count of all rows that a mean divides by, within its bounds."""
+        count = self._total[name, "count"]
+        if (name, "added") in self._total:
+            count = count + self._mean(name, "added")
+        return torch.maximum(count, self._mean(name, "least")) if (name, "least") in self._total else count
 
     def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
         """Compares the names of the means of all shards too."""
@@ -515,11 +524,3 @@ _DEPENDENT = (
     "for all rows; or AdditiveLoss(statistics, finish), if it is a function of sums; or weight=, a function (output, *targets) "
     "-> scalar, if its rows are independent"
 )
-
-
-def _count_of(total: dict[Any, Tensor], name: MeanName) -> Tensor:
-    """Returns the count of all rows that a mean divides by, within its bounds."""
-    count = total[name, "count"]
-    if (name, "added") in total:
-        count = count + total[name, "added"] / total[_ROWS]
-    return torch.maximum(count, total[name, "least"] / total[_ROWS]) if (name, "least") in total else count
