@@ -114,9 +114,12 @@ class ShardLoss(NamedTuple):
 
     def nothing(self) -> Tensor:
         """Returns a zero that is connected to the output and to the criterion's parameters."""
-        parameters = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
-        tensors = [leaf for _, leaf in containers.leaves(self.output) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
-        return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
+        tensors = [*filter(is_differentiable, containers.tensors_in(self.output)), *_parameters(self.criterion)]
+        return zero_of(*tensors) if tensors else torch.zeros(())
+
+
+def _parameters(criterion: Criterion) -> list[nn.Parameter]:
+    return [*criterion.parameters()] if isinstance(criterion, nn.Module) else []
 
 
 def call_spread(
@@ -137,7 +140,7 @@ def call_spread(
 
 def loss_of(result: object) -> Any:
     """Returns the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, or the result itself."""
-    return result if isinstance(result, Tensor) else getattr(result, "loss", result)
+    return getattr(result, "loss", result)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +172,7 @@ class CriterionCopies:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the criterion."""
-        return list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+        return _parameters(self.criterion)
 
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""
@@ -184,14 +187,14 @@ class CriterionCopies:
                 if tensor.device != devices[0]:
                     criterion.to(devices[0])
             return self.replicas.of(criterion, devices, devices[0])
+        copies = [criterion] * len(devices)
         if isinstance(criterion, functools.partial):
             bound = criterion.args, criterion.keywords
             if any(device.type != "cpu" for device in devices):
-                bound = containers.map_leaves(lambda leaf: pin(leaf) if isinstance(leaf, Tensor) else leaf, bound)
+                bound = containers.map_tensors(pin, bound)
             moved = [move_leaves(bound, device) for device in devices]
             copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
-            return contextlib.nullcontext(copies)
-        return contextlib.nullcontext([criterion] * len(devices))
+        return contextlib.nullcontext(copies)
 
 
 class Calls(NamedTuple):
@@ -266,12 +269,11 @@ def shards_of_targets(
 ) -> list[Shard]:
     """Cuts marked targets of ``rows`` rows as the outputs' shards. ``dim`` is the dimension of the rows in unmarked targets."""
     known_sizes = [size for size in outputs.sizes if size is not None]
-    if len(known_sizes) < len(outputs):
-        sizes = [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
-    else:
+    if len(known_sizes) == len(outputs):
         sizes = proportional_sizes(sum(known_sizes) if rows is None else rows, known_sizes)
+    else:
+        sizes = split_sizes(len(outputs) if rows is None else rows, len(outputs))
     parts = consecutive(sizes)
-    is_whole = rows is None or len(parts) == 1
-    pieces = [targets] * len(parts) if is_whole else cut(targets, parts, dim)
-    cells = zip(pieces, parts, sizes, devices_of(outputs, allowed), strict=True)
-    return [Shard(NOTHING, piece, part, size, device) for piece, part, size, device in cells]
+    pieces = [targets] * len(parts) if rows is None or len(parts) == 1 else cut(targets, parts, dim)
+    cells = zip(pieces, parts, devices_of(outputs, allowed), strict=True)
+    return [Shard(NOTHING, piece, part, len(part), device) for piece, part, device in cells]

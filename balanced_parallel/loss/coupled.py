@@ -29,7 +29,7 @@ from ..batch.rows import (
     map_marked,
     mark,
     mark_leaves,
-    move_leaves,
+    move_arguments,
     spread,
     without_mark,
 )
@@ -38,10 +38,8 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
+from .copies import Calls, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
-
-Shapes = dict[Any, tuple[int, ...]]  # The shapes of statistics by key path.
 
 
 class CoupledLoss(abc.ABC):
@@ -65,22 +63,16 @@ class CoupledLoss(abc.ABC):
         """Computes the loss of all parts on all ranks, and its derivative at each, from a scaled loss. Every rank calls this."""
 
     @abc.abstractmethod
+    def collect(self, calls: Calls) -> list[Any]:
+        """Collects the parts of a micro-batch in the first pass. Returns them with their graph."""
+
+    @abc.abstractmethod
     def _parts(self, calls: Calls) -> list[Any]:
         """Returns the part of each replica."""
 
     @abc.abstractmethod
-    def _collect(self, parts: list[Any]) -> None:
-        """Keeps the values of the parts for :meth:`differentiate`."""
-
-    @abc.abstractmethod
     def _take(self, part: Any) -> list[tuple[Tensor, Tensor | None]]:
         """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
-
-    def collect(self, calls: Calls) -> list[Any]:
-        """Collects the parts of a micro-batch in the first pass. Returns them with their graph."""
-        parts = self._parts(calls)
-        self._collect(parts)
-        return parts
 
     def hand_back(self, calls: Calls) -> list[LossSum]:
         """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything is the loss."""
@@ -208,8 +200,11 @@ class LossOfSums(CoupledLoss):
         if all(sample.tensors for sample in samples):
             self._compare([sample.tensors for sample in samples])
 
-    def _collect(self, parts: list[ShardStatistics]) -> None:
+    def collect(self, calls: Calls) -> list[Any]:
+        """Adds the statistics of a micro-batch in the first pass."""
+        parts = self._parts(calls)
         self._add([part._replace(tensors={place: tensor.detach() for place, tensor in part.tensors.items()}) for part in parts])
+        return parts
 
     def _add(self, parts: list[ShardStatistics]) -> None:
         for part in parts:
@@ -244,12 +239,9 @@ class LossOfSums(CoupledLoss):
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
         shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
         for other in shapes:
-            if list(other.items()) != list(shapes[0].items()):
-                self._refuse_shapes(shapes[0], other)
-
-    def _refuse_shapes(self, first: Shapes, other: Shapes) -> NoReturn:
-        shapes, others = list(first.values()), list(other.values())
-        raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
+            if [*other.items()] != [*shapes[0].items()]:
+                both = f"{[*shapes[0].values()]} and {[*other.values()]}"
+                raise ValueError(f"the statistics have shapes {both}, expected equal shapes for all rows")
 
     def _finish(self) -> Any:
         """Returns the loss of the statistics of all rows."""
@@ -361,20 +353,17 @@ class WholeLoss(CoupledLoss):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
         self.pieces = self._parts(calls)
-        whole, device = self._join()
-        loss = self._call(gather_ranks(whole, device, self._refusal).batch, device)
+        loss = self._call(self._gather())
         return containers.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all outputs, and its derivative at each of them."""
-        pieces = self.pieces
-        whole, device = self._join()
-        rows = gather_ranks(whole, device, self._refusal)
-        if whole is None:
+        pieces, rows = self.pieces, self._gather()
+        if not pieces:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
         tensors = [without_mark(leaf) for leaf in leaves]
-        derivatives = self._derivatives(lambda: add_leaves(self._call(rows.batch, device)), tensors, rows.ranks, scaler)
+        derivatives = self._derivatives(lambda: add_leaves(self._call(rows)), tensors, rows.ranks, scaler)
         columns = zip(*[_output_leaves(piece, self._outputs) for piece in pieces], strict=True)
         starts = iter(rows.starts)
         self._pending = [[] for _ in pieces]
@@ -391,41 +380,40 @@ class WholeLoss(CoupledLoss):
     def _parts(self, calls: Calls) -> list[Any]:
         outputs = calls.outputs
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
-        function, parts = self.copies.criterion, []
+        parts = []
         for output, shard in zip(outputs, calls.shards, strict=True):
             marked = spread(mark_leaves(output, outputs.dim, "the output"))
-            targets, kwargs = mark(shard.targets, self.copies.dim, function)
+            targets, kwargs = mark(shard.targets, self.copies.dim, self.copies.criterion)
             parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)
         return parts
 
-    def _collect(self, parts: list[Arguments]) -> None:
+    def collect(self, calls: Calls) -> list[Any]:
+        """Keeps outputs and targets of a micro-batch in the first pass."""
+        parts = self._parts(calls)
         self.pieces += map_marked(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, parts)
+        return parts
 
     def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
         leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
         return [(without_mark(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
 
-    def _join(self) -> tuple[Any, torch.device]:
-        """Returns all pieces of this rank as one, None without any, and the device of the loss. The pieces are forgotten."""
+    def _gather(self) -> "RankRows":
+        """Returns all pieces of all ranks as one. The pieces are forgotten."""
         pieces, self.pieces = self.pieces, []
-        self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
-        outputs = _output_leaves(pieces[0], self._outputs) if pieces else []
-        checks = self.copies.checks
-        if len(pieces) > 1 and checks is not None and checks.are_due(None):
-            _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
-        device = self.copies.output_device or (without_mark(outputs[0]).device if outputs else self.home)
+        outputs = [_output_leaves(piece, self._outputs) for piece in pieces]
+        is_due = len(pieces) > 1 and self.copies.checks is not None and self.copies.checks.are_due(None)
+        for leaves in zip(*outputs, strict=True) if is_due else ():
+            _check_constant(*leaves)
+        device = self.copies.output_device or (without_mark(outputs[0][0]).device if outputs else self.home)
         join = functools.partial(_join_rows, device=device)
-        return containers.zip_leaves(join, pieces, "the batch") if pieces else None, device
+        whole = containers.zip_leaves(join, pieces, "the batch") if pieces else None
+        return gather_ranks(whole, device, self._refusal if len(pieces) > 1 or world_size() > 1 else None)
 
-    def _call(self, batch: Arguments, device: torch.device) -> Any:
-        inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
-        output, targets = inputs[: self._outputs], inputs[self._outputs :]
-
-        def call(criterion: Criterion) -> Any:
-            return ShardLoss(criterion, 1, output, targets, kwargs, self.copies.collectives).call()
-
-        return self.copies.run_once(call, device)
+    def _call(self, rows: "RankRows") -> Any:
+        inputs, kwargs = move_arguments(rows.batch, rows.device)
+        arguments = 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, self.copies.collectives
+        return self.copies.run_once(lambda criterion: ShardLoss(criterion, *arguments).call(), rows.device)
 
 
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
@@ -434,16 +422,14 @@ def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(without_mark(leaf), Tensor)]
 
 
-def _check_constants(pieces: list[list[Any]]) -> None:
-    """Raises ``ValueError`` if outputs without rows differ between replicas or micro-batches."""
-    for first, *others in zip(*pieces, strict=True):
-        tensor = without_mark(first)
-        equal = (torch.equal(tensor, move(without_mark(other), tensor.device)) for other in others)
-        if not isinstance(first, Along) and not all(equal):
-            raise ValueError(
-                f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
-                "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
-            )
+def _check_constant(first: Any, *others: Any) -> None:
+    """Raises ``ValueError`` if an output without rows differs between replicas or micro-batches."""
+    tensor = without_mark(first)
+    if not isinstance(first, Along) and not all(torch.equal(tensor, move(without_mark(each), tensor.device)) for each in others):
+        raise ValueError(
+            f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
+            "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
+        )
 
 
 class AdditiveLoss(nn.Module):
@@ -517,6 +503,7 @@ class RankRows(NamedTuple):
     """The rows of all ranks."""
 
     batch: Any  # None on a rank that has passed none
+    device: torch.device
     starts: list[int]  # place of this rank's rows in each tensor with rows, in the order of the leaves
     ranks: list[int]  # Only those with rows.
 
@@ -533,7 +520,7 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
         raise ValueError(message)
     ranks = [number for number, each in enumerate(layouts) if each is not None]
     if world_size() == 1 or not ranks:
-        return RankRows(batch, [0] * len(leaves), ranks)
+        return RankRows(batch, device, [0] * len(leaves), ranks)
     local, sizes_of_tensors = iter(leaves), list[list[int]]()
 
     def join_ranks(place: str, of_ranks: list[Any]) -> Any:
@@ -550,7 +537,7 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
     whole = containers.zip_leaves(join_ranks, [layouts[number] for number in ranks], "the batch")
     with_rows = [number for number in ranks if any(sizes[number] for sizes in sizes_of_tensors)]
     starts = [sum(sizes[: rank()]) for sizes in sizes_of_tensors]
-    return RankRows(None if batch is None else whole, starts, with_rows or ranks)
+    return RankRows(None if batch is None else whole, device, starts, with_rows or ranks)
 
 
 def _layout(leaf: Any) -> Any:

@@ -28,7 +28,7 @@ from ..batch.rows import Shard
 from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
 from .copies import Calls, ShardLoss
-from .coupled import LossOfSums, Shapes, ShardStatistics
+from .coupled import LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
 from .sums import LossSum, add_up, divide, weighted_sum, widen, zero_of
 
@@ -507,9 +507,11 @@ class LossOfMeans(LossOfSums):
     def _name(self, number: int, place: Any) -> str:
         return f"the {place[1]} of {place[0].text}"
 
-    def _refuse_shapes(self, first: Shapes, other: Shapes) -> NoReturn:
-        texts = [", ".join(name.text for name, kind in shapes if kind == "total") for shapes in (first, other)]
-        raise UnknownMeanError(f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others; {_ALWAYS}")
+    def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
+        for part in parts:
+            if [*part] != [*parts[0]]:
+                first, other = (", ".join(name.text for name, kind in each if kind == "total") for each in (parts[0], part))
+                raise UnknownMeanError(f"the criterion computes {first} for some rows, and {other} for others; {_ALWAYS}")
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         is_of_number = reason.startswith("the count of") and _OVER_NUMBER in reason
