@@ -12,7 +12,7 @@ import abc
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -368,7 +368,7 @@ class WholeLoss(CoupledLoss):
         starts = iter(rows.starts)
         self._pending = [[] for _ in pieces]
         for leaf, derivative, column in zip(leaves, derivatives, columns, strict=True):
-            start = next(starts) if isinstance(leaf, Along) else 0
+            start = next(starts, 0) if isinstance(leaf, Along) else 0
             for pending, piece in zip(self._pending, map(without_mark, column), strict=True):
                 slope = None if pending is not self._pending[0] else self._share(derivative, rows.ranks)
                 if derivative is not None and isinstance(leaf, Along):
@@ -504,7 +504,7 @@ class RankRows(NamedTuple):
 
     batch: Any  # None on a rank that has passed none
     device: torch.device
-    starts: list[int]  # place of this rank's rows in each tensor with rows, in the order of the leaves
+    starts: list[int]  # place of this rank's rows in each tensor with rows, in the order of the leaves, if there are others
     ranks: list[int]  # Only those with rows.
 
 
@@ -513,31 +513,20 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
 
     All ranks raise ``ValueError`` if one of them has a refusal.
     """
-    leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
     layout = None if batch is None else containers.map_leaves(_layout, batch)
     layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    ranks = [number for number, each in enumerate(layouts) if each is not None]
-    if world_size() == 1 or not ranks:
-        return RankRows(batch, device, [0] * len(leaves), ranks)
-    local, sizes_of_tensors = iter(leaves), list[list[int]]()
-
-    def join_ranks(place: str, of_ranks: list[Any]) -> Any:
-        leaf, joined = next(local, None), _join_rows(place, of_ranks, torch.device("meta"))
-        if not isinstance(joined, Along):
-            return leaf if joined is None else joined
-        sizes = [0] * world_size()
-        for number, each in zip(ranks, of_ranks, strict=True):
-            sizes[number] = each.leaf.size(joined.dim)
-        sizes_of_tensors.append(sizes)
-        tensor = torch.empty_like(each.leaf, device=device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
-        return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)
-
-    whole = containers.zip_leaves(join_ranks, [layouts[number] for number in ranks], "the batch")
-    with_rows = [number for number in ranks if any(sizes[number] for sizes in sizes_of_tensors)]
-    starts = [sum(sizes[: rank()]) for sizes in sizes_of_tensors]
-    return RankRows(None if batch is None else whole, device, starts, with_rows or ranks)
+    by_rank = {number: each for number, each in enumerate(layouts) if each is not None}
+    if world_size() == 1 or not by_rank:
+        return RankRows(batch, device, [], [*by_rank])
+    local = iter(() if batch is None else [leaf for _, leaf in containers.leaves(batch)])
+    columns: list[list[int]] = []
+    gather_leaf = functools.partial(_gather_leaf, ranks=[*by_rank], local=local, columns=columns, device=device)
+    whole = containers.zip_leaves(gather_leaf, [*by_rank.values()], "the batch")
+    with_rows = [number for number in by_rank if any(sizes[number] for sizes in columns)]
+    starts = [sum(sizes[: rank()]) for sizes in columns]
+    return RankRows(None if batch is None else whole, device, starts, with_rows or [*by_rank])
 
 
 def _layout(leaf: Any) -> Any:
@@ -545,3 +534,21 @@ def _layout(leaf: Any) -> Any:
     if isinstance(leaf, Along):
         return Along(leaf.leaf.detach().to("meta"), leaf.dim)
     return leaf if _is_list(leaf) else None
+
+
+def _gather_leaf(
+    place: str, layouts: list[Any], ranks: list[int], local: Iterator[Any], columns: list[list[int]], device: torch.device
+) -> Any:
+    """Returns the rows of all ranks in the place of one leaf, and adds their numbers to ``columns`` for a tensor.
+
+    ``local`` yields the leaf of this rank, which may have none.
+    """
+    leaf, joined = next(local, None), _join_rows(place, layouts, torch.device("meta"))
+    if not isinstance(joined, Along):
+        return leaf if joined is None else joined
+    sizes = [0] * world_size()
+    for number, each in zip(ranks, layouts, strict=True):
+        sizes[number] = each.leaf.size(joined.dim)
+    columns.append(sizes)
+    tensor = torch.empty_like(each.leaf, device=device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
+    return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)

@@ -103,22 +103,11 @@ class DataParallelCriterion(nn.Module):
         self.devices = None if device_ids is None else resolve_devices(device_ids)
         self.output_device = None if output_device is None else resolve_device(output_device)
         self.precision = Precision("fp32" if precision is None else precision)
-        self._set_up(Replicas(), Checks())
-
-    def _set_up(self, replicas: Replicas, checks: Checks | None) -> None:
-        """Sets the copies of the criterion. A subclass passes its own replicas."""
-        self.replicas = replicas
-        is_averaged = self.reduction == "mean" and not is_structure(self.weight)
-        self.copies = CriterionCopies(
-            self.module,
-            self.devices,
-            self.output_device,
-            self.dim or 0,
-            self.precision,
-            replicas,
-            OwnCollectives(is_possible=find_torch_loss(self.module) is None, is_mean=is_averaged),
-            checks,
-        )
+        self.replicas = Replicas()
+        is_averaged = kind.reduction == "mean" and not is_structure(weight)
+        collectives = OwnCollectives(is_possible=find_torch_loss(criterion) is None, is_mean=is_averaged)
+        settings = self.devices, self.output_device, dim or 0, self.precision
+        self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, Checks())
 
     @property
     def reduction(self) -> str:

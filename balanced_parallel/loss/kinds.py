@@ -109,9 +109,10 @@ class LossSettings:
     reduction: str  # A call may select another.
 
     @functools.cached_property
-    def counts_classes(self) -> bool:
-        """True if the divisor is the number of class indices that are not ignored."""
-        return counts_classes(self.criterion)
+    def class_loss(self) -> tuple[Any, dict[str, Any]] | None:
+        """The loss and its settings, if the divisor is the number of class indices that are not ignored."""
+        function, _, settings = unwrap(self.criterion)
+        return (function, settings) if counts_classes(self.criterion) else None
 
     def kind(self, reduction: str | None = None) -> Kind:
         """Returns the kind for a reduction."""
@@ -213,13 +214,13 @@ class KnownMean(_Mean):
 
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
         """Returns the number of targets that count, or None."""
-        target = targets[0] if len(targets) == 1 and self.reduction == "mean" and self.settings.counts_classes else None
-        if not isinstance(target, Tensor) or target.is_floating_point():
+        target, loss = targets[0] if len(targets) == 1 else None, self.settings.class_loss
+        if loss is None or self.reduction != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
             return None
-        function, _, keywords = unwrap(self.settings.criterion)
-        if keywords.get("weight", getattr(function, "weight", None)) is not None:
+        function, settings = loss
+        if settings.get("weight", getattr(function, "weight", None)) is not None:
             return None
-        count: Tensor = (target != keywords.get("ignore_index", getattr(function, "ignore_index", -100))).sum()
+        count: Tensor = (target != settings.get("ignore_index", getattr(function, "ignore_index", -100))).sum()
         return count
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
@@ -249,7 +250,7 @@ class KnownMean(_Mean):
 class WeighedMean(_Mean):
     """A mean, or several, with weights that a function of a shard returns, in the same structure."""
 
-    divisors: Sequence[float] = ()  # those of several means of a batch, over all ranks
+    divisors: Sequence[float] = ()  # The divisors of several means of a batch on all ranks.
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
         """Returns the kind of one batch."""
@@ -309,21 +310,6 @@ class WeighedMean(_Mean):
         return weights
 
 
-class OneCount(_OfOnePass):
-    """Means inside of a criterion that have one count. The terms of some batches are compared with those of halves."""
-
-    is_mean = True
-
-    def _part(self, shard: ShardLoss) -> LossSum:
-        return single_mean(shard)
-
-    def sums(self, calls: Calls) -> list[LossSum]:
-        """Returns the part of each replica."""
-        parts = calls.run(self._part)
-        LossOfMeans(calls.copies, _HOST).check([part.terms or {} for part in parts], calls)
-        return [add_means(part) for part in parts]
-
-
 class _OfTwoPasses(Kind):
     """A loss whose parts are collected over the whole update, differentiated once, and handed back."""
 
@@ -350,6 +336,19 @@ class MeansInside(_OfRows, _OfTwoPasses):
         if isinstance(loss, LossOfMeans) and loss.has_one_count:
             return OneCount(self.settings, self.reduction)
         return super().learned(copies)
+
+
+class OneCount(MeansInside):
+    """Means inside of a criterion that have one count. The terms of some batches are compared with those of halves."""
+
+    passes = 1
+    is_mean = True
+
+    def sums(self, calls: Calls) -> list[LossSum]:
+        """Returns the part of each replica."""
+        parts = calls.run(single_mean)
+        LossOfMeans(calls.copies, _HOST).check([part.terms or {} for part in parts], calls)
+        return parts
 
 
 class OfSums(_OfTwoPasses):
@@ -439,6 +438,9 @@ def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum:
         raise TypeError(f"the criterion is {containers.describe(criterion)}, expected a module or a function{more}")
     _check_divisor(weight, minimum)
     _check_reduction(criterion, reduction)
+    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
+    if name is not None:
+        _refuse_divisor(name, {"weight": weight, "reduction": reduction, "minimum": minimum or None})
     if not isinstance(whole, bool):
         raise ValueError(f"whole={whole!r}, expected True or False")
     is_described = weight is not None or reduction in ("sum", "none") or whole
@@ -448,9 +450,11 @@ def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum:
             "are unknown: pass it without torch.compile (the model may be compiled), or give weight=, a function (output, "
             "*targets) -> scalar that returns the divisor of its mean, or reduction='sum'"
         )
-    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
-    for setting, value in {"weight": weight, "reduction": reduction, "minimum": minimum or None}.items():
-        if name is not None and value is not None:
+
+
+def _refuse_divisor(name: str, settings: dict[str, Any]) -> None:
+    for setting, value in settings.items():
+        if value is not None:
             raise ValueError(
                 f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
                 "is computed once for all rows, so there is nothing to divide"

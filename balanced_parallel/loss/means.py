@@ -61,7 +61,7 @@ class Term(NamedTuple):
     weight: Any  # a number or a tensor; None: a sum that is not divided
     key: Hashable  # equal for terms that have one count by their construction; None: zero or a constant, which takes any
     factor: Any = 1.0
-    bounds: tuple[tuple[str, Any], ...] = ()  # what is "added" to the count of all rows, and its "least" value
+    bounds: tuple[tuple[str, Any], ...] = ()  # a number "added" to the count of all rows, and its "least" value
 
     @property
     def value(self) -> Tensor:
@@ -140,13 +140,14 @@ class MeanRecorder(TorchFunctionMode):
             result, is_selected = args[0], self._of(args[0]).is_selected
         if name in _UNCHANGED and isinstance(args[0], Tensor):
             tensors = args[:1]  # Another tensor gives its type and device.
-        level = max(map(self._level, tensors), default=_OF_NOTHING)
-        for tensor in result if isinstance(result, tuple) else (result,):
-            if isinstance(tensor, Tensor):
-                is_new = name in _NEW and not tensor.dim() and len(tensors) == 1
-                is_unseen = not tensors and tensor.numel() != 1  # An empty tensor may be written to unseen.
-                of_tensor = _OF_NOTHING if is_new else _OF_OUTPUTS if is_unseen else level
-                self._known[tensor] = Known(of_tensor, is_selected=is_selected)
+        for tensor in filter(torch.is_tensor, result if isinstance(result, tuple) else (result,)):
+            self._known[tensor] = Known(self._level_of_result(name, tensors, tensor), is_selected=is_selected)
+
+    def _level_of_result(self, name: str, tensors: Sequence[Tensor], result: Tensor) -> int:
+        is_new = name in _NEW and not result.dim() and len(tensors) == 1
+        if not tensors and result.numel() != 1:
+            return _OF_OUTPUTS  # An empty tensor may be written to unseen.
+        return _OF_NOTHING if is_new else max(map(self._level, tensors), default=_OF_NOTHING)
 
     def _of(self, value: object) -> Known:
         """Returns what is known of a value."""
@@ -229,9 +230,11 @@ class MeanRecorder(TorchFunctionMode):
             return [Term("mean", total, args[0].numel(), object())]
         if name in ("sum", "nansum", "count_nonzero"):
             return [Term("sum", result, None, None)]
-        if name != "div" or not _is_sum(self._form(args[0])) or not isinstance(args[1], Tensor):
-            return None
-        count, least = self._of(args[1]).bounded or (args[1], None)
+        is_quotient = name == "div" and _is_sum(self._form(args[0])) and isinstance(args[1], Tensor)
+        return self._quotient(*args) if is_quotient else None
+
+    def _quotient(self, total: Tensor, divisor: Tensor) -> Form | None:
+        count, least = self._of(divisor).bounded or (divisor, None)
         form = self._form(count) or []
         added = [term.factor for term in form if term.kind == _CONSTANT]
         if not _is_sum([term for term in form if term.kind != _CONSTANT]):
@@ -239,7 +242,7 @@ class MeanRecorder(TorchFunctionMode):
         bounds = [("added", sum(added))] if added else []
         bounds += [] if least is None else [("least", least)]
         is_fixed = not bounds and self._level(count) < _OF_OUTPUTS  # a count of outputs may have a gradient
-        return [Term("quotient", args[0], count - sum(added), object() if is_fixed else _SEVERAL, bounds=tuple(bounds))]
+        return [Term("quotient", total, count - sum(added), object() if is_fixed else _SEVERAL, bounds=tuple(bounds))]
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are recorded."""

@@ -186,10 +186,7 @@ def divide(total: Tensor, divisor: Tensor) -> Tensor:
 def check_weights(weights: Sequence[Any]) -> list[float]:
     """Returns ``weights`` as numbers, after a check of each. The host waits once for all that are on devices."""
     for weight in weights:
-        if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
-            raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a scalar tensor")
-        if isinstance(weight, Tensor) and weight.numel() != 1:
-            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
+        _check_weight(weight)
     apart = [weight.detach() for weight in weights if isinstance(weight, Tensor) and not weight.is_cpu]
     scalars = [move(weight.reshape(()).to(widest_float(weight.device)), apart[0].device) for weight in apart]
     read = iter(torch.stack(scalars).tolist() if scalars else ())
@@ -198,6 +195,13 @@ def check_weights(weights: Sequence[Any]) -> list[float]:
         if not 0 <= value < math.inf:
             raise ValueError(f"a weight is {value}, expected the divisor of the mean: finite, and not negative")
     return values
+
+
+def _check_weight(weight: object) -> None:
+    if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
+        raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a scalar tensor")
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
 
 
 def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:

@@ -12,6 +12,7 @@ two passes, or in one, as in :class:`TrainStep`.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -163,7 +164,7 @@ class TracedCriterion(DataParallelCriterion):
         if like.precision.name == "fp32":
             settings["precision"] = request.precision
         super().__init__(like.module, **settings)
-        self._set_up(replicas, None)
+        self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
 
 
 def fill(loss: CoupledLoss, rows: int) -> None:
