@@ -77,8 +77,8 @@ class Term(NamedTuple):
 Form = list[Term]  # a linear combination
 
 
-class Known(NamedTuple):
-    """What a recorder knows of a tensor."""
+class Facts(NamedTuple):
+    """Facts about a tensor that a recorder has seen."""
 
     level: int
     form: Form | None = None  # the linear combination that the elements add up to
@@ -96,11 +96,11 @@ class MeanRecorder(TorchFunctionMode):
         super().__init__()
         self._rows = rows
         self._has_graph = torch.is_grad_enabled()
-        self._known = WeakIdKeyDictionary()
+        self._facts = WeakIdKeyDictionary()
         self._knows_numbers = not _has_entries((output, targets), rows)  # no value of the batch is a Python number
         self.has_unknown_count = False
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
-            self._known.update((tensor, Known(level)) for tensor in containers.tensors_in(structure))
+            self._facts.update((tensor, Facts(level)) for tensor in containers.tensors_in(structure))
         self._held: list[Tensor] = []  # whose storages identify divisors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,10 +121,10 @@ class MeanRecorder(TorchFunctionMode):
             return result
         if form is not None:
             form = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
-            self._known[result] = self._known[result]._replace(form=form)
+            self._facts[result] = self._facts[result]._replace(form=form)
         elif depends_on_rows and not result.dim() and result is not args[0]:
             form, bounded = self._record(name, result, args), self._bounded(name, args, kwargs)
-            self._known[result] = self._known[result]._replace(form=form, bounded=bounded)
+            self._facts[result] = self._facts[result]._replace(form=form, bounded=bounded)
         return result
 
     def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
@@ -141,7 +141,7 @@ class MeanRecorder(TorchFunctionMode):
         if name in _UNCHANGED and isinstance(args[0], Tensor):
             tensors = args[:1]  # Another tensor gives its type and device.
         for tensor in filter(torch.is_tensor, result if isinstance(result, tuple) else (result,)):
-            self._known[tensor] = Known(self._level_of_result(name, tensors, tensor), is_selected=is_selected)
+            self._facts[tensor] = Facts(self._level_of_result(name, tensors, tensor), is_selected=is_selected)
 
     def _level_of_result(self, name: str, tensors: Sequence[Tensor], result: Tensor) -> int:
         is_new = name in _NEW and not result.dim() and len(tensors) == 1
@@ -149,10 +149,10 @@ class MeanRecorder(TorchFunctionMode):
             return _OF_OUTPUTS  # An empty tensor may be written to unseen.
         return _OF_NOTHING if is_new else max(map(self._level, tensors), default=_OF_NOTHING)
 
-    def _of(self, value: object) -> Known:
+    def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
-        known = self._known.get(value) if isinstance(value, Tensor) else None
-        return known or Known(_OF_NOTHING if isinstance(value, nn.Parameter) else _OF_OUTPUTS)
+        facts = self._facts.get(value) if isinstance(value, Tensor) else None
+        return facts or Facts(_OF_NOTHING if isinstance(value, nn.Parameter) else _OF_OUTPUTS)
 
     def _level(self, tensor: Tensor) -> int:
         return self._of(tensor).level
@@ -254,7 +254,7 @@ class MeanRecorder(TorchFunctionMode):
             total, count = mean
             result = total / count
             form = [Term(function.__name__, total, count, self._key(function, arguments))]
-        self._known[result] = Known(_OF_OUTPUTS, form)
+        self._facts[result] = Facts(_OF_OUTPUTS, form)
         return result
 
     def _key(self, function: Any, arguments: dict[str, Any]) -> Hashable:
