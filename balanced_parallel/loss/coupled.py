@@ -175,9 +175,8 @@ class LossOfSums(CoupledLoss):
         Raises:
             ValueError: they are not the sum of those of the halves.
         """
-        first = next(filter(None, statistics), None)
-        checks = self.copies.checks if self.is_split and first else None
-        if first is None or checks is None:
+        first, checks = next(filter(None, statistics), None), self.copies.checks
+        if first is None or checks is None or not self.is_split:
             return
         form = *map(self._kind, first), *_flags(self.copies.criterion)
         if not self._rows_checked and not checks.are_due(form):

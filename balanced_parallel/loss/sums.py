@@ -242,8 +242,6 @@ def is_structure(value: object) -> bool:
 def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any:
     """Returns ``together(sums)`` of all replicas for each loss that the criterion returns, in the same structure."""
     form = next((part for part in parts if not isinstance(part, LossSum)), None)
-    if form is None:
-        return together(list(parts))
 
     def fill(part: Any) -> Any:  # a replica without rows has one sum for all losses
         return containers.map_leaves(lambda _: part, form) if isinstance(part, LossSum) else part

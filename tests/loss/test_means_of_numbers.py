@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import build_net
+from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, verify
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows
 from balanced_parallel.loss.means import LossOfMeans
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -30,14 +31,15 @@ COUNTS = {
 }
 
 
-def update(criterion, micro_batch_size, batches):
-    """Returns the losses of a ``TrainStep`` with three replicas, or by hand without ``micro_batch_size``."""
+def update(criterion, micro_batch_size, *batches):
+    """Runs updates of a step with three replicas, or of a loop by hand without ``micro_batch_size``."""
     net = build_net()
-    model = DataParallelModel(net, ["cpu"] * 3)
-    if micro_batch_size is None:
-        return [criterion(model(inputs), *targets) for inputs, *targets in batches], net
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
-    return [step(inputs, tuple(targets)) for inputs, *targets in batches], net
+    step = still_step(net, DataParallelCriterion(criterion), micro_batch_size=micro_batch_size)
+    for inputs, *targets in batches:
+        if micro_batch_size is None:
+            step.criterion(step.model(inputs), *targets)
+        else:
+            step(inputs, tuple(targets))
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
@@ -51,7 +53,7 @@ def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
 
     inputs, values, mask = torch.randn(3, 4), torch.randn(3, 5), torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"sum over a number|number that a sum is divided by|for some rows, and .* for others"):
-        update(DataParallelCriterion(loss), micro_batch_size, [(inputs, values, mask), (inputs, values, torch.arange(3) < 1)])
+        update(loss, micro_batch_size, (inputs, values, mask), (inputs, values, torch.arange(3) < 1))
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
@@ -61,7 +63,7 @@ def test_a_bounded_number_of_selected_rows_is_refused(micro_batch_size):
 
     batch = torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"a sum over a number that was read from values.*clamp\(min=1\).*weight=.*minimum=1"):
-        update(DataParallelCriterion(loss), micro_batch_size, [batch])
+        update(loss, micro_batch_size, batch)
 
 
 def test_a_count_by_the_mean_of_targets_is_refused_in_the_first_batch():
@@ -91,9 +93,9 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
         return F.mse_loss(output, values) + 0.5 * float(mask.any()) * output.abs().mean()
 
     inputs, values = torch.randn(12, 4), torch.randn(12, 5)
-    batches = [(inputs, values, torch.ones(12, dtype=torch.bool)), (inputs, values, torch.arange(12) < 4)]
+    masks = torch.ones(12, dtype=torch.bool), torch.arange(12) < 4
     with pytest.raises(ValueError, match=r"computes mse_loss, 0.5 \* mean for some rows, and .* for others"):
-        update(DataParallelCriterion(loss), micro_batch_size, batches)
+        update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 
 class WarmUp(nn.Module):
@@ -137,9 +139,8 @@ class HardExamples(WarmUp):
 def test_a_criterion_that_changes_after_some_batches_is_compared_again(kind, micro_batch_size, before):
     criterion, inputs, values = DataParallelCriterion(kind()), torch.randn(12, 4), torch.randn(12, 5)
     net = build_net()
-    model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
-    run = (lambda: criterion(model(inputs), values)) if micro_batch_size is None else (lambda: step(inputs, values))
+    step = still_step(net, criterion, micro_batch_size=micro_batch_size)
+    run = (lambda: criterion(step.model(inputs), values)) if micro_batch_size is None else (lambda: step(inputs, values))
     for _ in range(before):
         torch.testing.assert_close(run(), criterion.module(net(inputs), values), check_dtype=False)
     criterion.module.has_begun = True
@@ -199,14 +200,3 @@ def test_statistics_that_change_are_compared_again():
     criterion.module.is_mean = True
     with pytest.raises(ValueError, match="statistics do not add up"):
         criterion(outputs, torch.zeros(8))
-
-
-def test_verify_tells_of_a_count_that_would_be_refused():
-    report = verify(
-        build_net(),
-        lambda out, mask: (out.sum(1) * mask).sum() / max(1, int(mask.sum())),
-        torch.randn(6, 4),
-        torch.ones(6),
-        device_ids=["cpu"] * 2,
-    )
-    assert "minimum=1" in report.warnings[0]
