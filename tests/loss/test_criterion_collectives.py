@@ -12,14 +12,16 @@ from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
 
 
 class Boxes(nn.Module):
-    """Divides by the number of boxes on all ranks, as DETR does, and counts its calls."""
+    """Divides by the number of boxes, on all ranks as DETR does, or on its own, and counts its calls."""
 
-    def __init__(self):
+    def __init__(self, communicates=True):
         super().__init__()
-        self.calls = 0
+        self.calls, self.communicates = 0, communicates
 
     def forward(self, output, target, mask):
         self.calls += 1
+        if not self.communicates:
+            return local_boxes(output, target, mask)
         count = mask.sum().double().reshape(1)
         dist.all_reduce(count)
         return ((output - target).abs().sum(1) * mask).sum() / torch.clamp(count / dist.get_world_size(), min=1).item()
@@ -87,14 +89,18 @@ def test_criterion_that_reduces_its_divisor_is_averaged_over_ranks(way, strategy
     run_ranks(2, check_equal, way, strategy, by_hand, timeout=60)
 
 
+def make_step(criterion, **settings):
+    model, criterion = parallelize(nn.Linear(4, 3).double(), criterion, strategy="ddp")
+    return TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+
+
 def check_empty(rank, by_hand):
     """A rank without rows comes after the first batch: both ranks raise the same error."""
-    model, criterion = parallelize(nn.Linear(4, 3).double(), DataParallelCriterion(Boxes(), weight="rows"), strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = make_step(DataParallelCriterion(Boxes(), weight="rows"))
 
     def run(rows, cut):
         inputs, targets = my_rows(make_batch(rows), rank, cut)
-        return criterion(model(inputs), *targets) if by_hand else step(inputs, targets)
+        return step.criterion(step.model(inputs), *targets) if by_hand else step(inputs, targets)
 
     with pytest.warns(UserWarning, match="communicates"):
         run(4, 2)
@@ -110,9 +116,7 @@ def test_rank_without_rows_is_refused_by_all_if_the_criterion_communicates(by_ha
 
 
 def check_refused(rank, settings, micro_batch_size):
-    criterion = DataParallelCriterion(Boxes(), **settings)
-    model, criterion = parallelize(nn.Linear(4, 3).double(), criterion, strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
+    step = make_step(DataParallelCriterion(Boxes(), **settings), micro_batch_size=micro_batch_size)
     with pytest.raises(ValueError, match="communicates .* write it without collectives"):
         step(*my_rows(make_batch(8), rank, 4))
 
@@ -124,25 +128,15 @@ def test_criterion_that_communicates_is_refused_where_it_is_not_called_once(sett
     run_ranks(2, check_refused, settings, micro_batch_size, timeout=60)
 
 
-class Local(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output, target, mask):
-        self.calls += 1
-        return ((output - target).abs().sum(1) * mask).sum() / mask.sum()
-
-
 def check_local(rank, first_cut):
     """A criterion without collectives is called once for each batch, and ranks ask once, also if one begins without rows."""
     asked = []
-    model, criterion = parallelize(nn.Linear(4, 3).double(), DataParallelCriterion(Local(), weight=WAYS["weight"]["weight"]))
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    split = DataParallelCriterion(Boxes(communicates=False), weight=WAYS["weight"]["weight"])
+    step = make_step(split)
     for cut in (first_cut, 2, 4, 2):
         asked.append(step._forwards.copies.collectives.asks)
         step(*my_rows(make_batch(4), rank, cut))
-    return asked, criterion.module.calls
+    return asked, split.module.calls
 
 
 def test_criterion_without_collectives_is_asked_for_once():

@@ -104,7 +104,7 @@ def add_parts(step, sizes):
     return run
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), *range(12)))
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(8)))
 def test_random_criteria_equal_the_plain_program(seed):
     draw = random.Random(seed)
     sizes = draw.choice([[7], [9], [12], [5, 1, 6], [4, 0, 3]])
@@ -116,7 +116,7 @@ def test_random_criteria_equal_the_plain_program(seed):
 
 
 @pytest.mark.parametrize("rows", [2, 7])
-@pytest.mark.parametrize("seed", slow_but(range(40), *range(8)))
+@pytest.mark.parametrize("seed", slow_but(range(40), *range(4)))
 def test_criteria_without_a_step_equal_the_plain_program(seed, rows):
     module, criterion, inputs, targets = make_problem(seed, rows, ignored=rows // 3)
     loss, expected = plain_program(module, criterion, inputs, targets)
@@ -411,19 +411,10 @@ def test_means_that_are_computed_for_some_rows_only():
         return loss + output[target == 3].abs().mean() if (target == 3).any() else loss
 
     def in_a_loop(output, target):
-        losses = [F.cross_entropy(output, target)]
-        for label in range(CLASSES):
-            if (target == label).any():
-                losses.append(output[target == label].pow(2).mean())
-        return sum(losses)
+        means = [output[target == label].pow(2).mean() for label in range(CLASSES) if (target == label).any()]
+        return F.cross_entropy(output, target) + sum(means)
 
-    def always(output, target):
-        return F.cross_entropy(output, target) + output[target == 3].abs().mean()
-
-    torch.manual_seed(0)
-    target, output = torch.tensor([0, 0, 1, 1, 3, 1]), torch.randn(6, CLASSES)
-    outputs = PerReplica(output.split(3), [3, 3])
-    torch.testing.assert_close(DataParallelCriterion(always)(outputs, target), always(output, target))
+    target, outputs = torch.tensor([0, 0, 1, 1, 3, 1]), PerReplica(torch.randn(6, CLASSES).split(3), [3, 3])
     with pytest.raises(ValueError, match="computes cross_entropy for some rows, and cross_entropy, mean for others.* weight="):
         DataParallelCriterion(once)(outputs, target)
     with pytest.raises(ValueError, match=r"for some rows, and .* for others|does not add up over the rows"):
@@ -486,12 +477,9 @@ def test_verify_tells_of_a_loss_that_would_be_refused(advice):
 
 
 def test_memory_of_any_loss_is_estimated():
-    def exponential(output, target):
-        return F.cross_entropy(output, target).exp()
-
-    for criterion in (exponential, DataParallelCriterion(lambda *batch: F.cross_entropy(*batch))):
-        report = memory.estimate(build_net(), criterion, torch.randn(8, 4), class_targets(8), devices=2, layout="replicas")
-        assert min(report.allocated) > 0
+    criterion = DataParallelCriterion(lambda *batch: F.cross_entropy(*batch).exp())
+    report = memory.estimate(build_net(), criterion, torch.randn(8, 4), class_targets(8), devices=2, layout="replicas")
+    assert min(report.allocated) > 0
 
 
 def test_half_precision_does_not_overflow():

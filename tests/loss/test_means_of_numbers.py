@@ -56,24 +56,19 @@ def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
         update(loss, micro_batch_size, (inputs, values, mask), (inputs, values, torch.arange(3) < 1))
 
 
+def over_selected(output, values, mask):
+    return F.mse_loss(output[mask], values[mask], reduction="sum") / (len(output[mask]) or 1)
+
+
+def over_a_mean_of_targets(output, values, mask):
+    return (output.abs().sum(1) * mask).sum() / max(1, round(mask.double().mean().item() * len(mask)))
+
+
+@pytest.mark.parametrize("loss", [over_selected, over_a_mean_of_targets])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_a_bounded_number_of_selected_rows_is_refused(micro_batch_size):
-    def loss(output, values, mask):
-        return F.mse_loss(output[mask], values[mask], reduction="sum") / (len(output[mask]) or 1)
-
-    batch = torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)
+def test_a_number_is_refused_in_the_first_batch(loss, micro_batch_size):
     with pytest.raises(ValueError, match=r"a sum over a number that was read from values.*clamp\(min=1\).*weight=.*minimum=1"):
-        update(loss, micro_batch_size, batch)
-
-
-def test_a_count_by_the_mean_of_targets_is_refused_in_the_first_batch():
-    """The value of a loss may be read, as to print it."""
-
-    def loss(output, mask):
-        return (output.abs().sum(1) * mask).sum() / max(1, round(mask.double().mean().item() * len(mask)))
-
-    with pytest.raises(ValueError, match="a sum over a number that was read from values"):
-        DataParallelCriterion(loss)(PerReplica(torch.randn(3, 5).split(1), [1, 1, 1]), torch.ones(3, dtype=torch.bool))
+        update(loss, micro_batch_size, (torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)))
 
 
 def test_a_count_of_entries_of_a_list_is_refused():
@@ -98,46 +93,36 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
         update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 
-class WarmUp(nn.Module):
-    """A loss with a term that begins later."""
+class Changing(nn.Module):
+    """A loss that is another one after some batches, as a flag tells."""
 
-    has_begun = False
-
-    def forward(self, output, values):
-        loss = F.mse_loss(output, values)
-        return loss + self.term(output, values) if self.has_begun else loss
-
-
-class Contrast(WarmUp):
-    def term(self, output, values):
-        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
-
-
-class Spread(WarmUp):
-    def term(self, output, values):
-        return F.relu(100 - output.std(0)).mean()
-
-
-class SameCount(WarmUp):
-    """Divides both terms by one divisor."""
-
-    def term(self, output, values):
-        return F.mse_loss(output - output.mean(0), values)
-
-
-class HardExamples(WarmUp):
-    """Keeps its terms when its threshold begins."""
+    def __init__(self, after, before=F.mse_loss):
+        super().__init__()
+        self.before, self.after, self.has_begun = before, after, False
 
     def forward(self, output, values):
-        errors = (output - values).pow(2).sum(1)
-        return errors[errors > (errors.detach().median() if self.has_begun else 0.0)].mean()
+        return (self.after if self.has_begun else self.before)(output, values)
+
+
+def hard_examples(output, values, has_begun=True):
+    """Keeps the terms when the threshold begins."""
+    errors = (output - values).pow(2).sum(1)
+    return errors[errors > (errors.detach().median() if has_begun else 0.0)].mean()
+
+
+CHANGES = {
+    "contrast": (lambda out, values: F.mse_loss(out, values) + F.cross_entropy(out @ out.T, torch.arange(len(out))),),
+    "spread": (lambda out, values: F.mse_loss(out, values) + F.relu(100 - out.std(0)).mean(),),
+    "one divisor": (lambda out, values: F.mse_loss(out, values) + F.mse_loss(out - out.mean(0), values),),
+    "hard examples": (hard_examples, lambda out, values: hard_examples(out, values, has_begun=False)),
+}
 
 
 @pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("kind", [Contrast, Spread, SameCount, HardExamples])
-def test_a_criterion_that_changes_after_some_batches_is_compared_again(kind, micro_batch_size, before):
-    criterion, inputs, values = DataParallelCriterion(kind()), torch.randn(12, 4), torch.randn(12, 5)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_criterion_that_changes_after_some_batches_is_compared_again(name, micro_batch_size, before):
+    criterion, inputs, values = DataParallelCriterion(Changing(*CHANGES[name])), torch.randn(12, 4), torch.randn(12, 5)
     net = build_net()
     step = still_step(net, criterion, micro_batch_size=micro_batch_size)
     run = (lambda: criterion(step.model(inputs), values)) if micro_batch_size is None else (lambda: step(inputs, values))
@@ -149,30 +134,26 @@ def test_a_criterion_that_changes_after_some_batches_is_compared_again(kind, mic
 
 
 def test_terms_that_begin_later_and_add_up_are_exact():
-    class Later(WarmUp):
-        def term(self, output, values):
-            return 0.1 * output.abs().mean() if self.has_begun else 0
-
-    criterion, inputs, values = DataParallelCriterion(Later()), torch.randn(12, 4), torch.randn(12, 5)
+    later = Changing(lambda out, values: F.mse_loss(out, values) + 0.1 * out.abs().mean())
+    criterion, inputs, values = DataParallelCriterion(later), torch.randn(12, 4), torch.randn(12, 5)
     model = DataParallelModel(build_net(), ["cpu"] * 3)
     for number in range(6):
-        criterion.module.has_begun = number % 2 == 1
-        torch.testing.assert_close(criterion(model(inputs), values), criterion.module(model.module(inputs), values))
+        later.has_begun = number % 2 == 1
+        torch.testing.assert_close(criterion(model(inputs), values), later(model.module(inputs), values))
 
 
-def test_a_counter_in_a_criterion_is_no_reason_to_compare():
-    class Counting(WarmUp):
+def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
+    class Counting(Changing):
         calls = 0
 
         def forward(self, output, values):
             self.calls += 1
-            return F.mse_loss(output, values)
+            return super().forward(output, values)
 
-    criterion, halves = DataParallelCriterion(Counting()), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LossOfMeans, "_compare", lambda self, samples: halves.append(samples))
-        for _ in range(7):
-            criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
+    criterion, halves = DataParallelCriterion(Counting(None)), []
+    monkeypatch.setattr(LossOfMeans, "_compare", lambda self, samples: halves.append(samples))
+    for _ in range(7):
+        criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
     assert len(halves) == 3 * 2
 
 
