@@ -9,15 +9,7 @@ from helpers.ranks import run_ranks
 from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import (
-    AdditiveLoss,
-    DataParallelCriterion,
-    DataParallelModel,
-    PerReplica,
-    Rows,
-    parallelize,
-    verify,
-)
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows, parallelize, verify
 
 
 @pytest.mark.parametrize("kind", coupled.KINDS)

@@ -9,14 +9,7 @@ from helpers.problems import assert_same_gradients, gradients
 from helpers.steps import still_step
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, weighted_mean
 
