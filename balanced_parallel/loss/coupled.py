@@ -12,7 +12,7 @@ import abc
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -407,7 +407,7 @@ class WholeLoss(CoupledLoss):
         device = self.copies.output_device or (without_mark(outputs[0][0]).device if outputs else self.home)
         join = functools.partial(_join_rows, device=device)
         whole = containers.zip_leaves(join, pieces, "the batch") if pieces else None
-        return gather_ranks(whole, device, self._refusal if len(pieces) > 1 or world_size() > 1 else None)
+        return RankRows(whole, device, self._refusal if len(pieces) > 1 or world_size() > 1 else None)
 
     def _call(self, rows: "RankRows") -> Any:
         inputs, kwargs = move_arguments(rows.batch, rows.device)
@@ -498,34 +498,39 @@ def _is_list(leaf: object) -> bool:
     return isinstance(leaf, Rows) or containers.is_row_list(without_mark(leaf))
 
 
-class RankRows(NamedTuple):
-    """The rows of all ranks."""
+class RankRows:
+    """The rows of all ranks, in their order: ``batch``, which is differentiable, or None on a rank without one.
 
-    batch: Any  # None on a rank that has passed none
-    device: torch.device
-    starts: list[int]  # place of this rank's rows in each tensor with rows, in the order of the leaves, if there are others
-    ranks: list[int]  # Only those with rows.
-
-
-def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
-    """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable.
-
-    All ranks raise ``ValueError`` if one of them has a refusal.
+    All ranks make one, of their joined pieces or None. All of them raise ``ValueError`` if one has a refusal. ``starts`` are the
+    places of this rank's rows in each tensor with rows, if there are other ranks, and ``ranks`` those with rows.
     """
-    layout = None if batch is None else containers.map_leaves(_layout, batch)
-    layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
-    for message in filter(None, refusals):
-        raise ValueError(message)
-    by_rank = {number: each for number, each in enumerate(layouts) if each is not None}
-    if world_size() == 1 or not by_rank:
-        return RankRows(batch, device, [], [*by_rank])
-    local = iter(() if batch is None else [leaf for _, leaf in containers.leaves(batch)])
-    columns: list[list[int]] = []
-    gather_leaf = functools.partial(_gather_leaf, ranks=[*by_rank], local=local, columns=columns, device=device)
-    whole = containers.zip_leaves(gather_leaf, [*by_rank.values()], "the batch")
-    with_rows = [number for number in by_rank if any(sizes[number] for sizes in columns)]
-    starts = [sum(sizes[: rank()]) for sizes in columns]
-    return RankRows(None if batch is None else whole, device, starts, with_rows or [*by_rank])
+
+    def __init__(self, batch: Any, device: torch.device, refusal: str | None) -> None:
+        layout = None if batch is None else containers.map_leaves(_layout, batch)
+        layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
+        for message in filter(None, refusals):
+            raise ValueError(message)
+        by_rank = {number: each for number, each in enumerate(layouts) if each is not None}
+        self.batch, self.device, self.ranks = batch, device, [*by_rank]
+        self._sizes: list[list[int]] = []  # Each tensor has the rows of all ranks.
+        if world_size() > 1 and by_rank:
+            self._leaves = iter(() if batch is None else [leaf for _, leaf in containers.leaves(batch)])
+            whole = containers.zip_leaves(self._gather_leaf, [*by_rank.values()], "the batch")
+            self.batch = None if batch is None else whole
+            self.ranks = [number for number in by_rank if any(sizes[number] for sizes in self._sizes)] or self.ranks
+        self.starts = [sum(sizes[: rank()]) for sizes in self._sizes]
+
+    def _gather_leaf(self, place: str, layouts: list[Any]) -> Any:
+        """Returns the rows of all ranks in the place of one leaf, which this rank may not have."""
+        leaf, joined = next(self._leaves, None), _join_rows(place, layouts, torch.device("meta"))
+        if not isinstance(joined, Along):
+            return leaf if joined is None else joined
+        sizes = [0] * world_size()
+        for number, each in zip(self.ranks, layouts, strict=True):
+            sizes[number] = each.leaf.size(joined.dim)
+        self._sizes.append(sizes)
+        tensor = torch.empty_like(each.leaf, device=self.device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
+        return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)
 
 
 def _layout(leaf: Any) -> Any:
@@ -533,21 +538,3 @@ def _layout(leaf: Any) -> Any:
     if isinstance(leaf, Along):
         return Along(leaf.leaf.detach().to("meta"), leaf.dim)
     return leaf if _is_list(leaf) else None
-
-
-def _gather_leaf(
-    place: str, layouts: list[Any], ranks: list[int], local: Iterator[Any], columns: list[list[int]], device: torch.device
-) -> Any:
-    """Returns the rows of all ranks in the place of one leaf, and adds their numbers to ``columns`` for a tensor.
-
-    ``local`` yields the leaf of this rank, which may have none.
-    """
-    leaf, joined = next(local, None), _join_rows(place, layouts, torch.device("meta"))
-    if not isinstance(joined, Along):
-        return leaf if joined is None else joined
-    sizes = [0] * world_size()
-    for number, each in zip(ranks, layouts, strict=True):
-        sizes[number] = each.leaf.size(joined.dim)
-    columns.append(sizes)
-    tensor = torch.empty_like(each.leaf, device=device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
-    return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)

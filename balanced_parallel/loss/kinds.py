@@ -62,6 +62,7 @@ class Kind(abc.ABC):
 
     passes: ClassVar[int] = 1  # over the micro-batches of an update; two if all rows must be seen before the first backward
     couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
+    loss: ClassVar[type[CoupledLoss]]  # the loss of one update, for a kind of two passes
     reduction: str = "sum"
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
     least: float = 0.0  # the smallest divisor
@@ -73,10 +74,6 @@ class Kind(abc.ABC):
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica, for a kind of one pass. :class:`TrainStep` divides their sum later."""
-        raise NotImplementedError
-
-    def open(self, copies: CriterionCopies, home: torch.device, *, is_split: bool) -> CoupledLoss:
-        """Returns the loss of one update, for a kind of two passes."""
         raise NotImplementedError
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
@@ -314,16 +311,11 @@ class _OfTwoPasses(Kind):
     """A loss whose parts are collected over the whole update, differentiated once, and handed back."""
 
     passes = 2
-    loss: ClassVar[type[CoupledLoss]]
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
         calls.agree()
-        return self.open(calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1).value(calls)
-
-    def open(self, copies: CriterionCopies, home: torch.device, *, is_split: bool) -> CoupledLoss:
-        """Returns the loss of one update."""
-        return self.loss(copies, home, is_split=is_split)
+        return self.loss(calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1).value(calls)
 
 
 class MeansInside(_OfRows, _OfTwoPasses):

@@ -253,7 +253,7 @@ class SingleDevice(Layout):
             raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
         with Precision(self.request.precision).autocast([HOME]):
             criterion = self.coupled_criterion()
-            loss = criterion.kind.open(criterion.copies, HOME, is_split=True)
+            loss = criterion.kind.loss(criterion.copies, HOME, is_split=True)
             if self.request.micro_batches > 1:  # the first of two passes
                 with torch.no_grad():
                     for arguments, targets in micro_batches:
