@@ -29,6 +29,7 @@ _COLLECTIVES = "the criterion communicates with the other ranks itself"
 _WITHOUT = "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True"
 
 
+@dataclass(eq=False)
 class OwnCollectives:
     """Collectives of a criterion's own, as in programs that come from ``DistributedDataParallel``.
 
@@ -36,22 +37,18 @@ class OwnCollectives:
     ranks. Each rank has to call the criterion once, so ranks tell how often they will.
     """
 
-    def __init__(self, *, is_possible: bool = False, is_mean: bool = False) -> None:
-        self.is_used = False
-        self.asks = is_possible
-        self.is_open = is_possible  # True until the first call has come to its end.
-        self._is_possible, self._is_mean = is_possible, is_mean
-        self._is_common = False  # each rank calls the criterion once
+    is_possible: bool = False
+    is_mean: bool = False
 
-    def anew(self) -> "OwnCollectives":
-        """Returns one that knows of no call."""
-        return OwnCollectives(is_possible=self._is_possible, is_mean=self._is_mean)
+    def __post_init__(self) -> None:
+        self.is_used = self._is_common = False  # In common ones, each rank calls the criterion once.
+        self.asks = self.is_open = self.is_possible  # It is open until the first call has come to its end.
 
     def agree(self, calls: int) -> None:
         """Learns how often each rank calls the criterion in an update. All ranks call this."""
         if self.asks and world_size() > 1:
             counts = {*gather_objects(calls)}
-            self._is_common = self._is_mean and counts == {1}
+            self._is_common = self.is_mean and counts == {1}
             self.asks = self.is_used or 0 in counts
             if self.is_used and not self._is_common:
                 self.refuse()
@@ -162,7 +159,7 @@ class CriterionCopies:
 
     def without_notes(self) -> "CriterionCopies":
         """Returns the same copies for another user."""
-        return dataclasses.replace(self, collectives=self.collectives.anew(), halves=self.halves and Checks())
+        return dataclasses.replace(self, collectives=dataclasses.replace(self.collectives), halves=self.halves and Checks())
 
     @property
     def checks(self) -> Checks | None:

@@ -5,6 +5,7 @@
     WeighedMean  mean x weight of each shard, divided once by the sum of the weights
     MeansInside  the criterion computes known means and adds them up; each is divided by its own count
     OneCount     the same, once a batch has shown that all of them have one count
+    MeanOfRanks  the criterion communicates with the other ranks: the mean of their values
     OfSums       a function of statistics that add up (Dice)
     OfAllRows    a function of all outputs (contrastive)
 

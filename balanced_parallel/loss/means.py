@@ -39,7 +39,7 @@ _SEVERAL = "several"  # the key of a mean that takes two passes in micro-batches
 # Names of one operation, without underscores.
 _NAMES = {"radd": "add", "iadd": "add", "rmul": "mul", "imul": "mul", "multiply": "mul", "isub": "sub", "subtract": "sub"}
 _NAMES |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "negative": "neg"}
-_SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
+_SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1,)}
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}  # values of a tensor, as Python objects
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}  # whose size depends on values
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
@@ -181,10 +181,8 @@ class MeanRecorder(TorchFunctionMode):
         if kwargs:
             return None
         if name in _SIGNS:
-            sizes = {value.numel() if isinstance(value, Tensor) else 1 for value in (first, second)}
-            return self._add_up((first, second), _SIGNS[name]) if len(sizes) == 1 else None  # others are broadcast
-        if name == "neg":
-            return self._add_up((first,), (-1,))
+            sizes = {value.numel() if isinstance(value, Tensor) else 1 for value in args}
+            return self._add_up(args, _SIGNS[name]) if len(sizes) == 1 else None  # others are broadcast
         if name == "div":
             return self._divide(first, second)
         return self._multiply(first, second) if name == "mul" else None
@@ -430,7 +428,7 @@ _ALWAYS = (
 
 
 class LossOfMeans(LossOfSums):
-    """The loss of an update that is a sum of means. Its statistics are their sums, counts, and coefficients times the rows.
+    """The loss of an update that is a sum of means. Its statistics are their sums, times their coefficients, and counts.
 
     Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in one pass.
     """
