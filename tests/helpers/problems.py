@@ -225,6 +225,12 @@ def gradients(*modules, optimizer=None):
     return [None if (gradient := read(parameter)) is None else gradient.clone() for parameter in parameters]
 
 
+def whole_gradients(parameters):
+    """Copies of the gradients of all ranks."""
+    found = [parameter.grad for parameter in parameters]
+    return [None if gradient is None else getattr(gradient, "full_tensor", gradient.clone)() for gradient in found]
+
+
 def plain_program(module, criterion, inputs, targets):
     """Loss and gradients (the module's, then the criterion's) of the whole batch on one device."""
     zero_gradients(module, criterion)

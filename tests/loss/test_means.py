@@ -17,6 +17,7 @@ from helpers.problems import (
     gradients,
     make_targets,
     plain_program,
+    whole_gradients,
 )
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
@@ -97,7 +98,7 @@ def add_parts(step, sizes):
     """Returns a function that adds parts of a batch to a step, and applies them."""
 
     def run(inputs, targets):
-        for part in zip(inputs.split(sizes), *(target.split(sizes) for target in targets), strict=True):
+        for part in zip(*(tensor.split(sizes) for tensor in (inputs, *targets) if sizes), strict=True):
             step.add(part[0], part[1:])
         return step.apply()
 
@@ -165,12 +166,9 @@ def rank_update(rank, seed, sizes, micro_batch_size, strategy, way):
         elif way == "at once":
             losses.append(step(inputs, tuple(targets)))
         else:
-            for part in (slice(4), slice(4, None)) if len(inputs) else ():
-                step.add(inputs[part], tuple(target[part] for target in targets))
-            losses.append(step.apply())
-    whole = [None if one.grad is None else getattr(one.grad, "full_tensor", lambda one=one: one.grad)() for one in parameters]
+            losses.append(add_parts(step, [4, len(inputs) - 4] if len(inputs) else [])(inputs, targets))
     torch.set_default_dtype(torch.float32)
-    return losses, [gradient if gradient is None else gradient.clone() for gradient in whole]
+    return losses, whole_gradients(parameters)
 
 
 @pytest.mark.parametrize(
@@ -489,19 +487,24 @@ def test_half_precision_does_not_overflow():
         assert result.item() == 2500
 
 
-def test_the_host_waits_for_no_device_after_the_first_updates():
+def assert_no_waits_after(cluster, updates, update):
     """A check of halves waits: it is the 1st, 2nd, 4th, 8th, ... computation of the loss."""
+    for _ in range(updates):
+        update()
+    before = len(cluster.waits)
+    assert before
+    update()
+    assert cluster.waits[before:] == []
+
+
+def test_the_host_waits_for_no_device_after_the_first_updates():
     net, inputs, target = build_net().float(), torch.randn(8, 4, dtype=torch.float32), class_targets(8)
     with simulate(devices=2) as cluster:
         batch = inputs.pin_memory(), target.pin_memory()
-        model = DataParallelModel(net.to("sim:0"), [0, 1])
         criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
+        model = DataParallelModel(net.to("sim:0"), [0, 1])
         step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
-        for _ in range(5):
-            step(*batch)
-        before = len(cluster.waits)
-        step(*batch)
-        assert cluster.waits[before:] == []
+        assert_no_waits_after(cluster, 5, lambda: step(*batch))
 
 
 def test_a_loop_by_hand_waits_for_no_device_after_the_first_batches():
@@ -510,9 +513,4 @@ def test_a_loop_by_hand_waits_for_no_device_after_the_first_batches():
         model = DataParallelModel(net)
         criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
         batch = inputs.to("sim:0"), target.to("sim:0")
-        for _ in range(2):
-            criterion(model(batch[0]), batch[1]).backward()
-        before = len(cluster.waits)
-        assert before
-        criterion(model(batch[0]), batch[1]).backward()
-        assert cluster.waits[before:] == []
+        assert_no_waits_after(cluster, 2, lambda: criterion(model(batch[0]), batch[1]).backward())

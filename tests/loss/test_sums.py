@@ -168,15 +168,15 @@ def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name
     loss, expected = plain_program(build_net(), plain, inputs, (targets,))
     with simulate(2):
         net = build_net()
-        model = DataParallelModel(net, devices)
-        outputs = model(inputs)
+        outputs = DataParallelModel(net, devices)(inputs)
         if name == "weighted_mean":
-            shards = scatter(targets, devices)
-            losses = [F.cross_entropy(*pair) for pair in zip(outputs, shards, strict=True)]
-            found = weighted_mean(losses, [(shard != -100).sum() for shard in shards])
+            pairs = [*zip(outputs, scatter(targets, devices), strict=True)]
+            found = weighted_mean([F.cross_entropy(*pair) for pair in pairs], [(shard != -100).sum() for _, shard in pairs])
         elif name == "weight":
-            weight = {"weight": lambda output, target: (target != -100).sum()}
-            found = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target), **weight)(outputs, targets)
+            weighted = DataParallelCriterion(
+                lambda *pair: F.cross_entropy(*pair), weight=lambda _, target: (target != -100).sum()
+            )
+            found = weighted(outputs, targets)
         else:
             found = DataParallelCriterion(plain)(outputs, targets)
         found.backward()

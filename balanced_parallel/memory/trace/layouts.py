@@ -164,6 +164,7 @@ class TracedCriterion(DataParallelCriterion):
         if like.precision.name == "fp32":
             settings["precision"] = request.precision
         super().__init__(like.module, **settings)
+        self.replicas = replicas
         self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
 
 
