@@ -159,7 +159,8 @@ class CriterionCopies:
 
     def without_notes(self) -> "CriterionCopies":
         """Returns the same copies for another user."""
-        return dataclasses.replace(self, collectives=dataclasses.replace(self.collectives), halves=self.halves and Checks())
+        collectives = dataclasses.replace(self.collectives)
+        return dataclasses.replace(self, collectives=collectives, halves=self.halves and Checks())
 
     @property
     def checks(self) -> Checks | None:

@@ -202,7 +202,8 @@ class LossOfSums(CoupledLoss):
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
         parts = self._parts(calls)
-        self._add([part._replace(tensors={place: tensor.detach() for place, tensor in part.tensors.items()}) for part in parts])
+        for part in parts:
+            self._add([part._replace(tensors=containers.map_tensors(Tensor.detach, part.tensors))])
         return parts
 
     def _add(self, parts: list[ShardStatistics]) -> None:
@@ -219,7 +220,10 @@ class LossOfSums(CoupledLoss):
         return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in slopes]
 
     def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
-        """Sums the statistics of all ranks, with the graph of ``nothing``. Returns the ranks with rows. Every rank calls this."""
+        """Sums the statistics of all ranks, with the graph of ``nothing``. Returns the ranks with rows.
+
+        Every rank calls this.
+        """
         local = self._total
         layout = self._structure, {place: tensor.detach().to("meta") for place, tensor in local.items()}
         layouts = enumerate(gather_objects(layout if local else None))
@@ -266,8 +270,8 @@ class LossOfSums(CoupledLoss):
         if rows == 1:
             join_twice = functools.partial(_join_rows, device=devices_of(output, None)[0])
             pair = mark_leaves(output[0], output.dim, "the output"), mark(targets, self.copies.dim, self.copies.criterion)
-            pair = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
-            rows, output, targets = 2, PerReplica([containers.map_leaves(without_mark, pair[0])], [2], output.dim), pair[1]
+            first, targets = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
+            rows, output = 2, PerReplica([containers.map_leaves(without_mark, first)], [2], output.dim)
         halves = join_outputs([output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)], output.dim)
         target_rows = count_rows(targets, self.copies.dim, rows, "targets")
         devices = devices_of(halves, None)
@@ -424,7 +428,8 @@ def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
 def _check_constant(first: Any, *others: Any) -> None:
     """Raises ``ValueError`` if an output without rows differs between replicas or micro-batches."""
     tensor = without_mark(first)
-    if not isinstance(first, Along) and not all(torch.equal(tensor, move(without_mark(each), tensor.device)) for each in others):
+    equal = (torch.equal(tensor, move(without_mark(each), tensor.device)) for each in others)
+    if not isinstance(first, Along) and not all(equal):
         raise ValueError(
             f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
             "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
@@ -501,8 +506,9 @@ def _is_list(leaf: object) -> bool:
 class RankRows:
     """The rows of all ranks, in their order: ``batch``, which is differentiable, or None on a rank without one.
 
-    All ranks make one, of their joined pieces or None. All of them raise ``ValueError`` if one has a refusal. ``starts`` are the
-    places of this rank's rows in each tensor with rows, if there are other ranks, and ``ranks`` those with rows.
+    All ranks make one, of their joined pieces or None. All of them raise ``ValueError`` if one has a refusal.
+    ``starts`` are the places of this rank's rows in each tensor with rows, if there are other ranks, and ``ranks``
+    those with rows.
     """
 
     def __init__(self, batch: Any, device: torch.device, refusal: str | None) -> None:
@@ -534,7 +540,7 @@ class RankRows:
 
 
 def _layout(leaf: Any) -> Any:
-    """Returns a tensor with rows without its values, a list with an entry for each row as it is, and None for others."""
+    """Returns a tensor with rows without its values, a list of rows as it is, and None for others."""
     if isinstance(leaf, Along):
         return Along(leaf.leaf.detach().to("meta"), leaf.dim)
     return leaf if _is_list(leaf) else None

@@ -185,7 +185,11 @@ class Sum(_OfOnePass):
         weight = self._weight_of_part
         if not shard.rows:
             return LossSum(shard.nothing(), weight)
-        return containers.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), weight), shard.call())
+
+        def part_of(leaf: Any) -> LossSum | None:
+            return None if leaf is None else LossSum(weighted_sum(leaf, 1), weight)
+
+        return containers.map_leaves(part_of, shard.call())
 
 
 class MeanOfRanks(Sum):
@@ -273,7 +277,8 @@ class WeighedMean(_Mean):
         weight, sums = None if any(self.divisors) else 0.0, []
         for part in self._parts(calls):
             pairs = zip(containers.leaves(part), self.divisors, strict=True)
-            quotients = [mean.total * (1 / divisor if divisor else 0.0) for (_, mean), divisor in pairs if mean is not None]
+            factors = [(mean, 1 / divisor if divisor else 0.0) for (_, mean), divisor in pairs]
+            quotients = [mean.total * factor for mean, factor in factors if mean is not None]
             sums.append(LossSum(functools.reduce(torch.add, quotients), weight))
         return sums
 
@@ -332,7 +337,7 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
 
 class OneCount(MeansInside):
-    """Means inside of a criterion that have one count. The terms of some batches are compared with those of halves."""
+    """Means inside of a criterion that have one count. Terms of some batches are compared with those of halves."""
 
     passes = 1
     is_mean = True
@@ -374,8 +379,8 @@ def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, min
 def call_weight(weight: Any, shard: ShardLoss) -> Any:
     """Returns the divisor of the mean of a shard, or a structure of several.
 
-    A function gets the arguments of the criterion, without the keyword arguments that it does not accept. Without ``weight``, the
-    divisor is that of :func:`loss_weight`.
+    A function gets the arguments of the criterion, without the keyword arguments that it does not accept. Without
+    ``weight``, the divisor is that of :func:`loss_weight`.
     """
     if weight is None:
         return loss_weight(shard.criterion, *spread(shard.output), *shard.targets, **shard.kwargs)
@@ -455,7 +460,7 @@ def _refuse_divisor(name: str, settings: dict[str, Any]) -> None:
 
 
 def _check_divisor(weight: Any, minimum: Any) -> None:
-    functions = weight.values() if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
+    functions = [weight] if not is_structure(weight) else weight.values() if isinstance(weight, Mapping) else weight
     if weight not in (None, "rows") and not (functions and all(map(callable, functions))):
         raise ValueError(
             f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "

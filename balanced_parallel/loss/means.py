@@ -128,7 +128,7 @@ class MeanRecorder(TorchFunctionMode):
         return result
 
     def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
-        """Notes what the result of an operation depends on, which may be a tensor that was written in place."""
+        """Notes what the result of an operation depends on. It may be a tensor that was written in place."""
         is_selected = _is_selection(name, tensors, result) or any(self._of(tensor).is_selected for tensor in tensors)
         if is_selected and type(result) in (int, torch.Size):
             self._knows_numbers = False
@@ -220,7 +220,7 @@ class MeanRecorder(TorchFunctionMode):
         return (args[0], least) if is_bound else None
 
     def _record(self, name: str, result: Tensor, args: Any) -> Form | None:
-        """Returns the only term of a scalar that depends on the rows: a mean, a sum, a quotient of sums, or zero."""
+        """Returns the only term of a scalar that depends on the rows: a mean, a sum, a quotient, or zero."""
         if name == "mul" and any(map(_is_zero, args)):
             return [Term("zero", result, self._rows, None)]  # it connects parameters that are not used
         if name == "mean":
@@ -259,7 +259,8 @@ class MeanRecorder(TorchFunctionMode):
         """Returns a key that is equal for losses of the same targets, which have the same count."""
         target, rule = arguments.get("target"), RULES[function]
         is_class = rule is RULES[F.cross_entropy] and isinstance(target, Tensor) and not target.is_floating_point()
-        if not isinstance(target, Tensor) or not (is_class or target.shape == getattr(arguments.get("input"), "shape", None)):
+        shape = getattr(arguments.get("input"), "shape", None)
+        if not isinstance(target, Tensor) or not (is_class or target.shape == shape):
             return object()
         tensors = [tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)]
         self._held += tensors  # while they live, no other tensor is at their place
@@ -363,7 +364,8 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
         if loss is None:
             continue
         terms = recorder.terms_of(loss)
-        if shard.collectives.is_used or (terms is None and not is_split):  # averaged over the ranks, or computed as a whole
+        # A loss is averaged over the ranks, or computed as a whole.
+        if shard.collectives.is_used or (terms is None and not is_split):
             terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)]
         if terms is None:
             _refuse_unknown(module, recorder.has_unknown_count)
@@ -428,7 +430,7 @@ _ALWAYS = (
 
 
 class LossOfMeans(LossOfSums):
-    """The loss of an update that is a sum of means. Its statistics are their sums, times their coefficients, and counts.
+    """The loss of an update that is a sum of means. Its statistics are their sums, with coefficients, and counts.
 
     Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in one pass.
     """
