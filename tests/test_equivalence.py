@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from helpers.by_row import Dropping, drawing_by_row
-from helpers.problems import BODIES, LOSSES, OnTop, assert_same_gradients, gradients, make_targets, plain_program, zero_gradients
+from helpers.problems import BODIES, LOSSES, OnTop, assert_exact, assert_same_gradients, gradients, make_targets, plain_program
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from hypothesis import given, settings
@@ -23,25 +23,13 @@ pytestmark = pytest.mark.usefixtures("double")
 ROWS = [1, 2, 7, 9, 12]
 
 
-def split_program(module, criterion, inputs, targets, devices=3):
-    model = DataParallelModel(module, ["cpu"] * devices)
-    loss = DataParallelCriterion(criterion)(model(inputs), *targets)
-    loss.backward()
-    return loss.detach(), gradients(module, criterion)
-
-
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_three_replicas_equal_the_plain_program(name, rows):
     make_criterion, kind = LOSSES[name]
     module, criterion, inputs = OnTop(name), make_criterion(), torch.randn(rows, 4)
     for ignored in [0, rows // 2, -(-rows // 3), rows] if kind == "classes" else [0]:  # among them a whole shard, and all
-        targets = make_targets(kind, rows, ignored)
-        loss, expected = plain_program(module, criterion, inputs, targets)
-        found_loss, found = split_program(module, criterion, inputs, targets)
-        torch.testing.assert_close(found_loss, loss, rtol=1e-10, atol=1e-10, equal_nan=True)
-        assert_same_gradients(found, expected)
-        zero_gradients(module, criterion)
+        assert_exact(module, criterion, inputs, *make_targets(kind, rows, ignored))
 
 
 CUTS = list(itertools.product(ROWS, [None, 1, 2]))

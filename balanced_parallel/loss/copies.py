@@ -29,6 +29,7 @@ _COLLECTIVES = "the criterion communicates with the other ranks itself"
 _WITHOUT = "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True"
 
 
+@dataclass(eq=False)
 class OwnCollectives:
     """Collectives of a criterion's own, as in programs that come from ``DistributedDataParallel``.
 
@@ -36,22 +37,18 @@ class OwnCollectives:
     ranks. Each rank has to call the criterion once, so ranks tell how often they will.
     """
 
-    def __init__(self, *, is_possible: bool = False, is_mean: bool = False) -> None:
-        self.is_used = False
-        self.asks = is_possible
-        self.is_open = is_possible  # True until the first call has come to its end.
-        self._is_possible, self._is_mean = is_possible, is_mean
-        self._is_common = False  # each rank calls the criterion once
+    is_possible: bool = False
+    is_mean: bool = False
 
-    def anew(self) -> "OwnCollectives":
-        """Returns one that knows of no call."""
-        return OwnCollectives(is_possible=self._is_possible, is_mean=self._is_mean)
+    def __post_init__(self) -> None:
+        self.is_used = self._is_common = False  # In common ones, each rank calls the criterion once.
+        self.asks = self.is_open = self.is_possible  # It is open until the first call has come to its end.
 
     def agree(self, calls: int) -> None:
         """Learns how often each rank calls the criterion in an update. All ranks call this."""
         if self.asks and world_size() > 1:
             counts = {*gather_objects(calls)}
-            self._is_common = self._is_mean and counts == {1}
+            self._is_common = self.is_mean and counts == {1}
             self.asks = self.is_used or 0 in counts
             if self.is_used and not self._is_common:
                 self.refuse()
@@ -101,7 +98,6 @@ class ShardLoss(NamedTuple):
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
-    weights: Any = None  # numbers that are known before the replica runs
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -115,9 +111,12 @@ class ShardLoss(NamedTuple):
 
     def nothing(self) -> Tensor:
         """Returns a zero that is connected to the output and to the criterion's parameters."""
-        parameters = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
-        tensors = [leaf for _, leaf in containers.leaves(self.output) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
-        return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
+        tensors = [*filter(is_differentiable, containers.tensors_in(self.output)), *_parameters(self.criterion)]
+        return zero_of(*tensors) if tensors else torch.zeros(())
+
+
+def _parameters(criterion: Criterion) -> list[nn.Parameter]:
+    return [*criterion.parameters()] if isinstance(criterion, nn.Module) else []
 
 
 def call_spread(
@@ -138,7 +137,7 @@ def call_spread(
 
 def loss_of(result: object) -> Any:
     """Returns the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, or the result itself."""
-    return result if isinstance(result, Tensor) else getattr(result, "loss", result)
+    return getattr(result, "loss", result)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +159,8 @@ class CriterionCopies:
 
     def without_notes(self) -> "CriterionCopies":
         """Returns the same copies for another user."""
-        return dataclasses.replace(self, collectives=self.collectives.anew(), halves=self.halves and Checks())
+        collectives = dataclasses.replace(self.collectives)
+        return dataclasses.replace(self, collectives=collectives, halves=self.halves and Checks())
 
     @property
     def checks(self) -> Checks | None:
@@ -170,7 +170,7 @@ class CriterionCopies:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the criterion."""
-        return list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+        return _parameters(self.criterion)
 
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""
@@ -185,14 +185,14 @@ class CriterionCopies:
                 if tensor.device != devices[0]:
                     criterion.to(devices[0])
             return self.replicas.of(criterion, devices, devices[0])
+        copies = [criterion] * len(devices)
         if isinstance(criterion, functools.partial):
             bound = criterion.args, criterion.keywords
             if any(device.type != "cpu" for device in devices):
-                bound = containers.map_leaves(lambda leaf: pin(leaf) if isinstance(leaf, Tensor) else leaf, bound)
+                bound = containers.map_tensors(pin, bound)
             moved = [move_leaves(bound, device) for device in devices]
             copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
-            return contextlib.nullcontext(copies)
-        return contextlib.nullcontext([criterion] * len(devices))
+        return contextlib.nullcontext(copies)
 
 
 class Calls(NamedTuple):
@@ -202,38 +202,35 @@ class Calls(NamedTuple):
     outputs: PerReplica
     shards: Sequence[Shard]
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each output."""
-        return devices_of(self.outputs, self.copies.devices)
-
     def agree(self) -> None:
         """Tells the other ranks whether this one has rows in its only forward. All ranks call this."""
         self.copies.collectives.agree(int(any(shard.target_rows for shard in self.shards)))
 
-    def run(self, function: Callable[[ShardLoss], T], weights: Sequence[Any] | None = None) -> list[T]:
-        """Returns the result of ``function`` for each replica, computed on the device of its output, which gets ``weights``."""
+    def run(self, function: Callable[..., T], *columns: Sequence[object]) -> list[T]:
+        """Returns the result of ``function(shard, *others)`` for each replica, on the device of its output.
+
+        Each of ``columns`` has another argument for each replica.
+        """
         copies, devices = self.copies, devices_of(self.outputs, self.copies.devices)
-        weights = weights or [None] * len(self.shards)
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
-            replicas = zip(criteria, self.outputs, self.shards, weights, devices, strict=True)
+            replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
             work = [functools.partial(_call, function, copies.collectives, *replica) for replica in replicas]
             return copies.replicas.run(work, devices, together=False)
 
 
 def _call(
-    function: Callable[[ShardLoss], T],
+    function: Callable[..., T],
     collectives: OwnCollectives,
+    device: torch.device,
     criterion: Criterion,
     output: object,
     shard: Shard,
-    weights: Any,
-    device: torch.device,
+    *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
     with shard.context():
         try:
-            return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives, weights))
+            return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives), *others)
         except (RuntimeError, IndexError) as error:
             if names := _tensors_outside(criterion):
                 error.add_note(
@@ -270,12 +267,11 @@ def shards_of_targets(
 ) -> list[Shard]:
     """Cuts marked targets of ``rows`` rows as the outputs' shards. ``dim`` is the dimension of the rows in unmarked targets."""
     known_sizes = [size for size in outputs.sizes if size is not None]
-    if len(known_sizes) < len(outputs):
-        sizes = [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
-    else:
+    if len(known_sizes) == len(outputs):
         sizes = proportional_sizes(sum(known_sizes) if rows is None else rows, known_sizes)
+    else:
+        sizes = split_sizes(len(outputs) if rows is None else rows, len(outputs))
     parts = consecutive(sizes)
-    is_whole = rows is None or len(parts) == 1
-    pieces = [targets] * len(parts) if is_whole else cut(targets, parts, dim)
-    cells = zip(pieces, parts, sizes, devices_of(outputs, allowed), strict=True)
-    return [Shard(NOTHING, piece, part, size, device) for piece, part, size, device in cells]
+    pieces = [targets] * len(parts) if rows is None or len(parts) == 1 else cut(targets, parts, dim)
+    cells = zip(pieces, parts, devices_of(outputs, allowed), strict=True)
+    return [Shard(NOTHING, piece, part, len(part), device) for piece, part, device in cells]

@@ -11,14 +11,15 @@ triplets), or statistics, which are summed (``LossOfSums``, of an :class:`Additi
 import abc
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica, gather, join, join_tensors, repeated_rows
+from ..batch.outputs import PerReplica, join_outputs, join_tensors, repeated_rows
 from ..batch.rows import (
     Along,
     Arguments,
@@ -28,21 +29,17 @@ from ..batch.rows import (
     map_marked,
     mark,
     mark_leaves,
-    move_leaves,
+    move_arguments,
     spread,
-    take,
     without_mark,
 )
-from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
+from ..runtime.collectives import gather_objects, gather_rows, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
-from .rules import refuse_coupled
+from .copies import Calls, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
-
-Shapes = dict[Any, tuple[int, ...]]  # The shapes of statistics by key path.
 
 
 class CoupledLoss(abc.ABC):
@@ -54,7 +51,7 @@ class CoupledLoss(abc.ABC):
 
     def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
         self.copies, self.home, self.is_split = copies, home, is_split
-        self._loss: Tensor | None = None  # The loss of all ranks. A part hands it back once.
+        self._loss = torch.zeros(())  # The loss of all ranks. A part hands it back once.
         self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # Each has the derivative of the loss.
 
     @abc.abstractmethod
@@ -66,22 +63,16 @@ class CoupledLoss(abc.ABC):
         """Computes the loss of all parts on all ranks, and its derivative at each, from a scaled loss. Every rank calls this."""
 
     @abc.abstractmethod
+    def collect(self, calls: Calls) -> list[Any]:
+        """Collects the parts of a micro-batch in the first pass. Returns them with their graph."""
+
+    @abc.abstractmethod
     def _parts(self, calls: Calls) -> list[Any]:
         """Returns the part of each replica."""
 
     @abc.abstractmethod
-    def _collect(self, parts: list[Any]) -> None:
-        """Keeps the values of the parts for :meth:`differentiate`."""
-
-    @abc.abstractmethod
     def _take(self, part: Any) -> list[tuple[Tensor, Tensor | None]]:
         """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
-
-    def collect(self, calls: Calls) -> list[Any]:
-        """Collects the parts of a micro-batch in the first pass. Returns them with their graph."""
-        parts = self._parts(calls)
-        self._collect(parts)
-        return parts
 
     def hand_back(self, calls: Calls) -> list[LossSum]:
         """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything is the loss."""
@@ -91,15 +82,12 @@ class CoupledLoss(abc.ABC):
         """Returns the result of :meth:`hand_back` for parts with a graph."""
         losses = []
         for part in parts:
-            pairs = self._take(part)
-            loss, self._loss = self._loss, None
-            if loss is not None:
-                pairs += self._of_parameters
+            pairs = [*self._take(part), *self._of_parameters]
             learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
-            device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
-            value = torch.zeros((), device=device) if loss is None else move(loss, device)
+            value = move(self._loss, pairs[0][0].device) if pairs else self._loss
             total = hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning])
             losses.append(LossSum(total, None))
+            self._loss, self._of_parameters = torch.zeros_like(self._loss), []
         return losses
 
     def _derivatives(
@@ -110,15 +98,15 @@ class CoupledLoss(abc.ABC):
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share to gradients of parameters.
         """
         parameters = [parameter for parameter in self.copies.parameters if parameter.requires_grad]
-        variables = [tensor.requires_grad_() for tensor in at if is_differentiable(tensor)]
+        learning = [*(tensor.requires_grad_() for tensor in at if is_differentiable(tensor)), *parameters]
         with torch.enable_grad():
             loss = compute()
-            scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
-            whole = loss if scale is None else loss * scale
-        gradients = torch.autograd.grad(whole, [*variables, *parameters], allow_unused=True)
-        if scale is not None:
+            whole = scaled(loss, scaler)
+        gradients = torch.autograd.grad(whole, learning, allow_unused=True)
+        if scaler is not None:
+            scale = scaled(torch.ones((), device=loss.device), scaler)
             gradients = tuple(slope if slope is None else widen(slope) / move(scale, slope.device) for slope in gradients)
-        self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss, requires_grad=False)
+        self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss)
         slopes = iter(gradients)
         derivatives = [next(slopes) if is_differentiable(tensor) else None for tensor in at]
         self._of_parameters = [(parameter, self._share(next(slopes), ranks)) for parameter in parameters]
@@ -132,7 +120,7 @@ class CoupledLoss(abc.ABC):
 class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows."""
 
-    tensors: dict[Any, Tensor] | None  # Key paths are the keys; None without rows.
+    tensors: dict[Any, Tensor]  # Key paths are the keys. There are none without rows.
     structure: Any  # whose leaves the tensors are
     nothing: Tensor  # a zero on the device of the output, connected to it
 
@@ -142,8 +130,6 @@ ROWS_TO_CHECK = 16  # two rows may look independent by chance, as by an equal nu
 
 class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
-
-    has_names = False  # statistics have names, and shards are compared by them first: their error says more
 
     def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
         super().__init__(copies, home, is_split=is_split)
@@ -156,25 +142,23 @@ class LossOfSums(CoupledLoss):
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(calls)
         self._add(parts)
-        total, ranks = self._over_ranks(parts[0].nothing)
-        if not ranks:
+        if not self._sum_over_ranks(parts[0].nothing):
             raise ValueError("the batch has no rows, expected one at least: there are no statistics")
-        return self._finish(total)
+        return self._finish()
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all statistics, and its derivative at each of them."""
         has_rows = bool(self._total)
-        total, ranks = self._over_ranks(None)
+        ranks = self._sum_over_ranks(torch.zeros((), device=self.home))
         if has_rows:
-            values = list(total.values())
-            slopes = self._derivatives(lambda: add_leaves(self._finish(total)), values, ranks, scaler)
-            self._slopes = dict(zip(total, slopes, strict=True))
+            slopes = self._derivatives(lambda: add_leaves(self._finish()), [*self._total.values()], ranks, scaler)
+            self._slopes = dict(zip(self._total, slopes, strict=True))
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
         """Returns the statistics of a replica. It runs in the thread of the replica."""
         nothing = shard.nothing()
         if not shard.rows:
-            return ShardStatistics(None, None, nothing)
+            return ShardStatistics({}, None, nothing)
         criterion: Any = shard.criterion
         result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
         tensors = {place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)}
@@ -185,29 +169,25 @@ class LossOfSums(CoupledLoss):
         self.check([part.tensors for part in parts], calls)
         return parts
 
-    def check(self, statistics: Sequence[dict[Any, Tensor] | None], calls: Calls) -> None:
-        """Compares the statistics of shards with each other, and those of the first rows with those of their halves.
+    def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
+        """Compares the statistics of the first rows with those of their halves.
 
         Raises:
-            ValueError: the statistics of some rows have another form, or are not the sum of those of the halves.
+            ValueError: they are not the sum of those of the halves.
         """
-        tensors = [part for part in statistics if part is not None]
-        if self.has_names:
-            self._check_shapes(tensors)
-        checks = self.copies.checks if self.is_split and tensors else None
-        if checks is None:
+        first, checks = next(filter(None, statistics), None), self.copies.checks
+        if first is None or checks is None or not self.is_split:
             return
-        form = [place[0].kind if self.has_names else place for place in tensors[0]]
-        is_due = self._rows_checked > 0 or checks.are_due((*form, *_flags(self.copies.criterion)))
+        form = *map(self._kind, first), *_flags(self.copies.criterion)
+        if not self._rows_checked and not checks.are_due(form):
+            return
         outputs = calls.outputs
-        for output, size, shard in zip(outputs, outputs.sizes, calls.shards if is_due else (), strict=False):
+        for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
             if self._rows_checked < ROWS_TO_CHECK:
                 self._rows_checked += size or 0
                 self._check_halves(PerReplica([output], [size], outputs.dim), shard)
 
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
-        if self.has_names:
-            refuse_coupled(self.copies.criterion)
         try:
             samples = self._samples(output, shard)
         except torch.OutOfMemoryError:
@@ -216,71 +196,61 @@ class LossOfSums(CoupledLoss):
             if output.sizes[0] == 1:
                 return
             self._refuse(f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}", error)
-        if None not in (sample.tensors for sample in samples):
-            self._compare(samples)
+        if all(sample.tensors for sample in samples):
+            self._compare([sample.tensors for sample in samples])
 
-    def _collect(self, parts: list[ShardStatistics]) -> None:
+    def collect(self, calls: Calls) -> list[Any]:
+        """Adds the statistics of a micro-batch in the first pass."""
+        parts = self._parts(calls)
         for part in parts:
-            tensors = part.tensors and {place: tensor.detach() for place, tensor in part.tensors.items()}
-            self._add([part._replace(tensors=tensors)])
+            self._add([part._replace(tensors=containers.map_tensors(Tensor.detach, part.tensors))])
+        return parts
 
     def _add(self, parts: list[ShardStatistics]) -> None:
         for part in parts:
-            if part.tensors is None:
-                continue
-            self._check_shapes([self._total or part.tensors, part.tensors])
-            self._structure = part.structure
+            if part.tensors:
+                self._check_shapes([self._total or part.tensors, part.tensors])
+                self._structure = part.structure
             for place, tensor in part.tensors.items():
                 total = self._total.get(place)
                 self._total[place] = widen(tensor) if total is None else total + move(widen(tensor), total.device)
 
     def _take(self, part: ShardStatistics) -> list[tuple[Tensor, Tensor | None]]:
-        if part.tensors is None:
-            return [(part.nothing, None)]
-        pairs = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()]
-        return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in pairs]
+        slopes = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()] or [(part.nothing, None)]
+        return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in slopes]
 
-    def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
-        """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
+    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
+        """Sums the statistics of all ranks, with the graph of ``nothing``. Returns the ranks with rows.
+
+        Every rank calls this.
+        """
         local = self._total
         layout = self._structure, {place: tensor.detach().to("meta") for place, tensor in local.items()}
         layouts = enumerate(gather_objects(layout if local else None))
         by_rank = {number: layout for number, layout in layouts if layout is not None}
         self._check_shapes([tensors for _, tensors in by_rank.values()])
         if world_size() == 1 or not by_rank:
-            return local, [*by_rank]
-        device = self.home if nothing is None else nothing.device
+            return [*by_rank]
         self._structure, tensors = next(iter(by_rank.values()))
-        local = local or {place: torch.zeros_like(tensor, device=device) for place, tensor in tensors.items()}
-        whole = {place: sum_over_ranks(tensor) for place, tensor in local.items()}
-        if nothing is None:
-            return whole, [*by_rank]
-        # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
+        local = local or {place: torch.zeros_like(tensor, device=nothing.device) for place, tensor in tensors.items()}
         for place, tensor in local.items():
+            # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
             ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
-            whole[place] = hand_back(whole[place], [torch.ones_like(ours)], [ours])
-        return whole, [*by_rank]
+            self._total[place] = hand_back(sum_over_ranks(tensor), [torch.ones_like(ours)], [ours])
+        return [*by_rank]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
         shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
         for other in shapes:
-            if list(other.items()) != list(shapes[0].items()):
-                self._refuse_shapes(shapes[0], other)
+            if [*other.items()] != [*shapes[0].items()]:
+                both = f"{[*shapes[0].values()]} and {[*other.values()]}"
+                raise ValueError(f"the statistics have shapes {both}, expected equal shapes for all rows")
 
-    def _refuse_shapes(self, first: Shapes, other: Shapes) -> NoReturn:
-        shapes, others = list(first.values()), list(other.values())
-        raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
-
-    def _finish(self, total: dict[Any, Tensor]) -> Any:
+    def _finish(self) -> Any:
         """Returns the loss of the statistics of all rows."""
-        tensors, device = iter(total.values()), next(iter(total.values())).device
+        tensors, device = iter(self._total.values()), next(iter(self._total.values())).device
         statistics = containers.map_leaves(lambda _: next(tensors), self._structure)
-
-        def finish(criterion: Any) -> Tensor:
-            loss: Tensor = criterion.finish(statistics)
-            return loss
-
-        loss = self.copies.run_once(finish, device)
+        loss = self.copies.run_once(operator.methodcaller("finish", statistics), device)
         return move(weighted_sum(loss, 1), self.copies.output_device or device)
 
     @torch.no_grad()
@@ -298,34 +268,38 @@ class LossOfSums(CoupledLoss):
         if not rows:
             return []
         if rows == 1:
-            rows, output = 2, PerReplica([join([output[0], _smaller(output[0])], None, output.dim)], [2], output.dim)
-            twice = take(targets, [*range(shard.target_rows)] * 2, self.copies.dim)
-            targets = _with_smaller(twice, shard.target_rows, self.copies.dim)
-        pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
-        halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
+            join_twice = functools.partial(_join_rows, device=devices_of(output, None)[0])
+            pair = mark_leaves(output[0], output.dim, "the output"), mark(targets, self.copies.dim, self.copies.criterion)
+            first, targets = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
+            rows, output = 2, PerReplica([containers.map_leaves(without_mark, first)], [2], output.dim)
+        halves = join_outputs([output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)], output.dim)
+        target_rows = count_rows(targets, self.copies.dim, rows, "targets")
         devices = devices_of(halves, None)
         states = generator_states(devices)
         result: list[ShardStatistics] = []
         for part in (output, halves):
-            target_rows = count_rows(targets, self.copies.dim, rows, "targets")
             shards = shards_of_targets(part, targets, target_rows, self.copies.dim, self.copies.devices)
             result += Calls(self.copies, part, shards).run(self._statistics)
         set_generators(states, devices)
         return result
 
     @torch.no_grad()
-    def _compare(self, samples: Sequence[ShardStatistics]) -> None:
+    def _compare(self, samples: Sequence[dict[Any, Tensor]]) -> None:
         """Raises ``ValueError`` if the statistics of rows are not the sum of those of their halves."""
-        columns = [part.tensors or {} for part in samples]
-        for number, place in enumerate({place: None for column in columns for place in column}):
-            total, first, last = (widen(column[place]) if place in column else torch.zeros(()) for column in columns)
-            if total.shape == first.shape == last.shape:
+        places: dict[Any, Tensor] = functools.reduce(operator.or_, samples)
+        for number, place in enumerate(places):
+            total, first, last = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
+            if total.shape == first.shape == last.shape and all(place in sample for sample in samples):
                 size = torch.stack([move(each, total.device) for each in (total, first, last)]).abs().max()
                 # a mean is off by its own size, and the variance of one row is nan; nan in the whole is the caller's
                 if not total.isfinite().all() or (total - first - last).abs().max() <= self._tolerance(total) * size:
                     continue
             values = f"of the first rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
             self._refuse(f"{self._name(number, place)} {values}")
+
+    def _kind(self, place: Any) -> Hashable:
+        """Returns a key of a statistic. New ones are compared with halves."""
+        return place  # type: ignore[no-any-return]
 
     def _tolerance(self, tensor: Tensor) -> float:
         return 5e-2
@@ -345,29 +319,11 @@ def _flags(criterion: Any) -> list[bool]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, bool)]
 
 
-def _smaller(output: Any) -> Any:
-    """Returns an output with all values between 0.5 and 0.9 of themselves."""
-
-    def scale(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        factors = torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device)
-        return leaf * factors.view(leaf.shape)
-
-    return containers.map_leaves(scale, output)
-
-
-def _with_smaller(targets: Any, rows: int, dim: int) -> Any:
-    """Returns targets of equal halves with smaller numbers in the second, which has ``rows`` rows. Others stay as they are."""
-
-    def change(leaf: Any) -> Any:
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        if not is_float or leaf.dim() <= dim or leaf.size(dim) != 2 * rows:
-            return leaf
-        first, second = leaf.split(rows, dim)
-        return torch.cat([first, _smaller(second)], dim)
-
-    return map_marked(change, targets)
+def _smaller(leaf: Any) -> Any:
+    """Returns a tensor with all values between 0.5 and 0.9 of themselves."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf * torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(leaf.shape)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
@@ -400,79 +356,67 @@ class WholeLoss(CoupledLoss):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
         self.pieces = self._parts(calls)
-        whole, device = self._join()
-        loss = self._call(gather_ranks(whole, device, self._refusal).batch, device)
+        loss = self._call(self._gather())
         return containers.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all outputs, and its derivative at each of them."""
-        pieces = self.pieces
-        whole, device = self._join()
-        rows = gather_ranks(whole, device, self._refusal)
-        if whole is None:
+        pieces, rows = self.pieces, self._gather()
+        if not pieces:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
-
-        def compute() -> Tensor:
-            return add_leaves(self._call(rows.batch, device))
-
-        derivatives = self._derivatives(compute, [without_mark(leaf) for leaf in leaves], rows.ranks, scaler)
+        tensors = [without_mark(leaf) for leaf in leaves]
+        derivatives = self._derivatives(lambda: add_leaves(self._call(rows)), tensors, rows.ranks, scaler)
+        columns = zip(*[_output_leaves(piece, self._outputs) for piece in pieces], strict=True)
         starts = iter(rows.starts)
-        columns = [
-            self._cut(leaf, derivative, [_output_leaves(piece, self._outputs)[place] for piece in pieces], starts, rows.ranks)
-            for place, (leaf, derivative) in enumerate(zip(leaves, derivatives, strict=True))
-        ]
-        self._pending = [list(row) for row in zip(*columns, strict=True)]
-
-    def _cut(self, leaf: Any, derivative: Tensor | None, pieces: list[Any], starts: Any, ranks: list[int]) -> list[Tensor | None]:
-        """Returns the derivative at each piece of a leaf, on the device of the piece."""
-        start = next(starts) if isinstance(leaf, Along) else 0
-        if derivative is None:
-            return [None] * len(pieces)
-        if not isinstance(leaf, Along):
-            return [self._share(derivative, ranks), *[None] * (len(pieces) - 1)]
-        sizes = [piece.leaf.size(leaf.dim) for piece in pieces]
-        parts = zip(pieces, derivative.narrow(leaf.dim, start, sum(sizes)).split(sizes, leaf.dim), strict=True)
-        return [part.to(piece.leaf.device, copy=True) for piece, part in parts]  # copies, so that the whole can be freed
+        self._pending = [[] for _ in pieces]
+        for leaf, derivative, column in zip(leaves, derivatives, columns, strict=True):
+            start = next(starts, 0) if isinstance(leaf, Along) else 0
+            for pending, piece in zip(self._pending, map(without_mark, column), strict=True):
+                slope = None if pending is not self._pending[0] else self._share(derivative, rows.ranks)
+                if derivative is not None and isinstance(leaf, Along):
+                    size = piece.size(leaf.dim)
+                    slope = derivative.narrow(leaf.dim, start, size).to(piece.device, copy=True)  # the whole can be freed
+                    start += size
+                pending.append(slope)
 
     def _parts(self, calls: Calls) -> list[Any]:
         outputs = calls.outputs
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
-        function, parts = self.copies.criterion, []
+        parts = []
         for output, shard in zip(outputs, calls.shards, strict=True):
             marked = spread(mark_leaves(output, outputs.dim, "the output"))
-            targets, kwargs = mark(shard.targets, self.copies.dim, function)
+            targets, kwargs = mark(shard.targets, self.copies.dim, self.copies.criterion)
             parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)
         return parts
 
-    def _collect(self, parts: list[Arguments]) -> None:
+    def collect(self, calls: Calls) -> list[Any]:
+        """Keeps outputs and targets of a micro-batch in the first pass."""
+        parts = self._parts(calls)
         self.pieces += map_marked(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, parts)
+        return parts
 
     def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
         leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
         return [(without_mark(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
 
-    def _join(self) -> tuple[Any, torch.device]:
-        """Returns all pieces of this rank as one, None without any, and the device of the loss. The pieces are forgotten."""
+    def _gather(self) -> "RankRows":
+        """Returns all pieces of all ranks as one. The pieces are forgotten."""
         pieces, self.pieces = self.pieces, []
-        self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
-        outputs = _output_leaves(pieces[0], self._outputs) if pieces else []
-        checks = self.copies.checks
-        if len(pieces) > 1 and checks is not None and checks.are_due(None):
-            _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
-        device = self.copies.output_device or (without_mark(outputs[0]).device if outputs else self.home)
+        outputs = [_output_leaves(piece, self._outputs) for piece in pieces]
+        is_due = len(pieces) > 1 and self.copies.checks is not None and self.copies.checks.are_due(None)
+        for leaves in zip(*outputs, strict=True) if is_due else ():
+            _check_constant(*leaves)
+        device = self.copies.output_device or (without_mark(outputs[0][0]).device if outputs else self.home)
         join = functools.partial(_join_rows, device=device)
-        return containers.zip_leaves(join, pieces, "the batch") if pieces else None, device
+        whole = containers.zip_leaves(join, pieces, "the batch") if pieces else None
+        return RankRows(whole, device, self._refusal if len(pieces) > 1 or world_size() > 1 else None)
 
-    def _call(self, batch: Arguments, device: torch.device) -> Any:
-        inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
-        output, targets = inputs[: self._outputs], inputs[self._outputs :]
-
-        def call(criterion: Criterion) -> Any:
-            return ShardLoss(criterion, 1, output, targets, kwargs, self.copies.collectives).call()
-
-        return self.copies.run_once(call, device)
+    def _call(self, rows: "RankRows") -> Any:
+        inputs, kwargs = move_arguments(rows.batch, rows.device)
+        arguments = 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, self.copies.collectives
+        return self.copies.run_once(lambda criterion: ShardLoss(criterion, *arguments).call(), rows.device)
 
 
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
@@ -481,16 +425,15 @@ def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(without_mark(leaf), Tensor)]
 
 
-def _check_constants(pieces: list[list[Any]]) -> None:
-    """Raises ``ValueError`` if outputs without rows differ between replicas or micro-batches."""
-    for first, *others in zip(*pieces, strict=True):
-        tensor = without_mark(first)
-        equal = (torch.equal(tensor, move(without_mark(other), tensor.device)) for other in others)
-        if not isinstance(first, Along) and not all(equal):
-            raise ValueError(
-                f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
-                "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
-            )
+def _check_constant(first: Any, *others: Any) -> None:
+    """Raises ``ValueError`` if an output without rows differs between replicas or micro-batches."""
+    tensor = without_mark(first)
+    equal = (torch.equal(tensor, move(without_mark(each), tensor.device)) for each in others)
+    if not isinstance(first, Along) and not all(equal):
+        raise ValueError(
+            f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
+            "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
+        )
 
 
 class AdditiveLoss(nn.Module):
@@ -545,80 +488,59 @@ class AdditiveLoss(nn.Module):
 
 def _join_rows(place: str, values: list[Any], device: torch.device) -> Any:
     """Returns the rows of marked values as one on ``device``, or the first value if they have no rows."""
-    first = values[0]
-    if isinstance(first, Along) and isinstance(first.leaf, torch.Tensor):
-        return Along(join_tensors(place, [value.leaf for value in values], device, first.dim), first.dim)
+    first, plain = values[0], [without_mark(value) for value in values]
+    if isinstance(first, Along) and isinstance(first.leaf, Tensor):
+        return Along(join_tensors(place, plain, device, first.dim), first.dim)
     if isinstance(first, PerReplica):
-        sizes = [size for value in values for size in value.sizes]
-        outputs = PerReplica([entry for value in values for entry in value], sizes, first.dim)
-        return mark_leaves(outputs.on(device), outputs.dim, place)
-    if isinstance(first, Rows):
-        return Rows([entry for value in values for entry in value.entries])
-    if containers.is_row_list(without_mark(first)):
-        kind: Any = type(without_mark(first))
-        return kind(entry for value in values for entry in without_mark(value))
-    return move(first, device) if isinstance(first, torch.Tensor) else first
+        return mark_leaves(join_outputs(values, first.dim).on(device), first.dim, place)
+    if _is_list(first):
+        kind: Any = Rows if isinstance(first, Rows) else type(plain[0])
+        return kind([*itertools.chain(*plain)])
+    return move(first, device) if isinstance(first, Tensor) else first
 
 
-class RankRows(NamedTuple):
-    """The rows of all ranks."""
-
-    batch: Any  # None on a rank that has passed none
-    starts: list[int]  # place of this rank's rows in each tensor with rows, in the order of the leaves
-    ranks: list[int]  # Only those with rows.
+def _is_list(leaf: object) -> bool:
+    return isinstance(leaf, Rows) or containers.is_row_list(without_mark(leaf))
 
 
-class _Layout(NamedTuple):
-    """The rows of one rank."""
+class RankRows:
+    """The rows of all ranks, in their order: ``batch``, which is differentiable, or None on a rank without one.
 
-    sizes: list[int]  # of each tensor with rows
-    lists: list[Any]  # with an entry for each row
+    All ranks make one, of their joined pieces or None. All of them raise ``ValueError`` if one has a refusal.
+    ``starts`` are the places of this rank's rows in each tensor with rows, if there are other ranks, and ``ranks``
+    those with rows.
+    """
 
+    def __init__(self, batch: Any, device: torch.device, refusal: str | None) -> None:
+        layout = None if batch is None else containers.map_leaves(_layout, batch)
+        layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
+        for message in filter(None, refusals):
+            raise ValueError(message)
+        by_rank = {number: each for number, each in enumerate(layouts) if each is not None}
+        self.batch, self.device, self.ranks = batch, device, [*by_rank]
+        self._sizes: list[list[int]] = []  # Each tensor has the rows of all ranks.
+        if world_size() > 1 and by_rank:
+            self._leaves = iter(() if batch is None else [leaf for _, leaf in containers.leaves(batch)])
+            whole = containers.zip_leaves(self._gather_leaf, [*by_rank.values()], "the batch")
+            self.batch = None if batch is None else whole
+            self.ranks = [number for number in by_rank if any(sizes[number] for sizes in self._sizes)] or self.ranks
+        self.starts = [sum(sizes[: rank()]) for sizes in self._sizes]
 
-def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
-    """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable."""
-    leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
-    along = [leaf for leaf in leaves if isinstance(leaf, Along)]
-    layout = None
-    if batch is not None:
-        sizes = [leaf.leaf.size(leaf.dim) for leaf in along]
-        layout = _Layout(sizes, [without_mark(leaf) for leaf in leaves if _is_list(leaf)])
-    by_rank = _gather_layouts(layout, refusal)
-    if world_size() == 1:
-        return RankRows(batch, [0] * len(along), [0])
-    tensors: Any = ()
-    if any(each.sizes for each in by_rank.values()):
-        dims = tuple(leaf.dim for leaf in along)
-        local = [] if layout is None else PerReplica([tuple(leaf.leaf for leaf in along)], [None], dims)
-        tensors = gather(local, device)
-    ranks = [number for number, each in by_rank.items() if any(each.sizes)] or [*by_rank]
-    if layout is None:
-        return RankRows(None, [], ranks)
-    sizes_before = [each.sizes for number, each in by_rank.items() if number < rank()]
-    starts = [sum(sizes[place] for sizes in sizes_before) for place in range(len(along))]
-    columns = zip(*[each.lists for each in by_rank.values()], strict=True)
-    lists = ([*itertools.chain(*column)] for column in columns)
-    return RankRows(_with_rows(batch, iter(tensors), lists), starts, ranks)
-
-
-def _gather_layouts(layout: _Layout | None, refusal: str | None) -> dict[int, _Layout]:
-    """Returns the layouts of the ranks that have one. Raises ``ValueError`` on all ranks if one of them refuses its rows."""
-    layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
-    for message in filter(None, refusals):
-        raise ValueError(message)
-    return {number: each for number, each in enumerate(layouts) if each is not None}
+    def _gather_leaf(self, place: str, layouts: list[Any]) -> Any:
+        """Returns the rows of all ranks in the place of one leaf, which this rank may not have."""
+        leaf, joined = next(self._leaves, None), _join_rows(place, layouts, torch.device("meta"))
+        if not isinstance(joined, Along):
+            return leaf if joined is None else joined
+        sizes = [0] * world_size()
+        for number, each in zip(self.ranks, layouts, strict=True):
+            sizes[number] = each.leaf.size(joined.dim)
+        self._sizes.append(sizes)
+        tensor = torch.empty_like(each.leaf, device=self.device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
+        return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)
 
 
-def _with_rows(batch: Any, tensors: Iterator[Tensor], lists: Iterator[list[Any]]) -> Any:
-    """Returns a batch with other tensors and lists in the place of those with rows."""
-
-    def replace(leaf: Any) -> Any:
-        if isinstance(leaf, Along):
-            return Along(next(tensors), leaf.dim)
-        return type(leaf)(next(lists)) if _is_list(leaf) else leaf
-
-    return containers.map_leaves(replace, batch)
-
-
-def _is_list(leaf: Any) -> bool:
-    return isinstance(leaf, Rows) or containers.is_row_list(leaf)
+def _layout(leaf: Any) -> Any:
+    """Returns a tensor with rows without its values, a list of rows as it is, and None for others."""
+    if isinstance(leaf, Along):
+        return Along(leaf.leaf.detach().to("meta"), leaf.dim)
+    return leaf if _is_list(leaf) else None

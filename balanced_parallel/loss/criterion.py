@@ -103,22 +103,11 @@ class DataParallelCriterion(nn.Module):
         self.devices = None if device_ids is None else resolve_devices(device_ids)
         self.output_device = None if output_device is None else resolve_device(output_device)
         self.precision = Precision("fp32" if precision is None else precision)
-        self._set_up(Replicas(), Checks())
-
-    def _set_up(self, replicas: Replicas, checks: Checks | None) -> None:
-        """Sets the copies of the criterion. A subclass passes its own replicas."""
-        self.replicas = replicas
-        is_averaged = self.reduction == "mean" and not is_structure(self.weight)
-        self.copies = CriterionCopies(
-            self.module,
-            self.devices,
-            self.output_device,
-            self.dim or 0,
-            self.precision,
-            replicas,
-            OwnCollectives(is_possible=find_torch_loss(self.module) is None, is_mean=is_averaged),
-            checks,
-        )
+        self.replicas = Replicas()
+        is_averaged = kind.reduction == "mean" and not is_structure(weight)
+        collectives = OwnCollectives(is_possible=find_torch_loss(criterion) is None, is_mean=is_averaged)
+        settings = self.devices, self.output_device, dim or 0, self.precision
+        self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, Checks())
 
     @property
     def reduction(self) -> str:
@@ -144,9 +133,10 @@ class DataParallelCriterion(nn.Module):
     @property
     def _output_dim(self) -> Dims:
         """The dimension of the rows in outputs that are not a ``PerReplica``."""
-        if self.in_dims is None or isinstance(self.in_dims, int):
-            return self.dim if self.in_dims is None else self.in_dims
-        first: Dims = self.in_dims.get(0, self.dim) if isinstance(self.in_dims, Mapping) else (*self.in_dims, self.dim)[0]
+        in_dims = self.dim if self.in_dims is None else self.in_dims
+        if in_dims is None or isinstance(in_dims, int):
+            return in_dims
+        first: Dims = in_dims.get(0, self.dim) if isinstance(in_dims, Mapping) else (*in_dims, self.dim)[0]
         return first
 
     def mark(self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None) -> tuple[Arguments, int]:
@@ -176,7 +166,7 @@ class DataParallelCriterion(nn.Module):
                 "the targets: call criterion([outputs.gather()], targets)"
             )
         batch, dim = self.mark(targets, kwargs, entries.dim, len(spread(entries[0])))
-        expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
+        expected = None if None in entries.sizes else sum(filter(None, entries.sizes))
         rows = count_rows(batch, dim, expected, "targets")
         has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes
         if not has_sizes and not all(isinstance(part, PerReplica) for part in outputs):
@@ -219,10 +209,8 @@ def _rows_of(tensor: torch.Tensor | None, dim: Dims) -> int | None:
 
 def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
     """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on one device."""
-    tensors = [containers.first_tensor(output) for output in outputs]
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    are_alike = len({*sizes}) == 1 and None not in sizes and len(devices) == 1
-    if len(outputs) > 1 and are_alike:
+    devices = {tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None}
+    if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
         raise ValueError(
             f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
             f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica. {_ADVICE}"

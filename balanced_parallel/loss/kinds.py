@@ -5,6 +5,7 @@
     WeighedMean  mean x weight of each shard, divided once by the sum of the weights
     MeansInside  the criterion computes known means and adds them up; each is divided by its own count
     OneCount     the same, once a batch has shown that all of them have one count
+    MeanOfRanks  the criterion communicates with the other ranks: the mean of their values
     OfSums       a function of statistics that add up (Dice)
     OfAllRows    a function of all outputs (contrastive)
 
@@ -13,7 +14,6 @@ user of the criterion keeps.
 """
 
 import abc
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +63,7 @@ class Kind(abc.ABC):
 
     passes: ClassVar[int] = 1  # over the micro-batches of an update; two if all rows must be seen before the first backward
     couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
+    loss: ClassVar[type[CoupledLoss]]  # the loss of one update, for a kind of two passes
     reduction: str = "sum"
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
     least: float = 0.0  # the smallest divisor
@@ -74,10 +75,6 @@ class Kind(abc.ABC):
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica, for a kind of one pass. :class:`TrainStep` divides their sum later."""
-        raise NotImplementedError
-
-    def open(self, copies: CriterionCopies, home: torch.device, *, is_split: bool) -> CoupledLoss:
-        """Returns the loss of one update, for a kind of two passes."""
         raise NotImplementedError
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
@@ -100,26 +97,51 @@ class Kind(abc.ABC):
         return self
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """The settings of a criterion whose parts of rows have losses of their own."""
+
+    criterion: Criterion
+    weight: Divisor | None
+    minimum: Any
+    reduction: str  # A call may select another.
+
+    @functools.cached_property
+    def class_loss(self) -> tuple[Any, dict[str, Any]] | None:
+        """The loss and its settings, if the divisor is the number of class indices that are not ignored."""
+        function, _, settings = unwrap(self.criterion)
+        return (function, settings) if counts_classes(self.criterion) else None
+
+    def kind(self, reduction: str | None = None) -> Kind:
+        """Returns the kind for a reduction."""
+        reduction = reduction or self.reduction
+        if reduction == "none":
+            return Unreduced(self, reduction)
+        if reduction == "sum":
+            return Sum(self, reduction)
+        if self.weight is None and reduction == "mean" and not is_known(self.criterion):
+            return MeansInside(self, reduction)
+        is_sum_known = self.weight is None and has_sum(self.criterion)
+        return (KnownMean if is_sum_known else WeighedMean)(self, reduction, max(flat_weights(self.minimum)))
+
+
+@dataclass(frozen=True, eq=False)
 class _OfRows(Kind):
     """A loss of parts of the rows. Its reduction may be selected by a call."""
 
-    def __init__(self, settings: "LossSettings", reduction: str) -> None:
-        self.settings, self.reduction = settings, reduction
+    settings: LossSettings
+    reduction: str
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
         """Returns the kind of a call, and its keyword arguments."""
         if {"size_average", "reduce"} & kwargs.keys() and find_torch_loss(self.settings.criterion) is not None:
             others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
             kwargs = {**others, "reduction": reduction_in(kwargs)}  # the others are deprecated
-        if "reduction" not in kwargs:
-            return self, kwargs
-        return self.settings.kind(kwargs["reduction"]), kwargs
+        return self.settings.kind(kwargs["reduction"]) if "reduction" in kwargs else self, kwargs
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
-        if not copies.collectives.is_used or self.settings.weight is _one:
-            return self
-        return dataclasses.replace(self.settings, weight=_one, minimum=0.0).kind()
+        return MeanOfRanks(self.settings, self.reduction) if copies.collectives.is_used else self
 
 
 class _OfOnePass(_OfRows):
@@ -135,8 +157,8 @@ class _OfOnePass(_OfRows):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
         calls.agree()
-        minimum, device = self.settings.minimum, calls.copies.output_device
-        return merge(self._parts(calls), lambda sums: divide_once(sums, device or sums[0].total.device, minimum))
+        device = calls.copies.output_device
+        return merge(self._parts(calls), lambda sums: divide_once(sums, device or sums[0].total.device, self.least))
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
@@ -157,40 +179,50 @@ class Unreduced(_OfOnePass):
 class Sum(_OfOnePass):
     """A criterion that is a sum. It is not called without rows."""
 
+    _weight_of_part: ClassVar[float | None] = None
+
     def _part(self, shard: ShardLoss) -> Any:
+        weight = self._weight_of_part
         if not shard.rows:
-            return LossSum(shard.nothing(), None)
-        return containers.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
+            return LossSum(shard.nothing(), weight)
+
+        def part_of(leaf: Any) -> LossSum | None:
+            return None if leaf is None else LossSum(weighted_sum(leaf, 1), weight)
+
+        return containers.map_leaves(part_of, shard.call())
 
 
+class MeanOfRanks(Sum):
+    """A criterion that communicates with the other ranks. Its values are averaged over them."""
+
+    is_mean = True
+    _weight_of_part = 1.0
+
+
+@dataclass(frozen=True, eq=False)
 class _Mean(_OfOnePass):
     """A mean over a weight."""
 
-    is_mean = True
-
-    def __init__(self, settings: "LossSettings", reduction: str) -> None:
-        super().__init__(settings, reduction)
-        self.least = max(flat_weights(settings.minimum))
+    least: float
+    is_mean: bool = True
 
 
+@dataclass(frozen=True, eq=False)
 class KnownMean(_Mean):
     """A mean that torch computes. Its sum and its weight are known, and the weight often before the sum."""
 
-    def __init__(self, settings: "LossSettings", reduction: str) -> None:
-        super().__init__(settings, reduction)
-        self._is_counted = False  # the weight of a batch, before its losses
-        self._counts_classes = reduction == "mean" and counts_classes(settings.criterion)
-        self._function, _, self._keywords = unwrap(settings.criterion)
+    weight: Weight = 0.0
+    is_counted: bool = False  # The weight is that of a batch.
 
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
         """Returns the number of targets that count, or None."""
-        target = targets[0] if len(targets) == 1 else None
-        if not self._counts_classes or not isinstance(target, Tensor) or target.is_floating_point():
+        target, loss = targets[0] if len(targets) == 1 else None, self.settings.class_loss
+        if loss is None or self.reduction != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
             return None
-        if self._keywords.get("weight", getattr(self._function, "weight", None)) is not None:
+        function, settings = loss
+        if settings.get("weight", getattr(function, "weight", None)) is not None:
             return None
-        ignored = self._keywords.get("ignore_index", getattr(self._function, "ignore_index", -100))
-        count: Tensor = (target != ignored).sum()
+        count: Tensor = (target != settings.get("ignore_index", getattr(function, "ignore_index", -100))).sum()
         return count
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
@@ -198,9 +230,7 @@ class KnownMean(_Mean):
         counts = [weight for weight in map(self.weight_of, targets) if weight is not None]
         if not targets or len(counts) < len(targets):
             return self
-        counted = copy.copy(self)
-        counted._is_counted, counted.weight = True, sum(counts, 0.0)
-        return counted
+        return dataclasses.replace(self, weight=sum(counts, 0.0), is_counted=True)
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
@@ -208,34 +238,32 @@ class KnownMean(_Mean):
 
     def _part(self, shard: ShardLoss) -> LossSum:
         """Returns the sum of the terms. There is no division, so no nan without counted targets."""
-        weight = 0.0 if self._is_counted else weigh_by_rule(shard)
+        weight = 0.0 if self.is_counted else call_weight(None, shard)
         if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
             return LossSum(widen(shard.nothing()), weight)
         if "reduction" in shard.kwargs:  # it would override the sum
-            others = {name: value for name, value in shard.kwargs.items() if name != "reduction"}
-            shard = shard._replace(kwargs=others)
-        outputs = spread(shard.output)
-        if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float16 for leaf in outputs):  # whose sum overflows
+            shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
+        if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:  # a sum overflows
             return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
         return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
 
 
+@dataclass(frozen=True, eq=False)
 class WeighedMean(_Mean):
     """A mean, or several, with weights that a function of a shard returns, in the same structure."""
 
-    def __init__(self, settings: "LossSettings", reduction: str) -> None:
-        super().__init__(settings, reduction)
-        self._weigh = settings.weigh
+    divisors: Sequence[float] = ()  # The divisors of several means of a batch on all ranks.
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
         """Returns the kind of one batch."""
         weight = self.settings.weight
         if not (is_whole and targets and is_structure(weight)):
             return self
-        counts = [flat_weights(weights_of_targets(weight, part)) for part in targets]
+        counts = [flat_weights(_weights_of_targets(weight, part)) for part in targets]
         totals = sum_over_ranks(torch.tensor(counts, dtype=torch.float64).sum(0))
         bounds = bounds_of(self.settings.minimum, weight)
-        return DividedMeans(self, [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)])
+        divisors = [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)]
+        return dataclasses.replace(self, divisors=divisors, is_mean=False)
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
@@ -244,26 +272,28 @@ class WeighedMean(_Mean):
             raise ValueError(
                 "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
             )
-        return super().sums(calls)
+        if not self.divisors:
+            return super().sums(calls)
+        weight, sums = None if any(self.divisors) else 0.0, []
+        for part in self._parts(calls):
+            pairs = zip(containers.leaves(part), self.divisors, strict=True)
+            factors = [(mean, 1 / divisor if divisor else 0.0) for (_, mean), divisor in pairs]
+            quotients = [mean.total * factor for mean, factor in factors if mean is not None]
+            sums.append(LossSum(functools.reduce(torch.add, quotients), weight))
+        return sums
 
     def _parts(self, calls: Calls) -> list[Any]:
-        return calls.run(self._part, self._weights_in_place(calls))
-
-    def _weights_in_place(self, calls: Calls) -> Sequence[Any] | None:
-        """Returns the weights of all shards, from targets that are not moved, or None if the replicas compute them."""
-        if all(device.type == "cpu" for device in calls.devices):
-            return None
         unmoved = [
             ShardLoss(calls.copies.criterion, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
             for output, shard in zip(calls.outputs, calls.shards, strict=True)
         ]
         try:
-            return self._read(unmoved)
+            weights = self._read(unmoved)
         except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
-            return None
+            weights = [weight for (weight,) in calls.run(lambda shard: self._read([shard]))]
+        return calls.run(self._part, weights)
 
-    def _part(self, shard: ShardLoss) -> Any:
-        weights = self._read([shard])[0] if shard.weights is None else shard.weights
+    def _part(self, shard: ShardLoss, weights: Any = None) -> Any:
         minimum = self.settings.minimum
         bounds = bounds_of(minimum, weights)
         if not shard.rows or weights == 0 == minimum:
@@ -277,63 +307,21 @@ class WeighedMean(_Mean):
     @torch.no_grad()
     def _read(self, shards: Sequence[ShardLoss]) -> list[Any]:
         """Returns the weights of several shards as numbers. The host waits once at most."""
-        weighed = [self._weigh(shard) for shard in shards]
+        weighed = [call_weight(self.settings.weight, shard) for shard in shards]
         numbers = iter(flat_weights(weighed))
         weights: list[Any] = map_weights(lambda _: next(numbers), weighed)
         return weights
-
-
-class DividedMeans(_OfOnePass):
-    """Several means of a batch, each divided by its divisor, that of the whole batch over all ranks."""
-
-    def __init__(self, means: WeighedMean, divisors: Sequence[float]) -> None:
-        super().__init__(means.settings, means.reduction)
-        self._means, self._divisors, self.least = means, divisors, means.least
-
-    def sums(self, calls: Calls) -> list[LossSum]:
-        """Returns the part of each replica."""
-        factors = [1 / divisor if divisor else 0.0 for divisor in self._divisors]
-        weight = None if any(self._divisors) else 0.0
-        sums = []
-        for part in self._means._parts(calls):
-            pairs = zip(containers.leaves(part), factors, strict=True)
-            quotients = [mean.total * factor for (_, mean), factor in pairs if mean is not None]
-            sums.append(LossSum(functools.reduce(torch.add, quotients), weight))
-        return sums
-
-    def _part(self, shard: ShardLoss) -> Any:
-        return self._means._part(shard)
-
-
-class OneCount(_OfOnePass):
-    """Means inside of a criterion that have one count. The terms of some batches are compared with those of halves."""
-
-    is_mean = True
-
-    def _part(self, shard: ShardLoss) -> LossSum:
-        return single_mean(shard)
-
-    def sums(self, calls: Calls) -> list[LossSum]:
-        """Returns the part of each replica."""
-        parts = calls.run(self._part)
-        LossOfMeans(calls.copies, _HOST).check([part.terms for part in parts], calls)
-        return [add_means(part) for part in parts]
 
 
 class _OfTwoPasses(Kind):
     """A loss whose parts are collected over the whole update, differentiated once, and handed back."""
 
     passes = 2
-    loss: ClassVar[type[CoupledLoss]]
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
         calls.agree()
-        return self.open(calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1).value(calls)
-
-    def open(self, copies: CriterionCopies, home: torch.device, *, is_split: bool) -> CoupledLoss:
-        """Returns the loss of one update."""
-        return self.loss(copies, home, is_split=is_split)
+        return self.loss(calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1).value(calls)
 
 
 class MeansInside(_OfRows, _OfTwoPasses):
@@ -343,9 +331,22 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
-        has_one_count = isinstance(loss, LossOfMeans) and loss.has_one_count
-        kind = OneCount(self.settings, self.reduction) if has_one_count else self
-        return _OfRows.learned(kind, copies)
+        if isinstance(loss, LossOfMeans) and loss.has_one_count:
+            return OneCount(self.settings, self.reduction)
+        return super().learned(copies)
+
+
+class OneCount(MeansInside):
+    """Means inside of a criterion that have one count. Terms of some batches are compared with those of halves."""
+
+    passes = 1
+    is_mean = True
+
+    def sums(self, calls: Calls) -> list[LossSum]:
+        """Returns the part of each replica."""
+        parts = calls.run(single_mean)
+        LossOfMeans(calls.copies, _HOST).check([part.terms or {} for part in parts], calls)
+        return parts
 
 
 class OfSums(_OfTwoPasses):
@@ -362,35 +363,6 @@ class OfAllRows(_OfTwoPasses):
     loss = WholeLoss
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """The settings of a criterion whose parts of rows have losses of their own."""
-
-    criterion: Criterion
-    weight: Divisor | None
-    minimum: Any
-    reduction: str  # A call may select another.
-
-    def kind(self, reduction: str | None = None) -> Kind:
-        """Returns the kind for a reduction."""
-        reduction = reduction or self.reduction
-        if reduction == "none":
-            return Unreduced(self, reduction)
-        if reduction == "sum":
-            return Sum(self, reduction)
-        if self.weight is not None:
-            return WeighedMean(self, reduction)
-        if reduction == "mean" and not is_known(self.criterion):
-            return MeansInside(dataclasses.replace(self, minimum=0.0), reduction)
-        return KnownMean(self, reduction) if has_sum(self.criterion) else WeighedMean(self, reduction)
-
-    def weigh(self, shard: ShardLoss) -> Any:
-        """Returns the divisor of the mean of a shard, or a structure of several."""
-        if self.weight is None:
-            return weigh_by_rule(shard)
-        return shard.rows if self.weight == "rows" else call_weight(self.weight, shard)
-
-
 def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, minimum: Any) -> Kind:
     """Chooses the kind of a loss.
 
@@ -404,20 +376,18 @@ def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, min
     return LossSettings(criterion, weight, minimum, reduction or reduction_of(criterion)).kind()
 
 
-def weigh_by_rule(shard: ShardLoss) -> Tensor:
-    """Returns the divisor of the criterion's mean, as :func:`loss_weight` computes it."""
-    return loss_weight(shard.criterion, *spread(shard.output), *shard.targets, **shard.kwargs)
-
-
-def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
-    """Calls each function of a mapping or sequence with the targets."""
-    return map_weights(lambda count: count(*targets), weight)
-
-
 def call_weight(weight: Any, shard: ShardLoss) -> Any:
-    """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
+    """Returns the divisor of the mean of a shard, or a structure of several.
+
+    A function gets the arguments of the criterion, without the keyword arguments that it does not accept. Without
+    ``weight``, the divisor is that of :func:`loss_weight`.
+    """
+    if weight is None:
+        return loss_weight(shard.criterion, *spread(shard.output), *shard.targets, **shard.kwargs)
+    if weight == "rows":
+        return shard.rows
     if not callable(weight):
-        return weights_of_targets(weight, shard.targets)
+        return _weights_of_targets(weight, shard.targets)
     kwargs, parameters = shard.kwargs, parameters_of(weight) if shard.kwargs else None
     if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters}
@@ -425,9 +395,8 @@ def call_weight(weight: Any, shard: ShardLoss) -> Any:
     return call_spread(weight, shard.output, shard.targets, kwargs)
 
 
-def _one(*arguments: object, **kwargs: object) -> float:
-    """Weighs each rank alike."""
-    return 1.0
+def _weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
+    return map_weights(lambda count: count(*targets), weight)
 
 
 def _reducing(criterion: Criterion, reduction: str) -> Criterion:
@@ -465,6 +434,13 @@ def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum:
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is {containers.describe(criterion)}, expected a module or a function{more}")
+    _check_divisor(weight, minimum)
+    _check_reduction(criterion, reduction)
+    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
+    if name is not None:
+        _refuse_divisor(name, {"weight": weight, "reduction": reduction, "minimum": minimum or None})
+    if not isinstance(whole, bool):
+        raise ValueError(f"whole={whole!r}, expected True or False")
     is_described = weight is not None or reduction in ("sum", "none") or whole
     if not is_described and (is_compiled if isinstance(criterion, nn.Module) else is_compiled_function)(criterion):
         raise TypeError(
@@ -472,8 +448,20 @@ def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum:
             "are unknown: pass it without torch.compile (the model may be compiled), or give weight=, a function (output, "
             "*targets) -> scalar that returns the divisor of its mean, or reduction='sum'"
         )
-    functions: Any = weight.values() if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
-    if weight is not None and weight != "rows" and not (functions and all(map(callable, functions))):
+
+
+def _refuse_divisor(name: str, settings: dict[str, Any]) -> None:
+    for setting, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
+                "is computed once for all rows, so there is nothing to divide"
+            )
+
+
+def _check_divisor(weight: Any, minimum: Any) -> None:
+    functions = [weight] if not is_structure(weight) else weight.values() if isinstance(weight, Mapping) else weight
+    if weight not in (None, "rows") and not (functions and all(map(callable, functions))):
         raise ValueError(
             f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
             "a list with a function (*targets) -> scalar for each"
@@ -481,6 +469,9 @@ def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum:
     map_weights(lambda number: check_number("minimum", number, MINIMUM, at_least=0), minimum)
     if is_structure(minimum) and weight in (None, "rows"):
         raise ValueError(f"minimum={minimum!r} was given with weight={weight!r}, expected a weight= that has a divisor for each")
+
+
+def _check_reduction(criterion: Any, reduction: str | None) -> None:
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
     if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:
@@ -488,12 +479,3 @@ def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum:
             f"reduction={reduction!r} was given for a loss of torch with reduction={reduction_of(criterion)!r}: set it in the "
             "constructor of the loss"
         )
-    if not isinstance(whole, bool):
-        raise ValueError(f"whole={whole!r}, expected True or False")
-    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
-    for setting, value in {"weight": weight, "reduction": reduction, "minimum": minimum or None}.items():
-        if name is not None and value is not None:
-            raise ValueError(
-                f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
-                "is computed once for all rows, so there is nothing to divide"
-            )

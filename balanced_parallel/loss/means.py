@@ -12,6 +12,7 @@ still depend on each other, as in a contrastive loss. So the terms of some batch
 """
 
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,22 +23,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
+from ..batch.outputs import PerReplica
+from ..batch.rows import Shard
 from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
-from .copies import ShardLoss
-from .coupled import LossOfSums, Shapes, ShardStatistics
+from .copies import Calls, ShardLoss
+from .coupled import LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
 from .sums import LossSum, add_up, divide, weighted_sum, widen, zero_of
 
-Form = dict[int, Any]  # a linear combination: the coefficients of terms by their numbers; number 0 is the constant 1
 _OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
+_CONSTANT = "a constant"
 _OVER_NUMBER = "a sum over a number"
 _SEVERAL = "several"  # the key of a mean that takes two passes in micro-batches
 # Names of one operation, without underscores.
 _NAMES = {"radd": "add", "iadd": "add", "rmul": "mul", "imul": "mul", "multiply": "mul", "isub": "sub", "subtract": "sub"}
 _NAMES |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "negative": "neg"}
-_SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
-_JOINS = {"stack", "cat"}
+_SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1,)}
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}  # values of a tensor, as Python objects
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}  # whose size depends on values
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
@@ -52,20 +54,36 @@ class UnknownMeanError(ValueError):
 
 
 class Term(NamedTuple):
-    """A mean: its sum and its count."""
+    """A mean: its sum and its count, and its coefficient in a linear combination."""
 
     kind: str  # the function that computes it
     total: Tensor
     weight: Any  # a number or a tensor; None: a sum that is not divided
     key: Hashable  # equal for terms that have one count by their construction; None: zero or a constant, which takes any
     factor: Any = 1.0
-    divisor: float | None = None  # a number that a sum was divided by, its count unless another count follows
-    bounds: tuple[Any, Any] = (0, None)  # added to the count of all rows, and its smallest value
+    bounds: tuple[tuple[str, Any], ...] = ()  # a number "added" to the count of all rows, and its "least" value
+
+    @property
+    def value(self) -> Tensor:
+        """The sum times the coefficient."""
+        return torch.mul(widen(self.total), self.factor)
 
     def describe(self) -> str:
         """Returns the name of the mean, with its coefficient if that is a Python number."""
         has_factor = not isinstance(self.factor, Tensor) and self.factor != 1
         return f"{self.factor:.9g} * {self.kind}" if has_factor else self.kind
+
+
+Form = list[Term]  # a linear combination
+
+
+class Facts(NamedTuple):
+    """Facts about a tensor that a recorder has seen."""
+
+    level: int
+    form: Form | None = None  # the linear combination that the elements add up to
+    bounded: tuple[Tensor, Any] | None = None  # the count that was clamped, and its smallest value
+    is_selected: bool = False  # The size depends on values.
 
 
 class MeanRecorder(TorchFunctionMode):
@@ -76,91 +94,75 @@ class MeanRecorder(TorchFunctionMode):
 
     def __init__(self, constants: Any, output: Any, targets: Any, rows: int) -> None:
         super().__init__()
-        self.terms = [Term("a constant", torch.tensor(float(rows)), rows, None)]
         self._rows = rows
         self._has_graph = torch.is_grad_enabled()
-        self._forms = WeakIdKeyDictionary()
-        self._levels = WeakIdKeyDictionary()
-        self._clamps = WeakIdKeyDictionary()  # Counts with their smallest values, by the result of the clamp.
-        self._selected = WeakIdKeyDictionary()  # tensors with rows that were selected by values
+        self._facts = WeakIdKeyDictionary()
         self._knows_numbers = not _has_entries((output, targets), rows)  # no value of the batch is a Python number
         self.has_unknown_count = False
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
-            self._levels.update({leaf: level for _, leaf in containers.leaves(structure) if isinstance(leaf, Tensor)})
+            self._facts.update((tensor, Facts(level)) for tensor in containers.tensors_in(structure))
         self._held: list[Tensor] = []  # whose storages identify divisors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and records a mean, a sum or a linear combination."""
         kwargs = kwargs or {}
-        tensors = [leaf for _, leaf in containers.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        level = max(map(self._level, tensors), default=_OF_NOTHING)
-        if func in RULES and level:
+        tensors = containers.tensors_in((args, kwargs))
+        # The backward of an autograd function is not that of the sums in its forward.
+        depends_on_rows = torch.is_grad_enabled() == self._has_graph and any(map(self._level, tensors))
+        if func in RULES and depends_on_rows:
             return self._loss(func, arguments_of(func, *args, **kwargs))
         name = str(getattr(func, "__name__", "")).strip("_")
         name = _NAMES.get(name, name)
-        has_form = any(tensor in self._forms for tensor in tensors)
-        form = self._combine(name, args, kwargs) if has_form else None
+        form = self._combine(name, args, kwargs) if depends_on_rows else None
         result = func(*args, **kwargs)
         args = args or tuple(kwargs.values())
-        written = args[:1] if name == "setitem" else result if isinstance(result, tuple) else (result,)
-        for tensor in written:
-            if isinstance(tensor, Tensor):
-                # An empty tensor may be written to unseen.
-                self._forget(tensor, level if tensors or tensor.numel() == 1 else None)
-        self._note_numbers(name, tensors, result)
+        self._note(name, args, tensors, result)
         if not isinstance(result, Tensor):
             return result
-        # A tensor that gives only its type and device, as that of zeros_like, does not give its level.
-        if name in _UNCHANGED and isinstance(args[0], Tensor):
-            self._levels[result] = level = self._level(args[0])
-        if name in _NEW and not result.dim() and len(tensors) == 1:
-            self._levels[result] = level = _OF_NOTHING
         if form is not None:
-            self._forms[result] = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
-        elif level and result.dim() == 0:
-            self._note_clamp(name, result, args, kwargs)
-            self._record(name, result, args)
+            form = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
+            self._facts[result] = self._facts[result]._replace(form=form)
+        elif depends_on_rows and not result.dim() and result is not args[0]:
+            form, bounded = self._record(name, result, args), self._bounded(name, args, kwargs)
+            self._facts[result] = self._facts[result]._replace(form=form, bounded=bounded)
         return result
 
-    def _forget(self, tensor: Tensor, level: int | None) -> None:
-        """Forgets what was known of a result, which may be a tensor that was written in place."""
-        self._forms.pop(tensor, None)
-        self._levels.pop(tensor, None)
-        self._clamps.pop(tensor, None)
-        if level is not None:
-            self._levels[tensor] = level
-
-    def _note_clamp(self, name: str, result: Tensor, args: Any, kwargs: dict[str, Any]) -> None:
-        """Notes a count with a smallest value."""
-        if name not in _BOUNDS or not isinstance(args[0], Tensor) or result is args[0]:
-            return
-        settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
-        least = self._factor(settings.get("min", settings.get("other")))
-        if least is not None and settings.get("max") is None:
-            self._clamps[result] = args[0], least
-
-    def _note_numbers(self, name: str, tensors: list[Tensor], result: Any) -> None:
-        """Notes values that become Python numbers, as the number of selected rows is one."""
-        if name in _READS and not isinstance(result, Tensor):
+    def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
+        """Notes what the result of an operation depends on. It may be a tensor that was written in place."""
+        is_selected = _is_selection(name, tensors, result) or any(self._of(tensor).is_selected for tensor in tensors)
+        if is_selected and type(result) in (int, torch.Size):
+            self._knows_numbers = False
+        elif name in _READS and not isinstance(result, Tensor):
             # A loss may be read to print it.
             is_loss = self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None
             self._knows_numbers = self._knows_numbers and is_loss
-        if _is_selection(name, tensors, result) or any(tensor in self._selected for tensor in tensors):
-            self._knows_numbers = self._knows_numbers and type(result) not in (int, torch.Size)
-            self._selected.update({leaf: name for _, leaf in containers.leaves(result) if isinstance(leaf, Tensor)})
+        if name == "setitem":
+            result, is_selected = args[0], self._of(args[0]).is_selected
+        if name in _UNCHANGED and isinstance(args[0], Tensor):
+            tensors = args[:1]  # Another tensor gives its type and device.
+        for tensor in filter(torch.is_tensor, result if isinstance(result, tuple) else (result,)):
+            self._facts[tensor] = Facts(self._level_of_result(name, tensors, tensor), is_selected=is_selected)
+
+    def _level_of_result(self, name: str, tensors: Sequence[Tensor], result: Tensor) -> int:
+        is_new = name in _NEW and not result.dim() and len(tensors) == 1
+        if not tensors and result.numel() != 1:
+            return _OF_OUTPUTS  # An empty tensor may be written to unseen.
+        return _OF_NOTHING if is_new else max(map(self._level, tensors), default=_OF_NOTHING)
+
+    def _of(self, value: object) -> Facts:
+        """Returns what is known of a value."""
+        facts = self._facts.get(value) if isinstance(value, Tensor) else None
+        return facts or Facts(_OF_NOTHING if isinstance(value, nn.Parameter) else _OF_OUTPUTS)
 
     def _level(self, tensor: Tensor) -> int:
-        return int(self._levels.get(tensor, _OF_NOTHING if isinstance(tensor, nn.Parameter) else _OF_OUTPUTS))
+        return self._of(tensor).level
 
     def _form(self, value: Any) -> Form | None:
         """Returns the linear combination that a number is, or that the elements of a tensor add up to, or None."""
-        if isinstance(value, Tensor) and value in self._forms:
-            form: Form = self._forms[value]
+        form, factor = self._of(value).form, self._factor(value)
+        if form is not None or factor is None:
             return form
-        factor = self._factor(value)
-        if factor is None:
-            return None
-        return {} if _is_zero(factor) else {0: factor}
+        return [] if _is_zero(factor) else [Term(_CONSTANT, torch.tensor(float(self._rows)), self._rows, None, factor)]
 
     def _factor(self, value: Any) -> Any:
         """Returns a number, or a copy of a tensor that does not depend on the rows as a scalar; otherwise None."""
@@ -173,117 +175,107 @@ class MeanRecorder(TorchFunctionMode):
         """Returns the linear combination that the elements of the result of an operation add up to, or None."""
         first, second = (*args, None, None)[:2]
         if name in _UNCHANGED:
-            return self._forms.get(first) if isinstance(first, Tensor) else None
-        if name in _JOINS:
-            return self._join(first if isinstance(first, (list, tuple)) else (first, second))
+            return self._of(first).form
+        if name in ("stack", "cat"):
+            return self._add_up(first or (), itertools.repeat(1))
         if kwargs:
             return None
-        if name == "neg":
-            form = self._form(first)
-            return None if form is None else _times(form, -1)
         if name in _SIGNS:
-            return self._add_up(first, second, _SIGNS[name])
+            sizes = {value.numel() if isinstance(value, Tensor) else 1 for value in args}
+            return self._add_up(args, _SIGNS[name]) if len(sizes) == 1 else None  # others are broadcast
         if name == "div":
             return self._divide(first, second)
-        if name != "mul":
-            return None
+        return self._multiply(first, second) if name == "mul" else None
+
+    def _add_up(self, values: Sequence[Any], signs: Iterable[int]) -> Form | None:
+        forms = [form for form in map(self._form, values) if form is not None]
+        return [*itertools.chain(*map(_times, forms, signs))] if forms and len(forms) == len(values) else None
+
+    def _multiply(self, first: Any, second: Any) -> Form | None:
         if self._factor(second) is None:
             first, second = second, first
         form, factor = self._form(first), self._factor(second)
-        is_empty = _is_zero(factor) and self._is_sum(form)
+        is_empty = _is_zero(factor) and _is_sum(form)
         return None if form is None or factor is None or is_empty else _times(form, factor)
-
-    def _join(self, values: Sequence[Any]) -> Form | None:
-        forms = [form for form in map(self._form, values) if form is not None]
-        return functools.reduce(_plus, forms) if len(forms) == len(values) else None
-
-    def _add_up(self, first: Any, second: Any, signs: tuple[int, int]) -> Form | None:
-        """Returns the sum of two values of one size. A value that is broadcast would count several times."""
-        sizes = {value.numel() if isinstance(value, Tensor) else 1 for value in (first, second)}
-        forms = [form for form in map(self._form, (first, second)) if form is not None]
-        return _plus(*map(_times, forms, signs)) if len(forms) == 2 and len(sizes) == 1 else None
 
     def _divide(self, value: Any, divisor: Any) -> Form | None:
         form, factor = self._form(value), self._factor(divisor)
         if form is None or factor is None or _is_zero(factor):
             return None
-        if not isinstance(factor, (int, float)) or not self._is_sum(form) or value.numel() != 1:
+        if not isinstance(factor, (int, float)) or not _is_sum(form) or value.numel() != 1:
             return _times(form, 1 / factor)
         if not self._knows_numbers:
             self.has_unknown_count = True
             return None
-        parts = [(self.terms[number].total, self.terms[number].divisor, each) for number, each in form.items()]
-        if any(before is None for _, before, _ in parts):
-            parts = [(value.reshape(()).clone(), 1.0, 1.0)]  # it may be divided in place
-        form = {}
-        for total, before, coefficient in parts:
-            count = (before or 1.0) * factor
-            form[len(self.terms)] = coefficient
-            self.terms.append(Term(_OVER_NUMBER, total, None, ("a number", count), divisor=count))
-        return _times(form, 1 / factor)
+        if any(term.weight is None for term in form):
+            form = [Term(_OVER_NUMBER, value.reshape(()).clone(), 1.0, None)]  # it may be divided in place
+        counts = [term.weight * factor for term in form]
+        return [term._replace(weight=count, key=("a number", count)) for term, count in zip(form, counts, strict=True)]
 
-    def _record(self, name: str, result: Tensor, args: Any) -> None:
-        """Records a scalar that depends on the rows: a mean, a sum, a quotient of sums, or zero."""
+    def _bounded(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any] | None:
+        """Returns the count in a call that bounds it, and its smallest value, or None."""
+        settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
+        least = self._factor(settings.get("min", settings.get("other"))) if name in _BOUNDS else None
+        is_bound = isinstance(args[0], Tensor) and least is not None and settings.get("max") is None
+        return (args[0], least) if is_bound else None
+
+    def _record(self, name: str, result: Tensor, args: Any) -> Form | None:
+        """Returns the only term of a scalar that depends on the rows: a mean, a sum, a quotient, or zero."""
         if name == "mul" and any(map(_is_zero, args)):
-            self._add(result, Term("zero", result, self._rows, None))  # it connects parameters that are not used
-        elif name == "mean":
-            tensor = args[0]
-            total = tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
-            self._add(result, Term("mean", total, tensor.numel(), object()))
-        elif name in ("sum", "nansum", "count_nonzero"):
-            self._add(result, Term("sum", result, None, None))
-        elif name == "div" and self._is_sum(self._form(args[0])) and isinstance(args[1], Tensor):
-            count, least = self._clamps.get(args[1], (args[1], None))
-            form = {**(self._form(count) or {})}
-            is_plain, offset = least is None and 0 not in form, form.pop(0, 0)
-            if self._is_sum(form):
-                is_fixed = is_plain and self._level(count) < _OF_OUTPUTS  # a count of outputs may have a gradient
-                key = object() if is_fixed else _SEVERAL
-                self._add(result, Term("quotient", args[0], count if is_plain else count - offset, key, bounds=(offset, least)))
+            return [Term("zero", result, self._rows, None)]  # it connects parameters that are not used
+        if name == "mean":
+            total = args[0].sum(dtype=torch.promote_types(args[0].dtype, torch.float32))
+            return [Term("mean", total, args[0].numel(), object())]
+        if name in ("sum", "nansum", "count_nonzero"):
+            return [Term("sum", result, None, None)]
+        is_quotient = name == "div" and _is_sum(self._form(args[0])) and isinstance(args[1], Tensor)
+        return self._quotient(*args) if is_quotient else None
+
+    def _quotient(self, total: Tensor, divisor: Tensor) -> Form | None:
+        count, least = self._of(divisor).bounded or (divisor, None)
+        form = self._form(count) or []
+        added = [term.factor for term in form if term.kind == _CONSTANT]
+        if not _is_sum([term for term in form if term.kind != _CONSTANT]):
+            return None
+        bounds = [("added", sum(added))] if added else []
+        bounds += [] if least is None else [("least", least)]
+        is_fixed = not bounds and self._level(count) < _OF_OUTPUTS  # a count of outputs may have a gradient
+        return [Term("quotient", total, count - sum(added), object() if is_fixed else _SEVERAL, bounds=tuple(bounds))]
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are recorded."""
         mean = sum_and_count(function, arguments)
         if mean is None:
             result: Tensor = function(**arguments)
-            if reduction_in(arguments) == "sum":
-                self._add(result, Term("sum", result, None, None))
-            return result
-        total, count = mean
-        result = total / count
-        self._add(result, Term(function.__name__, total, count, self._key(function, arguments)))
+            form = [Term("sum", result, None, None)] if reduction_in(arguments) == "sum" else None
+        else:
+            total, count = mean
+            result = total / count
+            form = [Term(function.__name__, total, count, self._key(function, arguments))]
+        self._facts[result] = Facts(_OF_OUTPUTS, form)
         return result
 
     def _key(self, function: Any, arguments: dict[str, Any]) -> Hashable:
         """Returns a key that is equal for losses of the same targets, which have the same count."""
-        target, values, rule = arguments.get("target"), arguments.get("input"), RULES[function]
+        target, rule = arguments.get("target"), RULES[function]
         is_class = rule is RULES[F.cross_entropy] and isinstance(target, Tensor) and not target.is_floating_point()
-        is_elementwise = isinstance(target, Tensor) and isinstance(values, Tensor) and target.shape == values.shape
-        if not is_class and not is_elementwise:
+        shape = getattr(arguments.get("input"), "shape", None)
+        if not isinstance(target, Tensor) or not (is_class or target.shape == shape):
             return object()
         tensors = [tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)]
         self._held += tensors  # while they live, no other tensor is at their place
         places = [(storage_id(each.untyped_storage()), each.storage_offset(), each.shape, each.stride()) for each in tensors]
         return rule, *places, *versions(tensors), arguments.get("ignore_index", -100) if is_class else None
 
-    def _is_sum(self, form: Form | None) -> bool:
-        return bool(form) and all(self.terms[number].weight is None for number in form or ())
-
-    def _add(self, result: Tensor, term: Term) -> None:
-        if torch.is_grad_enabled() == self._has_graph:  # an autograd function has a backward that is not that of the sum
-            self._forms[result] = {len(self.terms): 1.0}
-            self.terms.append(term)
-
     def terms_of(self, loss: Any) -> list[Term] | None:
         """Returns the terms of a loss with their coefficients, or None if it is not a sum of means."""
         form = None if isinstance(loss, Tensor) and loss.numel() != 1 else self._form(loss)
-        terms = []
-        for number, factor in (form or {}).items():
-            term = self.terms[number]
-            if term.weight is None and term.divisor is not None:
-                term, factor = term._replace(weight=term.divisor), factor * term.divisor
-            terms.append(term._replace(factor=factor))
-        return None if form is None or any(term.weight is None for term in terms) else terms
+        return None if form is None or any(term.weight is None for term in form) else form
+
+
+def _is_sum(form: Form | None) -> bool:
+    """Returns True for sums, which may be divided by numbers."""
+    return bool(form) and all(term.weight is None or term.kind == _OVER_NUMBER for term in form or ())
 
 
 def _is_selection(name: str, tensors: list[Tensor], result: Any) -> bool:
@@ -306,12 +298,8 @@ def _is_zero(value: object) -> bool:
     return isinstance(value, (int, float)) and not value
 
 
-def _plus(first: Form, second: Form) -> Form:
-    return first | {number: first[number] + factor if number in first else factor for number, factor in second.items()}
-
-
 def _times(form: Form, factor: Any) -> Form:
-    return {number: coefficient * factor for number, coefficient in form.items()}
+    return [term._replace(factor=term.factor * factor) for term in form]
 
 
 class MeansAsSums(TorchFunctionMode):
@@ -371,15 +359,16 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     constants = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else (arguments, settings)
     with MeanRecorder(constants, shard.output, (shard.targets, shard.kwargs), shard.rows) as recorder:
         result = shard.call()
-    is_averaged = shard.collectives.is_used  # over the ranks, as a whole
     pairs: list[tuple[str, Term]] = []
     for place, loss in containers.leaves(result):
         if loss is None:
             continue
-        terms = None if is_averaged else recorder.terms_of(loss)
-        if terms is None and is_split and not is_averaged:
+        terms = recorder.terms_of(loss)
+        # A loss is averaged over the ranks, or computed as a whole.
+        if shard.collectives.is_used or (terms is None and not is_split):
+            terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)]
+        if terms is None:
             _refuse_unknown(module, recorder.has_unknown_count)
-        terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)] if terms is None else terms
         pairs += [(place, term) for term in terms]
     keys = {term.key for _, term in pairs} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
@@ -428,10 +417,8 @@ def single_mean(shard: ShardLoss) -> LossSum:
             f"{', '.join(name.kind for name in terms)}; {_ALWAYS}, a function (output, *targets) -> scalar"
         )
     count = next((term.weight for term in terms.values() if term.key is not None), shard.rows)
-    totals = [
-        add_up([term.factor], term.total.device) * count if term.kind == "a constant" else widen(term.total) * term.factor
-        for term in terms.values()
-    ]
+    # A constant is a sum over the rows, and joins the sums over another count.
+    totals = [term.value * (count / shard.rows) if term.kind == _CONSTANT else term.value for term in terms.values()]
     names = {(name, "total"): term.total for name, term in terms.items()}
     return LossSum(functools.reduce(torch.add, totals or [shard.nothing()]), count, names)
 
@@ -443,14 +430,21 @@ _ALWAYS = (
 
 
 class LossOfMeans(LossOfSums):
-    """The loss of an update that is a sum of means. Its statistics are their sums, counts, and coefficients times the rows.
+    """The loss of an update that is a sum of means. Its statistics are their sums, with coefficients, and counts.
 
     Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in one pass.
     """
 
-    has_names = True
-    has_one_count = False  # all means of an update that was split
-    _is_empty = False  # nothing was counted
+    @property
+    def has_one_count(self) -> bool:
+        """True if an update that was split has shown one count for all means."""
+        return self.is_split and bool(self._total) and not any(name.has_several for name, _ in self._total)
+
+    @functools.cached_property
+    def _is_empty(self) -> bool:
+        """True if nothing was counted. To read the counts waits for the device."""
+        counts = [self._count(name) for name, kind in self._total if kind == "count"]
+        return bool(counts) and not any(map(bool, counts))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns a loss for each part. They have no weight if nothing was counted, so that nothing is updated."""
@@ -460,34 +454,21 @@ class LossOfMeans(LossOfSums):
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
         nothing = shard.nothing()
         if not shard.rows:
-            return ShardStatistics(None, None, nothing)
+            return ShardStatistics({}, None, nothing)
         result, terms = find_means(shard, is_split=self.is_split)
-        tensors: dict[Any, Tensor] = {_ROWS: add_up([shard.rows], nothing.device)}
+        numbers: dict[Any, Any] = {_ROWS: shard.rows}
         for name, term in terms.items():
-            tensors[name, "total"] = widen(term.total)
-            tensors[name, "count"] = add_up([term.weight], nothing.device)
-            tensors[name, "coefficient"] = add_up([term.factor * shard.rows], nothing.device)
-            for kind, bound in zip(("added", "least"), term.bounds, strict=True):
-                if term.key is _SEVERAL and bound is not None:
-                    tensors[name, kind] = add_up([bound * shard.rows], nothing.device)
+            numbers |= {(name, "total"): term.value, (name, "count"): term.weight}
+            numbers |= {(name, kind): bound * shard.rows for kind, bound in term.bounds}
+        tensors = {place: add_up([number], nothing.device) for place, number in numbers.items()}
         structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
         return ShardStatistics(tensors, structure, nothing)
 
-    def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
-        total, ranks = super()._over_ranks(nothing)
-        if total and self.is_split:
-            self.has_one_count = not any(name.has_several for name, _ in total)
-        if nothing is None:  # TrainStep asks; to read the counts waits for the device
-            counts = [_count_of(total, name) for name, kind in total if kind == "count"]
-            self._is_empty = bool(counts) and not any(map(bool, counts))
-        return total, ranks
-
-    def _finish(self, total: dict[Any, Tensor]) -> Any:
+    def _finish(self) -> Any:
         losses: dict[str, Tensor] = {}
-        for name in [name for name, kind in total if kind == "total"]:
-            value = total[name, "total"]
-            mean = divide(value, _count_of(total, name).to(value.dtype))
-            mean = mean * (total[name, "coefficient"] / total[_ROWS]).to(value.dtype)
+        for name in [name for name, kind in self._total if kind == "total"]:
+            value = self._total[name, "total"]
+            mean = divide(value, self._count(name).to(value.dtype))
             losses[name.place] = losses[name.place] + mean if name.place in losses else mean
 
         def fill(place: str, values: list[Any]) -> Any:
@@ -495,6 +476,30 @@ class LossOfMeans(LossOfSums):
             return None if values[0] is None else move(loss, self.copies.output_device or loss.device)
 
         return containers.zip_leaves(fill, [self._structure])
+
+    def _mean(self, name: MeanName, kind: str) -> Tensor:
+        """Returns the mean of a number over the shards, which have added it times their rows."""
+        return self._total[name, kind] / self._total[_ROWS]
+
+    def _count(self, name: MeanName) -> Tensor:
+        """Returns the count of all rows that a mean divides by, within its bounds."""
+        count = self._total[name, "count"]
+        if (name, "added") in self._total:
+            count = count + self._mean(name, "added")
+        return torch.maximum(count, self._mean(name, "least")) if (name, "least") in self._total else count
+
+    def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
+        """Compares the names of the means of all shards too."""
+        self._check_shapes([each for each in statistics if each])
+        super().check(statistics, calls)
+
+    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+        refuse_coupled(self.copies.criterion)
+        super()._check_halves(output, shard)
+
+    def _kind(self, place: Any) -> Hashable:
+        kind: str = place[0].kind
+        return kind
 
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
@@ -505,9 +510,11 @@ class LossOfMeans(LossOfSums):
     def _name(self, number: int, place: Any) -> str:
         return f"the {place[1]} of {place[0].text}"
 
-    def _refuse_shapes(self, first: Shapes, other: Shapes) -> NoReturn:
-        texts = [", ".join(name.text for name, kind in shapes if kind == "total") for shapes in (first, other)]
-        raise UnknownMeanError(f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others; {_ALWAYS}")
+    def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
+        for part in parts:
+            if [*part] != [*parts[0]]:
+                first, other = (", ".join(name.text for name, kind in each if kind == "total") for each in (parts[0], part))
+                raise UnknownMeanError(f"the criterion computes {first} for some rows, and {other} for others; {_ALWAYS}")
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         is_of_number = reason.startswith("the count of") and _OVER_NUMBER in reason
@@ -522,11 +529,3 @@ _DEPENDENT = (
     "for all rows; or AdditiveLoss(statistics, finish), if it is a function of sums; or weight=, a function (output, *targets) "
     "-> scalar, if its rows are independent"
 )
-
-
-def _count_of(total: dict[Any, Tensor], name: MeanName) -> Tensor:
-    """Returns the count of all rows that a mean divides by, within its bounds."""
-    count = total[name, "count"]
-    if (name, "added") in total:
-        count = count + total[name, "added"] / total[_ROWS]
-    return torch.maximum(count, total[name, "least"] / total[_ROWS]) if (name, "least") in total else count

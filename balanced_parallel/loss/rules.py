@@ -74,6 +74,10 @@ def _broadcast(*tensors: Tensor) -> torch.Size:
     return shapes.pop() if len(shapes) == 1 else torch.Size(torch.broadcast_shapes(*shapes))  # This is slow.
 
 
+def _elements_of(*tensors: Tensor) -> Tensor:
+    return _count(_broadcast(*tensors).numel())
+
+
 def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any) -> Tensor:
     """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide by their number."""
     if target.is_floating_point():
@@ -91,7 +95,7 @@ def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **
             f"the loss has a weight of shape {tuple(weight.shape)} for an output of shape {tuple(input.shape)}: a weight per row "
             "must be split like the rows; pass it with the targets, as in criterion(outputs, target, weight)"
         )
-    return _count(_broadcast(input, target).numel())
+    return _elements_of(input, target)
 
 
 def _weighted_elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
@@ -100,14 +104,15 @@ def _weighted_elements(*, input: Tensor, target: Tensor, weight: Tensor | None =
 
 
 def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: Any) -> Tensor:
-    rows = input.size(0) if input.dim() else 1
-    return _count(rows if reduction == "batchmean" else _broadcast(input, target).numel())
+    if reduction == "batchmean":
+        return _count(input.size(0) if input.dim() else 1)
+    return _elements_of(input, target)
 
 
 def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: Any) -> Tensor:
     if isinstance(var, Tensor) and var.shape == input.shape[:-1] and var.shape != input.shape:
         var = var.unsqueeze(-1)  # like gaussian_nll_loss
-    return _count(_broadcast(input, target, *([var] if isinstance(var, Tensor) else [])).numel())
+    return _elements_of(input, target, *([var] if isinstance(var, Tensor) else []))
 
 
 def _rows(*, input: Tensor, **_: Any) -> Tensor:
@@ -120,13 +125,13 @@ def _pairs(*, target: Tensor, **_: Any) -> Tensor:
 
 
 def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Tensor:
-    return _count(_broadcast(input1, input2, target).numel())
+    return _elements_of(input1, input2, target)
 
 
 def _triplets(*, anchor: Tensor, positive: Tensor, negative: Tensor, distance_function: Any = None, **_: Any) -> Tensor:
     if distance_function is None or isinstance(distance_function, nn.PairwiseDistance):
         return _count(_broadcast(anchor, positive, negative)[:-1].numel())
-    return _count(_broadcast(distance_function(anchor, positive), distance_function(anchor, negative)).numel())
+    return _elements_of(distance_function(anchor, positive), distance_function(anchor, negative))
 
 
 def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: Any) -> Tensor:

@@ -43,7 +43,7 @@ class Bound(NamedTuple):
 
     def of(self, divisor: Tensor) -> Tensor:
         """Returns a divisor that is not smaller."""
-        bounded = divisor.clamp(min=self.minimum)
+        bounded = divisor.clamp(min=self.minimum) if self.minimum else divisor
         return torch.where(divisor % 1 == 0, bounded, divisor) if self.is_of_counts else bounded
 
 
@@ -79,8 +79,7 @@ def weighted_mean(
         raise ValueError(f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one for each loss")
     if world_size() > 1 and (reason := explain_unwatched(losses)):
         raise ValueError(reason)
-    values = check_weights(weights)
-    pairs = zip(losses, values, strict=True)
+    pairs = zip(losses, check_weights(weights), strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
     return divide_once(sums, losses[0].device if device is None else resolve_device(device), minimum)
 
@@ -113,21 +112,21 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: Any = 0.0) -> Tensor:
+def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 0.0) -> Tensor:
     """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a weight are not divided.
 
     The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are.
     """
     total = add_up([part.total for part in sums], device)
     weights = [part.weight for part in sums if part.weight is not None]
-    divisor = add_up(weights, device) if weights else torch.ones((), device=device)
+    divisor = add_up(weights or [1 / world_size()], device)
     bound = sums[0].bound or Bound(minimum)
     if world_size() == 1:
-        return divide(total, bound.of(divisor) if minimum else divisor)
-    whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
-    whole_divisor = bound.of(whole[1]) if weights else torch.ones_like(whole[1])
-    local = divide(total * world_size(), whole_divisor.to(total.dtype))
-    loss = divide(whole[0], whole_divisor).to(total.dtype)
+        return divide(total, bound.of(divisor))
+    whole, divisor = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
+    divisor = bound.of(divisor)
+    local = divide(total * world_size(), divisor.to(total.dtype))
+    loss = divide(whole, divisor).to(total.dtype)
     return hand_back(loss, [torch.ones_like(local)], [local])  # whose gradient is that of this rank's part
 
 
@@ -186,32 +185,34 @@ def divide(total: Tensor, divisor: Tensor) -> Tensor:
 
 def check_weights(weights: Sequence[Any]) -> list[float]:
     """Returns ``weights`` as numbers, after a check of each. The host waits once for all that are on devices."""
-    values = list(weights)
-    places = [i for i, weight in enumerate(values) if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_cpu]
-    if len(places) > 1 and len({values[i].dtype for i in places}) == 1:
-        scalars = [move(values[i].detach().reshape(()), values[places[0]].device) for i in places]
-        for i, number in zip(places, torch.stack(scalars).tolist(), strict=True):
-            values[i] = float(number)
-    for i, weight in enumerate(values):
-        if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
-            raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a scalar tensor")
-        if isinstance(weight, Tensor) and weight.numel() != 1:
-            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
-        values[i] = float(weight)
-        if not 0 <= values[i] < math.inf:
-            raise ValueError(f"a weight is {values[i]}, expected the divisor of the mean: finite, and not negative")
+    for weight in weights:
+        _check_weight(weight)
+    apart = [weight.detach() for weight in weights if isinstance(weight, Tensor) and not weight.is_cpu]
+    scalars = [move(weight.reshape(()).to(widest_float(weight.device)), apart[0].device) for weight in apart]
+    read = iter(torch.stack(scalars).tolist() if scalars else ())
+    values = [float(next(read) if isinstance(weight, Tensor) and not weight.is_cpu else weight) for weight in weights]
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise ValueError(f"a weight is {value}, expected the divisor of the mean: finite, and not negative")
     return values
+
+
+def _check_weight(weight: object) -> None:
+    if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
+        raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a scalar tensor")
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
 
 
 def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
     """Applies ``function`` to each weight. Sequences become lists, and mappings and dataclasses dicts."""
-    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
-        weights = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
-    if isinstance(weights, Mapping):
-        return {name: map_weights(function, weight) for name, weight in weights.items()}
     if isinstance(weights, (list, tuple)):
         return [map_weights(function, weight) for weight in weights]
-    return function(weights)
+    container = containers.open_container(weights)
+    if container is None:
+        return function(weights)
+    entries = zip(containers.entry_names(container), container.children, strict=True)
+    return {name: map_weights(function, weight) for name, weight in entries}
 
 
 def flat_weights(weights: Any) -> list[float]:
@@ -241,8 +242,6 @@ def is_structure(value: object) -> bool:
 def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any:
     """Returns ``together(sums)`` of all replicas for each loss that the criterion returns, in the same structure."""
     form = next((part for part in parts if not isinstance(part, LossSum)), None)
-    if form is None:
-        return together(list(parts))
 
     def fill(part: Any) -> Any:  # a replica without rows has one sum for all losses
         return containers.map_leaves(lambda _: part, form) if isinstance(part, LossSum) else part

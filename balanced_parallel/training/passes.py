@@ -48,7 +48,7 @@ class TwoPasses(Attempt):
         kind, home = self._accumulation.kind, self._forwards.model.devices[0]
         with self._telling_ranks():
             is_single = len(self._runs) == 1 and self._runs[0].is_whole and len(self._accumulation.plan(self._runs[0])) == 1
-            self._loss = loss = kind.open(self._forwards.copies, home, is_split=self._may_split or not is_single)
+            self._loss = loss = kind.loss(self._forwards.copies, home, is_split=self._may_split or not is_single)
             self._is_single = bool(self.sync.smallest(is_single))
             if self._is_single:
                 self._accumulation.run(self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once)

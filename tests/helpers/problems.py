@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from balanced_parallel import DataParallelCriterion, DataParallelModel
 from balanced_parallel.savings import LinearCrossEntropy
 
 CLASSES = 5
@@ -213,6 +214,12 @@ def gradients(*modules, optimizer=None):
     return [None if (gradient := read(parameter)) is None else gradient.clone() for parameter in parameters]
 
 
+def whole_gradients(parameters):
+    """Copies of the gradients of all ranks."""
+    found = [parameter.grad for parameter in parameters]
+    return [None if gradient is None else getattr(gradient, "full_tensor", gradient.clone)() for gradient in found]
+
+
 def plain_program(module, criterion, inputs, targets):
     """Loss and gradients (the module's, then the criterion's) of the whole batch on one device."""
     zero_gradients(module, criterion)
@@ -221,6 +228,30 @@ def plain_program(module, criterion, inputs, targets):
     found = gradients(module, criterion)
     zero_gradients(module, criterion)
     return loss.detach(), found
+
+
+def split_program(module, criterion, inputs, targets, model=None, **settings):
+    """Loss and gradients, as those of ``plain_program``, of three replicas or of another model with the module."""
+    zero_gradients(module, criterion)
+    model = model or DataParallelModel(module, ["cpu"] * 3)
+    loss = DataParallelCriterion(criterion, **settings)(model(inputs), *targets)
+    loss.backward()
+    return loss.detach(), gradients(module, criterion)
+
+
+def assert_exact(module, criterion, inputs, *targets, plain=None, **settings):
+    """Compares loss and gradients of three replicas with those of the plain program. ``settings`` are of the criterion."""
+    loss, expected = plain_program(module, plain or criterion, inputs, targets)
+    found, found_gradients = split_program(module, criterion, inputs, targets, **settings)
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10, equal_nan=True)
+    assert_same_gradients(found_gradients, expected)
+
+
+def assert_exact_update(step, module, criterion, inputs, targets):
+    """Compares loss and gradients of a step that does not change the parameters with those of the plain program."""
+    loss, expected = plain_program(module, criterion, inputs, targets)
+    torch.testing.assert_close(step(inputs, targets), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(module, criterion), expected)
 
 
 def zero_gradients(*modules):

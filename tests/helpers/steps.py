@@ -15,6 +15,12 @@ def make_step(net, criterion=None, optimizer=None, split=None, **settings):
     return TrainStep(model, DataParallelCriterion(criterion or nn.CrossEntropyLoss()), optimizer, **settings)
 
 
+def still_step(net, criterion, devices=3, **settings):
+    """Returns a step of a wrapped criterion that does not change the parameters."""
+    optimizer = torch.optim.SGD([*net.parameters(), *criterion.parameters()], lr=0.0)
+    return TrainStep(DataParallelModel(net, ["cpu"] * devices), criterion, optimizer, **settings)
+
+
 def tolerance_of(precision):
     return 2e-2 if precision == "fp16" else 1e-5 if torch.get_default_dtype() == torch.float32 else 1e-10
 

@@ -2,38 +2,23 @@
 
 import pytest
 import torch
-from helpers.coupled import (
-    KINDS,
-    assert_same_update,
-    correlation_loss,
-    correlation_statistics,
-    coupled_problem,
-    gradients_of,
-    plain_update,
-)
+from helpers import coupled
+from helpers.coupled import assert_same_update, correlation_loss, correlation_statistics, coupled_problem, gradients_of
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
+from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import (
-    AdditiveLoss,
-    DataParallelCriterion,
-    DataParallelModel,
-    PerReplica,
-    Rows,
-    TrainStep,
-    parallelize,
-    verify,
-)
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows, parallelize, verify
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", coupled.KINDS)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_criterion_alone_has_the_graph_of_all_outputs(kind, devices):
     module, criterion, inputs, targets = coupled_problem(kind)
     loss = criterion(DataParallelModel(module, ["cpu"] * devices)(inputs), targets)
     loss.backward()
-    assert_same_update((loss.detach(), gradients_of(module, criterion)), plain_update(kind))
+    assert_same_update((loss.detach(), gradients_of(module, criterion)), coupled.plain_update(kind))
 
 
 def value_of(statistics, finish=torch.sum):
@@ -41,30 +26,34 @@ def value_of(statistics, finish=torch.sum):
     return criterion(PerReplica([torch.arange(6.0).reshape(3, 2), torch.ones(2, 2)], [3, 2]))
 
 
-def test_statistics_that_do_not_add_up_are_found_in_the_first_batch():
-    with pytest.raises(ValueError, match=r"number 1 of the first rows is 2\.5, but of their halves 0\.5 and 3\.5; expected sums"):
-        value_of(lambda output: (output.sum(), output.mean()), sum)
-    with pytest.raises(ValueError, match="number 0 of the first rows is a tensor of shape"):
-        value_of(lambda output: output)
-    with pytest.raises(ValueError, match="number 0"):
-        value_of(lambda output: output.amax(0))
+REFUSED = [
+    (
+        r"number 1 of the first rows is 2\.5, but of their halves 0\.5 and 3\.5; expected sums",
+        lambda out: (out.sum(), out.mean()),
+    ),
+    ("number 0 of the first rows is a tensor of shape", lambda out: out),
+    ("number 0", lambda out: out.amax(0)),
+    ("the statistics contain str 'a', expected tensors and numbers", lambda out: (out.sum(), "a")),
+    (r"shapes \[\(2,\)\] and \[\(1,\)\], expected equal", lambda out: out.sum(0)[: 1 if (out == 1).all() else 2]),
+]
 
 
-def test_statistics_of_other_types_and_shapes_are_refused():
-    with pytest.raises(TypeError, match="the statistics contain str 'a', expected tensors and numbers"):
-        value_of(lambda output: (output.sum(), "a"))
-    with pytest.raises(ValueError, match=r"shapes \[\(2,\)\] and \[\(1,\)\], expected equal shapes"):
-        value_of(lambda output: output.sum(0)[: 1 if (output == 1).all() else 2])
+@pytest.mark.parametrize(("message", "statistics"), REFUSED)
+def test_statistics_that_do_not_add_up_are_refused_in_the_first_batch(message, statistics):
+    with pytest.raises((TypeError, ValueError), match=message):
+        value_of(statistics)
+
+
+def test_statistics_may_be_numbers():
     assert value_of(lambda output: (len(output), output.sum()), lambda total: total[1] / total[0]) == 19 / 5
 
 
-def test_settings_of_a_divisor_are_refused():
-    loss = AdditiveLoss(correlation_statistics, correlation_loss)
-    for settings in ({"weight": "rows"}, {"minimum": 1.0}, {"reduction": "sum"}):
-        with pytest.raises(ValueError, match="given with an AdditiveLoss"):
-            DataParallelCriterion(loss, **settings)
-        with pytest.raises(ValueError, match="given with whole=True"):
-            DataParallelCriterion(correlation_loss, whole=True, **settings)
+@pytest.mark.parametrize("setting", [{"weight": "rows"}, {"minimum": 1.0}, {"reduction": "sum"}])
+def test_settings_of_a_divisor_are_refused(setting):
+    with pytest.raises(ValueError, match="given with an AdditiveLoss"):
+        DataParallelCriterion(AdditiveLoss(correlation_statistics, correlation_loss), **setting)
+    with pytest.raises(ValueError, match="given with whole=True"):
+        DataParallelCriterion(correlation_loss, whole=True, **setting)
 
 
 def test_settings_of_other_kinds_are_refused():
@@ -112,10 +101,7 @@ def test_a_parameter_in_the_statistics_learns_from_the_only_shard():
     net, criterion, inputs, target = build_net(), ScaledErrors(), torch.randn(4, 4), torch.rand(4, 5)
     loss = criterion(net(inputs), target)
     (expected,) = torch.autograd.grad(loss, [criterion.scale])
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"]), DataParallelCriterion(criterion), torch.optim.SGD(criterion.parameters(), 0.0)
-    )
-    torch.testing.assert_close(step(inputs, target), loss.detach())
+    torch.testing.assert_close(still_step(net, DataParallelCriterion(criterion), 1)(inputs, target), loss.detach())
     torch.testing.assert_close(criterion.scale.grad, expected)
 
 

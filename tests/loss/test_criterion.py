@@ -6,7 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.loops import CPUS, Calls
+from helpers.problems import assert_exact, assert_same_gradients, build_net, class_targets, gradients, plain_program
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -14,24 +15,15 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, PerRepli
 
 pytestmark = pytest.mark.usefixtures("double")
 
-CPUS = ["cpu"] * 3
-
 
 class Outputs(NamedTuple):
     main: torch.Tensor
     other: torch.Tensor
 
 
-class Shaped(nn.Module):
-    """A network with its output in another form."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.net = build_net()
-        self.form = form
-
-    def forward(self, x):
-        return self.form(self.net(x))
+def shaped(form):
+    """Returns a network with its output in another form."""
+    return Calls(lambda net, x: form(net(x)))
 
 
 def cross_entropy_of(pick):
@@ -53,54 +45,37 @@ FORMS = {
 @pytest.mark.parametrize("ignored", [0, 3])
 def test_all_forms_of_outputs_equal_the_plain_program(name, ignored):
     form, criterion = FORMS[name]
-    module, x, target = Shaped(form), torch.randn(7, 4), class_targets(7, ignored)
     plain = criterion if not name.startswith("tuple") else lambda out, target: criterion(*out, target)
-    loss, expected = plain_program(module, plain, x, target)
-    known = name in ("bare", "tuple of one")
-    weight = None if known else lambda *given: (given[-1] != -100).sum()
-    found = DataParallelCriterion(criterion, weight=weight)(DataParallelModel(module, CPUS)(x), target)
-    found.backward()
-    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(module), expected)
+    weight = None if name in ("bare", "tuple of one") else lambda *given: (given[-1] != -100).sum()
+    assert_exact(shaped(form), criterion, torch.randn(7, 4), class_targets(7, ignored), plain=plain, weight=weight)
 
 
-def test_a_mean_of_all_elements_is_exact():
-    net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
-    loss, expected = plain_program(net, lambda out, target: ((out - target) ** 2).mean(), x, target)
-    criterion = DataParallelCriterion(lambda out, target: ((out - target) ** 2).mean())
-    model = DataParallelModel(net, CPUS)
-    found = criterion(model(x), target)
-    found.backward()
-    torch.testing.assert_close(found.detach(), loss)
-    assert_same_gradients(gradients(net), expected)
+class Focal(nn.CrossEntropyLoss):
+    """Another loss than that of its base class."""
+
+    def forward(self, output, target):
+        return (F.cross_entropy(output, target, reduction="none") ** 2).mean()
 
 
-def test_a_subclass_with_its_own_forward_is_another_loss():
-    class Focal(nn.CrossEntropyLoss):
-        def forward(self, output, target):
-            return (F.cross_entropy(output, target, reduction="none") ** 2).mean()
-
-    net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
-    loss, _ = plain_program(net, Focal(), x, target)
-    found = DataParallelCriterion(Focal())(DataParallelModel(net, CPUS)(x), target)
-    torch.testing.assert_close(found.detach(), loss)
+def masked_mean(output, target, mask):
+    return ((output - target).pow(2).mean(1) * mask).sum() / mask.sum()
 
 
-def test_a_shard_of_weight_zero_whose_loss_is_nan_is_ignored():
-    def masked_mean(output, target, mask):
-        return ((output - target).pow(2).mean(1) * mask).sum() / mask.sum()
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
 
-    net, x, target = build_net(), torch.randn(6, 4), torch.rand(6, 5)
-    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the second of three shards has weight zero
-    loss = masked_mean(net(x), target, mask)
-    loss.backward()
-    expected = gradients(net)
-    net.zero_grad()
-    criterion = DataParallelCriterion(masked_mean, weight=lambda output, target, mask: mask.sum())
-    found = criterion(DataParallelModel(net, CPUS)(x), target, mask)
-    found.backward()
-    torch.testing.assert_close(found, loss)
-    assert_same_gradients(gradients(net), expected)
+    def forward(self, output, target):
+        return F.mse_loss(self.scale * output, target)
+
+
+def test_criteria_of_users_equal_the_plain_program():
+    net, x, values = build_net(), torch.randn(6, 4), torch.rand(6, 5)
+    assert_exact(net, Focal(), x, class_targets(6))
+    assert_exact(net, Scaled(), x, values, weight=lambda output, target: output.numel())
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the loss of the second of three shards is nan, of weight zero
+    assert_exact(net, masked_mean, x, values, mask, weight=lambda output, target, mask: mask.sum())
 
 
 def test_a_loss_that_couples_rows_raises_an_error_with_a_working_fix():
@@ -128,29 +103,6 @@ def test_reduction_none_returns_losses_for_gather():
         torch.testing.assert_close(gather(losses), F.cross_entropy(net(x), target, reduction="none"))
 
 
-def test_two_outputs_with_two_losses_equal_the_plain_program():
-    module = Shaped(lambda out: (out, out * 2))
-    x, target = torch.randn(7, 4), class_targets(7, 2)
-    outputs = DataParallelModel(module, CPUS)(x)
-    first, second = zip(*outputs, strict=True)
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    one, two = module(x)
-    torch.testing.assert_close(
-        criterion(first, target) + 0.4 * criterion(second, target),
-        F.cross_entropy(one, target) + 0.4 * F.cross_entropy(two, target),
-    )
-
-
-def test_keyword_targets_are_split_by_rows():
-    net, x = build_net(), torch.randn(7, 4)
-    target, scale = torch.rand(7, 5), torch.rand(7, 1)
-    criterion = DataParallelCriterion(
-        lambda output, target, *, scale: (scale * (output - target) ** 2).mean(), weight=lambda output, target: output.numel()
-    )
-    found = criterion(DataParallelModel(net, CPUS)(x), target, scale=scale)
-    torch.testing.assert_close(found, (scale * (net(x) - target) ** 2).mean())
-
-
 def test_flattened_targets_and_outputs_equal_the_plain_program():
     class Words(nn.Module):
         def __init__(self, flat):
@@ -175,42 +127,16 @@ def test_flattened_targets_and_outputs_equal_the_plain_program():
 def test_targets_are_split_like_unequal_inputs():
     net, x, target = build_net(), torch.randn(9, 4), class_targets(9, 4)
     model = DataParallelModel(net, CPUS, split=[5, 0, 1])
-    scalars = DataParallelModel(Shaped(lambda out: out.sum()), CPUS, split=[5, 0, 1])
+    scalars = DataParallelModel(shaped(lambda out: out.sum()), CPUS, split=[5, 0, 1])
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     torch.testing.assert_close(criterion(model(x), target), F.cross_entropy(net(x), target))
     by_rows = DataParallelCriterion(lambda total, target: total + target.sum(), weight=lambda total, target: len(target))
     assert by_rows(scalars(x), torch.ones(9)).isfinite()
 
 
-def test_parameters_of_a_criterion_get_exact_gradients():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, output, target):
-            return F.mse_loss(self.scale * output, target)
-
-    net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
-    plain = Scaled()
-    loss, expected = plain_program(net, plain, x, target)
-    found = DataParallelCriterion(plain, weight=lambda output, target: output.numel())(DataParallelModel(net, CPUS)(x), target)
-    found.backward()
-    torch.testing.assert_close(found.detach(), loss)
-    assert_same_gradients(gradients(net, plain), expected)
-
-
 def test_losses_with_an_unknown_number_of_rows_have_equal_weights():
     losses = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)]
     assert DataParallelCriterion(lambda loss: loss, weight="rows")(losses).item() == 3.0
-
-
-def test_a_model_that_computes_its_own_loss_equals_the_plain_program():
-    module = Shaped(lambda out: SequenceClassifierOutput(loss=out.mean(), logits=out))
-    x = torch.randn(7, 4)
-    labels = torch.ones(7)
-    criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: (labels == 1).sum())
-    torch.testing.assert_close(criterion(DataParallelModel(module, CPUS)(x), labels), module.net(x).mean())
 
 
 def test_sums_of_half_precision_losses_do_not_overflow():
@@ -257,16 +183,6 @@ def test_invalid_criteria_and_outputs_raise_an_error():
         DataParallelCriterion(F.cross_entropy)(model(x), torch.full((7,), 99))
     with pytest.raises(ValueError, match=r"an output is on meta, expected one of device_ids=\['cpu'\]"):
         DataParallelCriterion(F.mse_loss, ["cpu"])([torch.zeros(2, device="meta")], torch.zeros(2))
-
-
-def test_class_weights_are_copied_to_the_devices_of_the_outputs():
-    """Unlike in the plain program, the user need not move nn.CrossEntropyLoss(weight=...) to the device."""
-    meta = torch.device("meta")
-    partial, module = functools.partial(F.cross_entropy, weight=torch.rand(5)), nn.CrossEntropyLoss(weight=torch.rand(5))
-    with DataParallelCriterion(partial).copies.on([meta]) as (moved,):
-        assert moved.keywords["weight"].device == meta
-    with DataParallelCriterion(module).copies.on([meta, meta]) as (first, second):
-        assert first.weight.device == second.weight.device == meta
 
 
 def test_the_loss_without_rows_is_zero():

@@ -1,10 +1,12 @@
 """Criteria with collectives of their own, from programs that come from ``DistributedDataParallel``."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.problems import assert_same_gradients, plain_program, whole_gradients
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -12,14 +14,16 @@ from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
 
 
 class Boxes(nn.Module):
-    """Divides by the number of boxes on all ranks, as DETR does, and counts its calls."""
+    """Divides by the number of boxes, on all ranks as DETR does, or on its own, and counts its calls."""
 
-    def __init__(self):
+    def __init__(self, communicates=True):
         super().__init__()
-        self.calls = 0
+        self.calls, self.communicates = 0, communicates
 
     def forward(self, output, target, mask):
         self.calls += 1
+        if not self.communicates:
+            return local_boxes(output, target, mask)
         count = mask.sum().double().reshape(1)
         dist.all_reduce(count)
         return ((output - target).abs().sum(1) * mask).sum() / torch.clamp(count / dist.get_world_size(), min=1).item()
@@ -49,35 +53,36 @@ def my_rows(batch, rank, cut):
 
 def check_equal(rank, way, strategy, by_hand):
     torch.manual_seed(0)
-    net, plain = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
-    plain.load_state_dict(net.state_dict())
-    optimizer_of_plain = torch.optim.SGD(plain.parameters(), lr=0.1)
+    net = nn.Linear(4, 3).double()
+    plain = copy.deepcopy(net)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, criterion = parallelize(net, DataParallelCriterion(Boxes(), **WAYS[way]), strategy=strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = TrainStep(model, criterion, optimizer)
+        step = make_step(DataParallelCriterion(Boxes(), **WAYS[way]), net, strategy)
         for number, rows in enumerate((7, 5, 2)):
             batch = make_batch(rows, number)
-            inputs, targets = my_rows(batch, rank, (rows + 1) // 2)
-            if by_hand:
-                optimizer.zero_grad()
-                loss = criterion(model(inputs), *targets)
-                loss.backward()
-                optimizer.step()
-            else:
-                loss = step(inputs, targets)
-            expected = local_boxes(plain(batch[0]), *batch[1])
-            optimizer_of_plain.zero_grad()
-            expected.backward()
-            optimizer_of_plain.step()
-            torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=0)
+            expected, gradients = plain_program(plain, local_boxes, *batch)
+            loss = run(step, by_hand, *my_rows(batch, rank, (rows + 1) // 2))
+            torch.testing.assert_close(loss.detach(), expected, rtol=1e-10, atol=0)
+            assert_same_gradients(whole_gradients(step.model.parameters()), gradients)
     messages = [str(warning.message) for warning in caught if "communicates" in str(warning.message)]
     assert len(messages) == 1
     assert "averaged over the ranks, as DistributedDataParallel does" in messages[0]
-    for name, parameter in model.module.named_parameters():
-        whole = parameter.full_tensor() if strategy == "fsdp" else parameter
-        torch.testing.assert_close(whole, plain.get_parameter(name), rtol=1e-10, atol=1e-12)
+
+
+def make_step(criterion, net=None, strategy="ddp", **settings):
+    """Returns a step that does not change the parameters."""
+    model, criterion = parallelize(net or nn.Linear(4, 3).double(), criterion, strategy=strategy)
+    return TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), **settings)
+
+
+def run(step, by_hand, inputs, targets):
+    """Returns the loss of an update, or of a forward and a backward by hand."""
+    if not by_hand:
+        return step(inputs, targets)
+    step.model.zero_grad()
+    loss = step.criterion(step.model(inputs), *targets)
+    loss.backward()
+    return loss
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
@@ -89,17 +94,11 @@ def test_criterion_that_reduces_its_divisor_is_averaged_over_ranks(way, strategy
 
 def check_empty(rank, by_hand):
     """A rank without rows comes after the first batch: both ranks raise the same error."""
-    model, criterion = parallelize(nn.Linear(4, 3).double(), DataParallelCriterion(Boxes(), weight="rows"), strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def run(rows, cut):
-        inputs, targets = my_rows(make_batch(rows), rank, cut)
-        return criterion(model(inputs), *targets) if by_hand else step(inputs, targets)
-
+    step = make_step(DataParallelCriterion(Boxes(), weight="rows"))
     with pytest.warns(UserWarning, match="communicates"):
-        run(4, 2)
+        run(step, by_hand, *my_rows(make_batch(4), rank, 2))
     with pytest.raises(ValueError, match="communicates with the other ranks itself, expected rows and one micro-batch") as caught:
-        run(3, 3)
+        run(step, by_hand, *my_rows(make_batch(3), rank, 3))
     return str(caught.value)
 
 
@@ -110,9 +109,7 @@ def test_rank_without_rows_is_refused_by_all_if_the_criterion_communicates(by_ha
 
 
 def check_refused(rank, settings, micro_batch_size):
-    criterion = DataParallelCriterion(Boxes(), **settings)
-    model, criterion = parallelize(nn.Linear(4, 3).double(), criterion, strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
+    step = make_step(DataParallelCriterion(Boxes(), **settings), micro_batch_size=micro_batch_size)
     with pytest.raises(ValueError, match="communicates .* write it without collectives"):
         step(*my_rows(make_batch(8), rank, 4))
 
@@ -124,25 +121,15 @@ def test_criterion_that_communicates_is_refused_where_it_is_not_called_once(sett
     run_ranks(2, check_refused, settings, micro_batch_size, timeout=60)
 
 
-class Local(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output, target, mask):
-        self.calls += 1
-        return ((output - target).abs().sum(1) * mask).sum() / mask.sum()
-
-
 def check_local(rank, first_cut):
     """A criterion without collectives is called once for each batch, and ranks ask once, also if one begins without rows."""
     asked = []
-    model, criterion = parallelize(nn.Linear(4, 3).double(), DataParallelCriterion(Local(), weight=WAYS["weight"]["weight"]))
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    split = DataParallelCriterion(Boxes(communicates=False), weight=WAYS["weight"]["weight"])
+    step = make_step(split)
     for cut in (first_cut, 2, 4, 2):
         asked.append(step._forwards.copies.collectives.asks)
         step(*my_rows(make_batch(4), rank, cut))
-    return asked, criterion.module.calls
+    return asked, split.module.calls
 
 
 def test_criterion_without_collectives_is_asked_for_once():

@@ -6,10 +6,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.problems import assert_exact_update
+from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, verify
-from balanced_parallel.loss.kinds import KnownMean, MeansInside, OfAllRows, OfSums, OneCount, Sum, Unreduced, WeighedMean
+from balanced_parallel import DataParallelCriterion, DiceLoss, verify
+from balanced_parallel.loss.kinds import MeansInside, OneCount
 from balanced_parallel.loss.means import LossOfMeans
 
 
@@ -45,55 +47,18 @@ class Shifted(nn.Module):
 
 
 CRITERIA = {
-    "a sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), {}, Sum),
-    "a sum by a setting": (lambda: summed, {"reduction": "sum"}, Sum),
-    "a mean of torch": (lambda: nn.CrossEntropyLoss(ignore_index=0), {}, KnownMean),
-    "a mean with class weights": (lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])), {}, KnownMean),
-    "a mean over rows": (lambda: nn.CrossEntropyLoss(), {"weight": "rows"}, WeighedMean),
-    "a mean with a weight": (lambda: one_mean, {"weight": weigh}, WeighedMean),
-    "two means": (lambda: two_means, {}, MeansInside),
-    "a mean inside": (lambda: one_mean, {}, MeansInside),
-    "a mean of a module with a parameter": (Shifted, {}, MeansInside),
-    "a function of sums": (DiceLoss, {}, OfSums),
-    "a function of all rows": (lambda: spread_of_outputs, {"whole": True}, OfAllRows),
+    "a sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), {}),
+    "a sum by a setting": (lambda: summed, {"reduction": "sum"}),
+    "a mean of torch": (lambda: nn.CrossEntropyLoss(ignore_index=0), {}),
+    "a mean with class weights": (lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])), {}),
+    "a mean over rows": (lambda: nn.CrossEntropyLoss(), {"weight": "rows"}),
+    "a mean with a weight": (lambda: one_mean, {"weight": weigh}),
+    "two means": (lambda: two_means, {}),
+    "a mean inside": (lambda: one_mean, {}),
+    "a mean of a module with a parameter": (Shifted, {}),
+    "a function of sums": (DiceLoss, {}),
+    "a function of all rows": (lambda: spread_of_outputs, {"whole": True}),
 }
-
-
-@pytest.mark.parametrize("name", CRITERIA)
-def test_the_kind_follows_from_the_settings(name):
-    make, settings, kind = CRITERIA[name]
-    assert type(DataParallelCriterion(make(), **settings).kind) is kind
-
-
-def test_a_call_may_select_another_reduction():
-    criterion = DataParallelCriterion(F.cross_entropy)
-    kinds = [type(criterion.kind.called_with({"reduction": name})[0]) for name in ("mean", "sum", "none")]
-    assert kinds == [KnownMean, Sum, Unreduced]
-    assert type(criterion.kind) is KnownMean
-
-
-def train(net, criterion, devices, limit):
-    """Returns the losses of three updates."""
-    model = DataParallelModel(net, ["cpu"] * devices)
-    parameters = [*net.parameters(), *criterion.parameters()]
-    step = TrainStep(model, criterion, torch.optim.SGD(parameters, lr=0.05), micro_batch_size=limit)
-    torch.manual_seed(0)
-    return [float(step(torch.randn(7, 4), torch.randint(3, (7,)))) for _ in range(3)]
-
-
-def train_plainly(net, criterion):
-    learned = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
-    optimizer = torch.optim.SGD([*net.parameters(), *learned], lr=0.05)
-    losses = []
-    torch.manual_seed(0)
-    for _ in range(3):
-        inputs, targets = torch.randn(7, 4), torch.randint(3, (7,))
-        optimizer.zero_grad()
-        loss = criterion(net(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 @pytest.fixture
@@ -102,37 +67,25 @@ def net(double):
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def double_of(criterion):
-    return criterion.double() if isinstance(criterion, nn.Module) else criterion
-
-
 @pytest.mark.parametrize("limit", [None, 1, 2])
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("name", CRITERIA)
-def test_every_kind_equals_the_plain_program(net, name, devices, limit):
-    make, settings, _ = CRITERIA[name]
-    plain = copy.deepcopy(net)
-    expected = train_plainly(plain, double_of(make()))
-    criterion = DataParallelCriterion(double_of(make()), **settings)
-    torch.testing.assert_close(train(net, criterion, devices, limit), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(list(net.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", CRITERIA)
-def test_training_and_verify_leave_the_criterion_as_it_is(net, name):
-    make, settings, _ = CRITERIA[name]
-    criterion = DataParallelCriterion(double_of(make()), **settings)
-    before = {key: value for key, value in vars(criterion).items() if not key.startswith("_")}
-    train(copy.deepcopy(net), criterion, 2, 1)
-    verify(copy.deepcopy(net), criterion, torch.randn(7, 4), torch.randint(3, (7,)), device_ids=["cpu"] * 2, micro_batch_size=2)
-    after = {key: value for key, value in vars(criterion).items() if not key.startswith("_")}
-    assert all(after[key] is value for key, value in before.items() if key != "training")
+def test_every_kind_equals_the_plain_program_and_leaves_the_criterion_as_it_is(net, name, devices, limit):
+    make, settings = CRITERIA[name]
+    plain = make().double() if isinstance(make(), nn.Module) else make()
+    criterion = DataParallelCriterion(plain, **settings)
+    before = {key: value for key, value in vars(criterion).items() if not key.startswith("_") and key != "training"}
+    step = still_step(net, criterion, devices, micro_batch_size=limit)
+    for _ in range(3):
+        assert_exact_update(step, net, plain, torch.randn(7, 4), torch.randint(3, (7,)))
+    if limit == 1:
+        verify(net, criterion, torch.randn(7, 4), torch.randint(3, (7,)), device_ids=["cpu"] * 2, micro_batch_size=2)
+    assert all(vars(criterion)[key] is value for key, value in before.items())
 
 
 def test_two_steps_learn_on_their_own(net):
     criterion = DataParallelCriterion(one_mean)
-    model = DataParallelModel(net, ["cpu"])
-    first, second = (TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2) for _ in range(2))
+    first, second = (still_step(net, criterion, 1, micro_batch_size=2) for _ in range(2))
     first(torch.randn(5, 4), torch.randint(1, 3, (5,)))
     assert [type(step._kind) for step in (first, second)] == [OneCount, MeansInside]
     assert type(criterion.kind) is MeansInside
@@ -143,9 +96,7 @@ def test_each_step_compares_its_own_first_batch_with_halves(net, monkeypatch):
     monkeypatch.setattr(LossOfMeans, "_compare", lambda self, samples: compared.append(self))
     criterion = DataParallelCriterion(one_mean)
     for _ in range(3):
-        model = DataParallelModel(copy.deepcopy(net), ["cpu"] * 2)
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
-        step(torch.randn(4, 4), torch.randint(1, 3, (4,)))
+        still_step(net, criterion, 2)(torch.randn(4, 4), torch.randint(1, 3, (4,)))
     assert len({id(loss) for loss in compared}) == 3
 
 
@@ -156,8 +107,3 @@ def test_a_copy_has_a_kind_of_its_own_module(copied, make):
     other = copied(criterion)
     assert other.kind is not criterion.kind
     assert other.copies.criterion is other.module is not criterion.module
-
-
-def test_an_additive_loss_is_no_mean():
-    kind = DataParallelCriterion(AdditiveLoss(lambda output, target: output.sum(), lambda total: total)).kind
-    assert (kind.passes, kind.is_mean, kind.reduction) == (2, False, "sum")

@@ -9,15 +9,19 @@ from helpers.problems import (
     CLASSES,
     LOSSES,
     OnTop,
+    assert_exact,
+    assert_exact_update,
     assert_same_gradients,
     build_net,
     class_targets,
     gradients,
     make_targets,
     plain_program,
+    whole_gradients,
 )
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
+from helpers.steps import still_step
 from torch import nn
 
 from balanced_parallel import (
@@ -90,34 +94,30 @@ def make_problem(seed, rows, ignored):
     return build_net(), RandomLoss(seed), torch.randn(rows, 4), (class_targets(rows, ignored), torch.rand(rows, CLASSES))
 
 
-def forwards_twice(seed, updates, devices, micro_batch_size, sizes, ignored):
-    """Compares updates of a ``TrainStep`` with the plain program. ``sizes`` are the rows of each ``add``."""
-    module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored)
-    loss, expected = plain_program(module, criterion, inputs, targets)
-    model, split = DataParallelModel(module, ["cpu"] * devices), DataParallelCriterion(criterion)
-    parameters = [*module.parameters(), *criterion.parameters()]
-    step = TrainStep(model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=micro_batch_size)
-    for _ in range(updates):
-        if len(sizes) == 1:
-            result = step(inputs, targets)
-        else:
-            for part in zip(inputs.split(sizes), *(target.split(sizes) for target in targets), strict=True):
-                step.add(part[0], part[1:])
-            result = step.apply()
-        torch.testing.assert_close(result, loss.detach(), rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients(module, criterion), expected)
+def add_parts(step, sizes):
+    """Returns a function that adds parts of a batch to a step, and applies them."""
+
+    def run(inputs, targets):
+        for part in zip(*(tensor.split(sizes) for tensor in (inputs, *targets) if sizes), strict=True):
+            step.add(part[0], part[1:])
+        return step.apply()
+
+    return run
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), *range(12)))
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(8)))
 def test_random_criteria_equal_the_plain_program(seed):
     draw = random.Random(seed)
     sizes = draw.choice([[7], [9], [12], [5, 1, 6], [4, 0, 3]])
     layout = draw.choice([(1, 2), (1, 4), (2, None), (2, 2), (3, None), (3, 1), (1, None)])
-    forwards_twice(seed, 3, *layout, sizes, draw.choice([0, 0, 2, 3]))
+    module, criterion, inputs, targets = make_problem(seed, sum(sizes), draw.choice([0, 0, 2, 3]))
+    step = still_step(module, DataParallelCriterion(criterion), layout[0], micro_batch_size=layout[1])
+    for _ in range(3):
+        assert_exact_update(step if len(sizes) == 1 else add_parts(step, sizes), module, criterion, inputs, targets)
 
 
 @pytest.mark.parametrize("rows", [2, 7])
-@pytest.mark.parametrize("seed", slow_but(range(40), *range(8)))
+@pytest.mark.parametrize("seed", slow_but(range(40), *range(4)))
 def test_criteria_without_a_step_equal_the_plain_program(seed, rows):
     module, criterion, inputs, targets = make_problem(seed, rows, ignored=rows // 3)
     loss, expected = plain_program(module, criterion, inputs, targets)
@@ -141,17 +141,12 @@ def test_losses_of_torch_inside_of_a_function_equal_the_plain_program(name):
     def criterion(*values):
         return 2 * loss(*values)
 
-    expected, expected_gradients = plain_program(module, criterion, inputs, targets)
     out_dims = 1 if kind == "sequences" else 0  # the loss of sequences takes time first
-    split = DataParallelCriterion(criterion, dim=0)
-    result = split(DataParallelModel(module, ["cpu"] * 3, out_dims=out_dims)(inputs), *targets)
-    result.backward()
-    torch.testing.assert_close(result.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(module, nn.Identity()), expected_gradients)
-    assert split.weight is None
+    model = DataParallelModel(module, ["cpu"] * 3, out_dims=out_dims)
+    assert_exact(module, criterion, inputs, *targets, model=model, dim=0)
 
 
-def rank_update(rank, seed, sizes, micro_batch_size, strategy, by_hand):
+def rank_update(rank, seed, sizes, micro_batch_size, strategy, way):
     """Returns the losses of some updates and the gradients of the last, with ``sizes[rank]`` rows on each rank."""
     torch.set_default_dtype(torch.float64)
     module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored=2)
@@ -163,74 +158,41 @@ def rank_update(rank, seed, sizes, micro_batch_size, strategy, by_hand):
     step = TrainStep(model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=micro_batch_size)
     losses = []
     for _ in range(3):
-        if by_hand:
+        if way == "by hand":
             module.zero_grad(), criterion.zero_grad()
             loss = split(model(inputs), *targets)
             loss.backward()
             losses.append(loss.detach())
-        else:
+        elif way == "at once":
             losses.append(step(inputs, tuple(targets)))
-    whole = [None if one.grad is None else getattr(one.grad, "full_tensor", lambda one=one: one.grad)() for one in parameters]
+        else:
+            losses.append(add_parts(step, [4, len(inputs) - 4] if len(inputs) else [])(inputs, targets))
     torch.set_default_dtype(torch.float32)
-    return losses, [gradient if gradient is None else gradient.clone() for gradient in whole]
+    return losses, whole_gradients(parameters)
 
 
 @pytest.mark.parametrize(
-    ("seed", "sizes", "micro_batch_size", "strategy", "by_hand"),
+    ("seed", "sizes", "micro_batch_size", "strategy", "way"),
     [
-        (0, [4, 3], 2, "ddp", False),
-        (1, [5, 0], 2, "ddp", False),
-        (3, [1, 6], None, "ddp", False),
-        (5, [5, 2], None, "ddp", True),
-        (6, [3, 4], 2, "fsdp", False),
-        *[slow(seed, [5, 0], 2, strategy, False) for seed in range(7, 13) for strategy in ("ddp", "fsdp")],
-        *[slow(seed, [2, 5], None, "ddp", True) for seed in range(13, 19)],
+        (0, [4, 3], 2, "ddp", "at once"),
+        (1, [5, 0], 2, "ddp", "at once"),
+        (3, [1, 6], None, "ddp", "at once"),
+        (5, [5, 2], None, "ddp", "by hand"),
+        (6, [3, 4], 2, "fsdp", "at once"),
+        (1, [6, 0], 2, "ddp", "added"),
+        (6, [6, 0], 2, "fsdp", "added"),
+        *[slow(seed, [5, 0], 2, strategy, "at once") for seed in range(7, 13) for strategy in ("ddp", "fsdp")],
+        *[slow(seed, [2, 5], None, "ddp", "by hand") for seed in range(13, 19)],
     ],
 )
-def test_ranks_equal_the_plain_program(seed, sizes, micro_batch_size, strategy, by_hand):
+def test_ranks_equal_the_plain_program(seed, sizes, micro_batch_size, strategy, way):
     module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored=2)
     if strategy == "fsdp":
         criterion.requires_grad_(False)
     loss, expected = plain_program(module, criterion, inputs, targets)
-    for losses, gradients_of_rank in run_ranks(2, rank_update, seed, sizes, micro_batch_size, strategy, by_hand):
-        for result in losses:
-            torch.testing.assert_close(result, loss.detach(), rtol=1e-10, atol=1e-10)
+    for losses, gradients_of_rank in run_ranks(2, rank_update, seed, sizes, micro_batch_size, strategy, way):
+        torch.testing.assert_close(losses, [loss.detach()] * 3, rtol=1e-10, atol=1e-10)
         assert_same_gradients(gradients_of_rank, [one for one in expected if one is not None or strategy == "ddp"])
-
-
-def rank_that_adds(rank, strategy, criterion):
-    """Returns losses and parameters of two updates, to which only the first rank adds rows."""
-    torch.set_default_dtype(torch.float64)
-    module, _, inputs, targets = make_problem(1, 6, ignored=0)
-    model, split = parallelize(module, criterion, ["cpu"], strategy=strategy)
-    step = TrainStep(model, split, torch.optim.SGD(model.parameters(), lr=0.3), micro_batch_size=2)
-    losses = []
-    for _ in range(2):
-        for part in (slice(4), slice(4, 6)) if rank == 0 else ():
-            step.add(inputs[part], tuple(target[part] for target in targets))
-        losses.append(step.apply())
-    parameters = [getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)() for parameter in model.parameters()]
-    torch.set_default_dtype(torch.float32)
-    return losses, [parameter.detach().clone() for parameter in parameters]
-
-
-def sum_of_two_means(output, *targets):
-    return output.pow(2).mean() + 0.5 * F.l1_loss(output, torch.ones_like(output))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_that_add_no_rows_have_the_same_divisor(strategy):
-    module, _, inputs, targets = make_problem(1, 6, ignored=0)
-    optimizer, expected = torch.optim.SGD(module.parameters(), lr=0.3), []
-    for _ in range(2):
-        loss = sum_of_two_means(module(inputs), *targets)
-        module.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.detach())
-    for losses, parameters in run_ranks(2, rank_that_adds, strategy, sum_of_two_means):
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(parameters, list(module.parameters()), rtol=1e-10, atol=1e-10)
 
 
 def two_outputs(criterion, rows=8):
@@ -300,17 +262,13 @@ COUPLED = {
 }
 
 
-@pytest.mark.parametrize("name", COUPLED)
-def test_losses_that_do_not_add_up_are_refused_in_the_first_batch(name):
-    with pytest.raises(ValueError, match=r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight="):
-        two_outputs(COUPLED[name], rows=6)
+ONE_ROW = [name for name in COUPLED if name not in ("variances", "more than two rows")]  # a deviation of one row is nan
 
 
-@pytest.mark.parametrize("name", [name for name in COUPLED if name not in ("variances", "more than two rows")])
-def test_losses_that_do_not_add_up_are_refused_with_one_row_for_each_device(name):
-    """The standard deviation of one row is nan, with a warning of torch."""
+@pytest.mark.parametrize(("name", "rows"), [*[(name, 6) for name in COUPLED], *[(name, 2) for name in ONE_ROW]])
+def test_losses_that_do_not_add_up_are_refused_in_the_first_batch(name, rows):
     with pytest.raises(ValueError, match=r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight="):
-        two_outputs(COUPLED[name], rows=2)
+        two_outputs(COUPLED[name], rows)
 
 
 @pytest.mark.parametrize("rows", [2, 6])
@@ -337,9 +295,7 @@ def test_small_shards_are_all_compared_with_their_halves(micro_batch_size):
         is_positive = (values > 0.55).to(values)
         return F.binary_cross_entropy_with_logits(output, is_positive, pos_weight=3 - is_positive.mean())
 
-    net = nn.Linear(4, 3)
-    model, optimizer = DataParallelModel(net, ["cpu"]), torch.optim.SGD(net.parameters(), lr=0.1)
-    step = TrainStep(model, DataParallelCriterion(balanced), optimizer, micro_batch_size=micro_batch_size)
+    step = still_step(nn.Linear(4, 3), DataParallelCriterion(balanced), 1, micro_batch_size=micro_batch_size)
     with pytest.raises(ValueError, match="does not add up over the rows"):
         step(torch.randn(6, 4), values)
 
@@ -409,31 +365,32 @@ def test_other_ways_to_write_sums_of_means_are_exact(name):
     torch.testing.assert_close(result, expected.reshape(()))
 
 
-def count_forwards(criterion, micro_batch_size=2, devices=2, updates=3, targets=None):
-    """Returns the number of forwards of each update."""
+def count_forwards(criterion, micro_batch_size=2, devices=2):
+    """Returns the number of forwards of each of three updates."""
     torch.manual_seed(0)
     net, inputs, numbers, counts = build_net(), torch.randn(8, 4), [], []
     net.register_forward_hook(lambda *_: numbers.append(1))
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"] * devices),
-        DataParallelCriterion(criterion),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        micro_batch_size=micro_batch_size,
-    )
-    for _ in range(updates):
-        step(inputs, class_targets(8) if targets is None else targets)
+    step = still_step(net, DataParallelCriterion(criterion), devices, micro_batch_size=micro_batch_size)
+    for _ in range(3):
+        step(inputs, class_targets(8))
         counts.append(len(numbers))
         numbers.clear()
     return counts
 
 
-def test_means_over_one_count_take_one_pass_after_the_first_update():
-    assert count_forwards(lambda out, target: F.cross_entropy(out, target)) == [8, 4, 4]
-    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + 0.4 * F.cross_entropy(out**2, target)) == [8, 4, 4]
-    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + 0.1 + 0.0 * out.sum()) == [8, 4, 4]
-    assert count_forwards(lambda out, target: out.abs().sum() / len(out) + 2 * out.exp().sum() / len(out)) == [8, 4, 4]
-    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + out.abs().mean()) == [8, 8, 8]
-    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + out.abs().mean(), None) == [2, 2, 2]
+PASSES = [
+    (lambda out, target: F.cross_entropy(out, target), [8, 4, 4]),
+    (lambda out, target: F.cross_entropy(out, target) + 0.4 * F.cross_entropy(out**2, target), [8, 4, 4]),
+    (lambda out, target: F.cross_entropy(out, target) + 0.1 + 0.0 * out.sum(), [8, 4, 4]),
+    (lambda out, target: out.abs().sum() / len(out) + 2 * out.exp().sum() / len(out), [8, 4, 4]),
+    (lambda out, target: F.cross_entropy(out, target) + out.abs().mean(), [8, 8, 8]),
+]
+
+
+@pytest.mark.parametrize(("criterion", "counts"), PASSES)
+def test_means_over_one_count_take_one_pass_after_the_first_update(criterion, counts):
+    assert count_forwards(criterion) == counts
+    assert count_forwards(criterion, None) == [2, 2, 2]
 
 
 def test_any_loss_is_computed_where_nothing_is_split():
@@ -452,19 +409,10 @@ def test_means_that_are_computed_for_some_rows_only():
         return loss + output[target == 3].abs().mean() if (target == 3).any() else loss
 
     def in_a_loop(output, target):
-        losses = [F.cross_entropy(output, target)]
-        for label in range(CLASSES):
-            if (target == label).any():
-                losses.append(output[target == label].pow(2).mean())
-        return sum(losses)
+        means = [output[target == label].pow(2).mean() for label in range(CLASSES) if (target == label).any()]
+        return F.cross_entropy(output, target) + sum(means)
 
-    def always(output, target):
-        return F.cross_entropy(output, target) + output[target == 3].abs().mean()
-
-    torch.manual_seed(0)
-    target, output = torch.tensor([0, 0, 1, 1, 3, 1]), torch.randn(6, CLASSES)
-    outputs = PerReplica(output.split(3), [3, 3])
-    torch.testing.assert_close(DataParallelCriterion(always)(outputs, target), always(output, target))
+    target, outputs = torch.tensor([0, 0, 1, 1, 3, 1]), PerReplica(torch.randn(6, CLASSES).split(3), [3, 3])
     with pytest.raises(ValueError, match="computes cross_entropy for some rows, and cross_entropy, mean for others.* weight="):
         DataParallelCriterion(once)(outputs, target)
     with pytest.raises(ValueError, match=r"for some rows, and .* for others|does not add up over the rows"):
@@ -475,8 +423,7 @@ def test_means_with_one_count_that_get_several_are_refused():
     def loss(output, target):
         return F.cross_entropy(output, target) + (F.mse_loss(output, output + 1) if target.sum() > 8 else 0)
 
-    criterion, net = DataParallelCriterion(loss), build_net()
-    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    step = still_step(build_net(), DataParallelCriterion(loss), 2)
     step(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"different counts, and had one in the first batch: cross_entropy, mse_loss;"):
         step(torch.randn(6, 4), torch.full((6,), 4))
@@ -496,36 +443,41 @@ def test_a_batch_without_a_counted_target_changes_nothing(micro_batch_size):
         assert parameter.equal(value)
 
 
+class LayerLoss(nn.Module):
+    """A layer with its loss inside, and a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = savings.LinearCrossEntropy(CLASSES, 7)
+
+    def forward(self, output, target):
+        return self.head(output, target) + 0.1 * output.pow(2).mean()
+
+
 def test_a_layer_with_its_loss_inside():
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = savings.LinearCrossEntropy(CLASSES, 7)
-
-        def forward(self, output, target):
-            return self.head(output, target) + 0.1 * output.pow(2).mean()
-
-    module, criterion, inputs, target = build_net(), Loss(), torch.randn(7, 4), class_targets(7, 2)
-    loss, expected = plain_program(module, criterion, inputs, (target,))
-    DataParallelCriterion(criterion)(DataParallelModel(module, ["cpu"] * 3)(inputs), target).backward()
-    assert_same_gradients(gradients(module, criterion), expected)
+    module, criterion, inputs, target = build_net(), LayerLoss(), torch.randn(7, 4), class_targets(7, 2)
+    assert_exact(module, criterion, inputs, target)
     report = verify(module, criterion, inputs, target, device_ids=["cpu"] * 2, micro_batch_size=2)
     assert report.equal, report
-    assert report.plain_loss == pytest.approx(float(loss))
 
 
-def test_verify_tells_of_a_loss_that_would_be_refused():
-    report = verify(build_net(), lambda out: out.pow(2).sum() * (1 / len(out)), torch.randn(8, 4), device_ids=["cpu"] * 2)
+VERIFIED = {
+    "weight='rows' for a mean over rows": lambda out, mask: out.pow(2).sum() * (1 / len(out)),
+    "minimum=1": lambda out, mask: (out.sum(1) * mask).sum() / max(1, int(mask.sum())),
+}
+
+
+@pytest.mark.parametrize("advice", VERIFIED)
+def test_verify_tells_of_a_loss_that_would_be_refused(advice):
+    report = verify(build_net(), VERIFIED[advice], torch.randn(8, 4), torch.ones(8), device_ids=["cpu"] * 2)
     assert report.equal
-    assert "weight='rows' for a mean over rows" in report.warnings[0]
+    assert advice in report.warnings[0]
 
 
 def test_memory_of_any_loss_is_estimated():
-    inputs, target = torch.randn(8, 4), class_targets(8)
-    for criterion in (lambda *batch: F.cross_entropy(*batch), lambda *batch: F.cross_entropy(*batch).exp()):
-        for wrapped in (criterion, DataParallelCriterion(criterion)):
-            report = memory.estimate(build_net(), wrapped, inputs, target, devices=2, layout="replicas")
-            assert min(report.allocated) > 0
+    criterion = DataParallelCriterion(lambda *batch: F.cross_entropy(*batch).exp())
+    report = memory.estimate(build_net(), criterion, torch.randn(8, 4), class_targets(8), devices=2, layout="replicas")
+    assert min(report.allocated) > 0
 
 
 def test_half_precision_does_not_overflow():
@@ -535,20 +487,24 @@ def test_half_precision_does_not_overflow():
         assert result.item() == 2500
 
 
-def test_the_host_waits_for_no_device_after_the_first_updates():
+def assert_no_waits_after(cluster, updates, update):
     """A check of halves waits: it is the 1st, 2nd, 4th, 8th, ... computation of the loss."""
-    net = build_net().float()
+    for _ in range(updates):
+        update()
+    before = len(cluster.waits)
+    assert before
+    update()
+    assert cluster.waits[before:] == []
+
+
+def test_the_host_waits_for_no_device_after_the_first_updates():
+    net, inputs, target = build_net().float(), torch.randn(8, 4, dtype=torch.float32), class_targets(8)
     with simulate(devices=2) as cluster:
-        inputs, target = torch.randn(8, 4, dtype=torch.float32).pin_memory(), class_targets(8).pin_memory()
-        net.to("sim:0")
+        batch = inputs.pin_memory(), target.pin_memory()
         criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
-        model = DataParallelModel(net, [0, 1])
+        model = DataParallelModel(net.to("sim:0"), [0, 1])
         step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
-        for _ in range(5):
-            step(inputs, target)
-        before = len(cluster.waits)
-        step(inputs, target)
-        assert cluster.waits[before:] == []
+        assert_no_waits_after(cluster, 5, lambda: step(*batch))
 
 
 def test_a_loop_by_hand_waits_for_no_device_after_the_first_batches():
@@ -557,9 +513,4 @@ def test_a_loop_by_hand_waits_for_no_device_after_the_first_batches():
         model = DataParallelModel(net)
         criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
         batch = inputs.to("sim:0"), target.to("sim:0")
-        for _ in range(2):
-            criterion(model(batch[0]), batch[1]).backward()
-        before = len(cluster.waits)
-        assert before
-        criterion(model(batch[0]), batch[1]).backward()
-        assert cluster.waits[before:] == []
+        assert_no_waits_after(cluster, 2, lambda: criterion(model(batch[0]), batch[1]).backward())

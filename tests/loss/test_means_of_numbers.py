@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import build_net
+from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, verify
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows
 from balanced_parallel.loss.means import LossOfMeans
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -30,14 +31,15 @@ COUNTS = {
 }
 
 
-def update(criterion, micro_batch_size, batches):
-    """Returns the losses of a ``TrainStep`` with three replicas, or by hand without ``micro_batch_size``."""
+def update(criterion, micro_batch_size, *batches):
+    """Runs updates of a step with three replicas, or of a loop by hand without ``micro_batch_size``."""
     net = build_net()
-    model = DataParallelModel(net, ["cpu"] * 3)
-    if micro_batch_size is None:
-        return [criterion(model(inputs), *targets) for inputs, *targets in batches], net
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
-    return [step(inputs, tuple(targets)) for inputs, *targets in batches], net
+    step = still_step(net, DataParallelCriterion(criterion), micro_batch_size=micro_batch_size)
+    for inputs, *targets in batches:
+        if micro_batch_size is None:
+            step.criterion(step.model(inputs), *targets)
+        else:
+            step(inputs, tuple(targets))
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
@@ -51,27 +53,22 @@ def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
 
     inputs, values, mask = torch.randn(3, 4), torch.randn(3, 5), torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"sum over a number|number that a sum is divided by|for some rows, and .* for others"):
-        update(DataParallelCriterion(loss), micro_batch_size, [(inputs, values, mask), (inputs, values, torch.arange(3) < 1)])
+        update(loss, micro_batch_size, (inputs, values, mask), (inputs, values, torch.arange(3) < 1))
 
 
+def over_selected(output, values, mask):
+    return F.mse_loss(output[mask], values[mask], reduction="sum") / (len(output[mask]) or 1)
+
+
+def over_a_mean_of_targets(output, values, mask):
+    return (output.abs().sum(1) * mask).sum() / max(1, round(mask.double().mean().item() * len(mask)))
+
+
+@pytest.mark.parametrize("loss", [over_selected, over_a_mean_of_targets])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_a_bounded_number_of_selected_rows_is_refused(micro_batch_size):
-    def loss(output, values, mask):
-        return F.mse_loss(output[mask], values[mask], reduction="sum") / (len(output[mask]) or 1)
-
-    batch = torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)
+def test_a_number_is_refused_in_the_first_batch(loss, micro_batch_size):
     with pytest.raises(ValueError, match=r"a sum over a number that was read from values.*clamp\(min=1\).*weight=.*minimum=1"):
-        update(DataParallelCriterion(loss), micro_batch_size, [batch])
-
-
-def test_a_count_by_the_mean_of_targets_is_refused_in_the_first_batch():
-    """The value of a loss may be read, as to print it."""
-
-    def loss(output, mask):
-        return (output.abs().sum(1) * mask).sum() / max(1, round(mask.double().mean().item() * len(mask)))
-
-    with pytest.raises(ValueError, match="a sum over a number that was read from values"):
-        DataParallelCriterion(loss)(PerReplica(torch.randn(3, 5).split(1), [1, 1, 1]), torch.ones(3, dtype=torch.bool))
+        update(loss, micro_batch_size, (torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)))
 
 
 def test_a_count_of_entries_of_a_list_is_refused():
@@ -91,55 +88,44 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
         return F.mse_loss(output, values) + 0.5 * float(mask.any()) * output.abs().mean()
 
     inputs, values = torch.randn(12, 4), torch.randn(12, 5)
-    batches = [(inputs, values, torch.ones(12, dtype=torch.bool)), (inputs, values, torch.arange(12) < 4)]
+    masks = torch.ones(12, dtype=torch.bool), torch.arange(12) < 4
     with pytest.raises(ValueError, match=r"computes mse_loss, 0.5 \* mean for some rows, and .* for others"):
-        update(DataParallelCriterion(loss), micro_batch_size, batches)
+        update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 
-class WarmUp(nn.Module):
-    """A loss with a term that begins later."""
+class Changing(nn.Module):
+    """A loss that is another one after some batches, as a flag tells."""
 
-    has_begun = False
-
-    def forward(self, output, values):
-        loss = F.mse_loss(output, values)
-        return loss + self.term(output, values) if self.has_begun else loss
-
-
-class Contrast(WarmUp):
-    def term(self, output, values):
-        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
-
-
-class Spread(WarmUp):
-    def term(self, output, values):
-        return F.relu(100 - output.std(0)).mean()
-
-
-class SameCount(WarmUp):
-    """Divides both terms by one divisor."""
-
-    def term(self, output, values):
-        return F.mse_loss(output - output.mean(0), values)
-
-
-class HardExamples(WarmUp):
-    """Keeps its terms when its threshold begins."""
+    def __init__(self, after, before=F.mse_loss):
+        super().__init__()
+        self.before, self.after, self.has_begun = before, after, False
 
     def forward(self, output, values):
-        errors = (output - values).pow(2).sum(1)
-        return errors[errors > (errors.detach().median() if self.has_begun else 0.0)].mean()
+        return (self.after if self.has_begun else self.before)(output, values)
+
+
+def hard_examples(output, values, has_begun=True):
+    """Keeps the terms when the threshold begins."""
+    errors = (output - values).pow(2).sum(1)
+    return errors[errors > (errors.detach().median() if has_begun else 0.0)].mean()
+
+
+CHANGES = {
+    "contrast": (lambda out, values: F.mse_loss(out, values) + F.cross_entropy(out @ out.T, torch.arange(len(out))),),
+    "spread": (lambda out, values: F.mse_loss(out, values) + F.relu(100 - out.std(0)).mean(),),
+    "one divisor": (lambda out, values: F.mse_loss(out, values) + F.mse_loss(out - out.mean(0), values),),
+    "hard examples": (hard_examples, lambda out, values: hard_examples(out, values, has_begun=False)),
+}
 
 
 @pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("kind", [Contrast, Spread, SameCount, HardExamples])
-def test_a_criterion_that_changes_after_some_batches_is_compared_again(kind, micro_batch_size, before):
-    criterion, inputs, values = DataParallelCriterion(kind()), torch.randn(12, 4), torch.randn(12, 5)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_criterion_that_changes_after_some_batches_is_compared_again(name, micro_batch_size, before):
+    criterion, inputs, values = DataParallelCriterion(Changing(*CHANGES[name])), torch.randn(12, 4), torch.randn(12, 5)
     net = build_net()
-    model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
-    run = (lambda: criterion(model(inputs), values)) if micro_batch_size is None else (lambda: step(inputs, values))
+    step = still_step(net, criterion, micro_batch_size=micro_batch_size)
+    run = (lambda: criterion(step.model(inputs), values)) if micro_batch_size is None else (lambda: step(inputs, values))
     for _ in range(before):
         torch.testing.assert_close(run(), criterion.module(net(inputs), values), check_dtype=False)
     criterion.module.has_begun = True
@@ -148,30 +134,26 @@ def test_a_criterion_that_changes_after_some_batches_is_compared_again(kind, mic
 
 
 def test_terms_that_begin_later_and_add_up_are_exact():
-    class Later(WarmUp):
-        def term(self, output, values):
-            return 0.1 * output.abs().mean() if self.has_begun else 0
-
-    criterion, inputs, values = DataParallelCriterion(Later()), torch.randn(12, 4), torch.randn(12, 5)
+    later = Changing(lambda out, values: F.mse_loss(out, values) + 0.1 * out.abs().mean())
+    criterion, inputs, values = DataParallelCriterion(later), torch.randn(12, 4), torch.randn(12, 5)
     model = DataParallelModel(build_net(), ["cpu"] * 3)
     for number in range(6):
-        criterion.module.has_begun = number % 2 == 1
-        torch.testing.assert_close(criterion(model(inputs), values), criterion.module(model.module(inputs), values))
+        later.has_begun = number % 2 == 1
+        torch.testing.assert_close(criterion(model(inputs), values), later(model.module(inputs), values))
 
 
-def test_a_counter_in_a_criterion_is_no_reason_to_compare():
-    class Counting(WarmUp):
+def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
+    class Counting(Changing):
         calls = 0
 
         def forward(self, output, values):
             self.calls += 1
-            return F.mse_loss(output, values)
+            return super().forward(output, values)
 
-    criterion, halves = DataParallelCriterion(Counting()), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LossOfMeans, "_compare", lambda self, samples: halves.append(samples))
-        for _ in range(7):
-            criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
+    criterion, halves = DataParallelCriterion(Counting(None)), []
+    monkeypatch.setattr(LossOfMeans, "_compare", lambda self, samples: halves.append(samples))
+    for _ in range(7):
+        criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
     assert len(halves) == 3 * 2
 
 
@@ -199,14 +181,3 @@ def test_statistics_that_change_are_compared_again():
     criterion.module.is_mean = True
     with pytest.raises(ValueError, match="statistics do not add up"):
         criterion(outputs, torch.zeros(8))
-
-
-def test_verify_tells_of_a_count_that_would_be_refused():
-    report = verify(
-        build_net(),
-        lambda out, mask: (out.sum(1) * mask).sum() / max(1, int(mask.sum())),
-        torch.randn(6, 4),
-        torch.ones(6),
-        device_ids=["cpu"] * 2,
-    )
-    assert "minimum=1" in report.warnings[0]

@@ -1,9 +1,8 @@
-"""Divisors of the losses of torch, registered divisors, and the weighted mean of losses.
+"""Losses of torch on devices and their divisors, registered divisors, and the weighted mean of losses.
 
 Calls of criteria and weights with outputs that are tuples.
 """
 
-import copy
 import functools
 import re
 
@@ -19,8 +18,8 @@ from helpers.problems import (
     gradients,
     make_targets,
     plain_program,
+    split_program,
 )
-from helpers.traffic import NAMES
 from torch import nn
 
 from balanced_parallel import (
@@ -33,41 +32,22 @@ from balanced_parallel import (
     simulate,
     weighted_mean,
 )
-from balanced_parallel.loss.rules import reduction_of
+
+pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.usefixtures("double")
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # a deprecation warning of KLDivLoss
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_mean_is_the_sum_divided_by_the_weight(name):
-    """Definition of the weight, checked with torch's own mean and sum."""
-    make_criterion, kind = LOSSES[name]
-    criterion = make_criterion()
-    for ignored in (0, 3) if kind == "classes" else (0,):
-        output, targets = OnTop(name)(torch.randn(7, 4)), make_targets(kind, 7, ignored)
-        mean, total = reduced(criterion, "mean", output, targets), reduced(criterion, "sum", output, targets)
-        weight = loss_weight(criterion, output, *targets)
-        assert weight.dim() == 0
-        torch.testing.assert_close(total / weight, mean)
+def test_losses_on_simulated_devices_equal_the_plain_program(name):
+    """Unlike in the plain program, the user need not move a criterion to the device."""
+    build, kind = LOSSES[name]
+    module, criterion, inputs, targets = OnTop(name), build(), torch.randn(7, 4), make_targets(kind, 7, ignored=3)
+    loss, expected = plain_program(module, criterion, inputs, targets)
+    with simulate(3):
+        found, found_gradients = split_program(module.to("sim:0"), criterion, inputs, targets, DataParallelModel(module))
+        torch.testing.assert_close(found.cpu(), loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients([None if gradient is None else gradient.cpu() for gradient in found_gradients], expected)
 
 
-def reduced(criterion, reduction, output, targets):
-    if isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
-        result = criterion(output, *targets)
-        return result.loss if reduction == "mean" else -result.output.sum()
-    if "ctc" in str(criterion).lower():
-        losses = F.ctc_loss(output, *targets, reduction="none") / targets[-1]
-        return losses.mean() if reduction == "mean" else losses.sum()
-    if reduction == "mean" and reduction_of(criterion) == "batchmean":
-        reduction = "batchmean"
-    if isinstance(criterion, nn.Module):
-        criterion = copy.copy(criterion)
-        criterion.reduction = reduction
-        return criterion(output, *targets)
-    return functools.partial(criterion, reduction=reduction)(output, *targets)
-
-
-@pytest.mark.usefixtures("double")
 def test_weight_of_dense_targets_excludes_ignored_labels():
     output, target = torch.randn(2, 5, 3, 4), torch.randint(5, (2, 3, 4))
     kept = (target != 1).sum()
@@ -80,7 +60,6 @@ def test_weight_of_dense_targets_excludes_ignored_labels():
     assert loss_weight(nn.CrossEntropyLoss(), output, torch.rand(2, 5, 3, 4)) == 24
 
 
-@pytest.mark.usefixtures("double")
 def test_weight_of_elementwise_losses_with_element_weights():
     output, target, weight = torch.rand(4, 3), torch.rand(4, 3), torch.rand(4, 3)
     assert loss_weight(F.mse_loss, output, target) == 12
@@ -109,33 +88,18 @@ def info_nce(output, target):
     return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("criterion", [SoftDiceLoss(), info_nce, functools.partial(info_nce)])
 def test_a_loss_that_couples_rows_raises_an_error(criterion):
     with pytest.raises(TypeError, match=r"rows depend on each other.*criterion\(gather\(outputs\), targets\)"):
         loss_weight(criterion, torch.rand(4, 2), torch.rand(4, 2))
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("criterion", [UnknownLoss(), Focal(), lambda output, target: output.sum(), max, functools.partial(max)])
 def test_an_unknown_criterion_raises_an_error_with_a_fix(criterion):
     with pytest.raises(TypeError, match=r"weight=.*loss_weight\.register"):
         loss_weight(criterion, torch.zeros(2), torch.zeros(2))
 
 
-@pytest.mark.usefixtures("double")
-def test_registered_weights_are_used():
-    class Registered(UnknownLoss):
-        pass
-
-    @loss_weight.register(Registered)
-    def _(criterion, output, target):
-        return torch.tensor(2)
-
-    assert loss_weight(Registered(), torch.zeros(2), torch.zeros(2)) == 2
-
-
-@pytest.mark.usefixtures("double")
 def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
     class Halved(nn.CrossEntropyLoss):
         pass
@@ -152,13 +116,11 @@ def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
     assert criterion.kind.weight_of((target,)) is None
 
 
-@pytest.mark.usefixtures("double")
 def test_deprecated_reductions_raise_an_error():
     with pytest.raises(ValueError, match="size_average= or reduce=.*use reduction="):
         loss_weight(functools.partial(F.mse_loss, size_average=False), torch.zeros(2), torch.zeros(2))
 
 
-@pytest.mark.usefixtures("double")
 def test_weighted_mean_and_its_gradients_are_exact():
     losses = [torch.tensor(value, requires_grad=True) for value in (1.0, 2.0, 6.0)]
     mean = weighted_mean(losses, [1, torch.tensor(2), 3.0])
@@ -168,7 +130,6 @@ def test_weighted_mean_and_its_gradients_are_exact():
     assert weighted_mean([torch.tensor(2.0)], [0]).isnan()
 
 
-@pytest.mark.usefixtures("double")
 def test_weighted_mean_ignores_nan_with_weight_zero():
     x = torch.randn(3, requires_grad=True)
     mask = torch.tensor([0.0, 0.0, 0.0])
@@ -180,21 +141,13 @@ def test_weighted_mean_ignores_nan_with_weight_zero():
     assert x.grad.tolist() == [2, 2, 2]
 
 
-@pytest.mark.usefixtures("double")
-def test_weighted_mean_sums_half_precision_in_float32():
-    losses = [torch.tensor(60000.0, dtype=torch.float16) for _ in range(4)]
-    mean = weighted_mean(losses, [1000] * 4)
-    assert mean.dtype == torch.float32
-    assert mean.item() == 60000
-
-
-@pytest.mark.usefixtures("double")
-def test_weighted_mean_is_exact_for_counts_beyond_float32():
+def test_weighted_mean_does_not_round_half_precision_and_large_counts():
+    mean = weighted_mean([torch.tensor(60000.0, dtype=torch.float16)] * 4, [1000] * 4)
+    assert (mean.dtype, mean.item()) == (torch.float32, 60000)
     mean = weighted_mean([torch.tensor(0.0), torch.tensor(1.0)], [torch.tensor(2**40), torch.tensor(1)])
     assert mean.item() == pytest.approx(1 / (2**40 + 1), rel=1e-12)
 
 
-@pytest.mark.usefixtures("double")
 def test_weighted_mean_of_invalid_arguments_raises_an_error():
     with pytest.raises(ValueError, match="2 losses and 1 weights"):
         weighted_mean([torch.zeros(()), torch.zeros(())], [1])
@@ -204,23 +157,9 @@ def test_weighted_mean_of_invalid_arguments_raises_an_error():
         weighted_mean([torch.zeros(2)], [1])
 
 
-@pytest.mark.usefixtures("double")
-def test_weighted_mean_of_losses_on_several_devices_is_exact():
-    with simulate(3):
-        losses = [
-            torch.tensor(value, device=name, requires_grad=True) for value, name in zip((1.0, 2.0, 4.0), NAMES, strict=True)
-        ]
-        weights = [torch.tensor(count, device=name) for count, name in zip((1, 1, 2), NAMES, strict=True)]
-        mean = weighted_mean(losses, weights)
-        mean.backward()
-        assert (str(mean.device), mean.item()) == ("sim:0", 2.75)
-        assert [loss.grad.item() for loss in losses] == [0.25, 0.25, 0.5]
-
-
 MIXED = [("sim:0", "cpu"), ("cpu", "sim:0"), ("sim:1", "cpu", "sim:0")]
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("devices", MIXED, ids=" ".join)
 @pytest.mark.parametrize("name", ["CrossEntropyLoss", "sum", "weight", "weighted_mean"])
 def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name):
@@ -229,18 +168,19 @@ def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name
     loss, expected = plain_program(build_net(), plain, inputs, (targets,))
     with simulate(2):
         net = build_net()
-        model = DataParallelModel(net, devices)
-        outputs = model(inputs)
+        outputs = DataParallelModel(net, devices)(inputs)
         if name == "weighted_mean":
-            shards = scatter(targets, devices)
-            losses = [F.cross_entropy(*pair) for pair in zip(outputs, shards, strict=True)]
-            found = weighted_mean(losses, [(shard != -100).sum() for shard in shards])
+            pairs = [*zip(outputs, scatter(targets, devices), strict=True)]
+            found = weighted_mean([F.cross_entropy(*pair) for pair in pairs], [(shard != -100).sum() for _, shard in pairs])
         elif name == "weight":
-            weight = {"weight": lambda output, target: (target != -100).sum()}
-            found = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target), **weight)(outputs, targets)
+            weighted = DataParallelCriterion(
+                lambda *pair: F.cross_entropy(*pair), weight=lambda _, target: (target != -100).sum()
+            )
+            found = weighted(outputs, targets)
         else:
             found = DataParallelCriterion(plain)(outputs, targets)
         found.backward()
+        assert found.device == outputs[0].device
         torch.testing.assert_close(found.detach().cpu(), loss)
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
 

@@ -6,18 +6,14 @@ Divisors of several means that depend on the targets alone.
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, gradients
+from helpers.steps import still_step
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, weighted_mean
+
+pytestmark = pytest.mark.usefixtures("double")
 
 CPUS = ["cpu"] * 3
 
@@ -30,11 +26,8 @@ def bert():
 
 
 def gpt2():
-    return (
-        GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)),
-        40,
-        lambda labels: (labels[:, 1:] != -100).sum(),
-    )
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config), 40, lambda labels: (labels[:, 1:] != -100).sum()
 
 
 def t5():
@@ -42,14 +35,17 @@ def t5():
     return T5ForConditionalGeneration(config), 40, lambda labels: (labels != -100).sum()
 
 
-@pytest.mark.usefixtures("double")
+def make_batch(labels):
+    ids, targets = torch.randint(40, (7, 9)), torch.randint(labels, (7, 9))
+    return {"input_ids": ids, "labels": targets, "attention_mask": torch.ones(7, 9, dtype=torch.long)}
+
+
 @pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
 def test_losses_of_hugging_face_models_equal_the_plain_program(make):
     torch.manual_seed(0)
     net, labels, count = make()
     net.double().eval()
-    batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
-    batch["attention_mask"] = torch.ones(7, 9, dtype=torch.long)
+    batch = make_batch(labels)
     for row, length in enumerate([9, 2, 1, 5, 9, 1, 3]):
         batch["labels"][row, length:] = -100
     batch["labels"][3:5] = -100  # a replica without counted labels, whose loss is nan
@@ -60,24 +56,23 @@ def test_losses_of_hugging_face_models_equal_the_plain_program(make):
 
     model = DataParallelModel(net, CPUS)
     criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: count(labels))
-    found = criterion(model(**batch), batch["labels"])
+    outputs = model(**batch)
+    found = criterion(outputs, batch["labels"])
     found.backward()
     tolerance = 1e-6 if make is gpt2 else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
     torch.testing.assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
     assert_same_gradients(gradients(net), expected, tolerance)
-    outputs = model(**batch)
     weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
     torch.testing.assert_close(weighted_mean(outputs.loss, weights), loss)
     torch.testing.assert_close(outputs.logits.gather(), net(**batch).logits)
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_gathered_outputs_of_hugging_face_models_equal_the_plain_outputs(make, devices):
     net, labels, _ = make()
     net.double().eval()
-    batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
+    batch = make_batch(labels)
     with torch.no_grad():
         expected = net(**batch)
         found = DataParallelModel(net, ["cpu"] * devices, gather_outputs=True)(**batch)
@@ -105,7 +100,6 @@ class Detector(nn.Module):
         }
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("counts", [(1, 0, 3, 2), (0, 0, 0, 0), (0, 0, 5, 0)])
 def test_losses_of_a_detector_with_their_own_divisors_equal_the_plain_program(counts):
     torch.manual_seed(0)
@@ -129,40 +123,32 @@ def test_losses_of_a_detector_with_their_own_divisors_equal_the_plain_program(co
     assert_same_gradients(gradients(net), expected)
 
 
-X, Y, T = torch.randn(5, 4), torch.tensor([0, 1, -100, 2, 1]), torch.rand(5, 3)
+Y, T = torch.tensor([0, 1, -100, 2, 1]), torch.rand(5, 3)
 
 
 def losses(out, y, t):
-    return {"a": F.cross_entropy(out, y), "b": F.mse_loss(out, t)}
+    return {"a": F.cross_entropy(out, y), "b": F.mse_loss(out, t.to(out))}
 
 
 DIVISORS = {"a": lambda y, t: (y != -100).sum(), "b": lambda y, t: t.numel()}
 
 
-def make_step(weight):
-    torch.manual_seed(0)
-    net = nn.Linear(4, 3)
-    criterion = DataParallelCriterion(losses, weight=weight)
-    step = TrainStep(
-        DataParallelModel(net, ["cpu"] * 2), criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=1
-    )
-    return step, sum(losses(net(X), Y, T).values())
-
-
 @pytest.mark.parametrize("wrong", [(Y,), (Y, T, T), {"y": Y, "t": T}])
 def test_step_with_wrong_targets_can_be_repeated_with_the_right_ones(wrong):
-    step, expected = make_step(DIVISORS)
+    net, inputs = nn.Linear(4, 3), torch.randn(5, 4)
+    step = still_step(net, DataParallelCriterion(losses, weight=DIVISORS), 2, micro_batch_size=1)
     with pytest.raises(TypeError):
-        step(X, wrong)
-    torch.testing.assert_close(step(X, (Y, T)), expected.detach())
+        step(inputs, wrong)
+    torch.testing.assert_close(step(inputs, (Y, T)), sum(losses(net(inputs), Y, T).values()).detach())
 
 
 def test_functions_of_the_targets_divide_several_means():
-    net = nn.Linear(4, 3)
-    outputs = DataParallelModel(net, CPUS)(X)
-    torch.testing.assert_close(DataParallelCriterion(losses, weight=DIVISORS)(outputs, Y, T), losses(net(X), Y, T))
+    net, inputs = nn.Linear(4, 3), torch.randn(5, 4)
+    outputs = DataParallelModel(net, CPUS)(inputs)
+    expected = losses(net(inputs), Y, T)
+    torch.testing.assert_close(DataParallelCriterion(losses, weight=DIVISORS)(outputs, Y, T), expected)
     listed = DataParallelCriterion(lambda *given: [*losses(*given).values()], weight=[*DIVISORS.values()])
-    torch.testing.assert_close(listed(outputs, Y, T), [*losses(net(X), Y, T).values()])
+    torch.testing.assert_close(listed(outputs, Y, T), [*expected.values()])
     with pytest.raises(ValueError, match=r"expected one weight for each mean"):
         DataParallelCriterion(losses, weight={"b": DIVISORS["b"], "a": DIVISORS["a"]})(outputs, Y, T)
 
@@ -174,9 +160,10 @@ def test_invalid_weights_raise_an_error(weight):
 
 
 def test_divisors_that_may_depend_on_outputs_are_an_error_in_a_step():
-    step, _ = make_step(lambda out, y, t: {name: count(y, t) for name, count in DIVISORS.items()})
+    split = DataParallelCriterion(losses, weight=lambda out, y, t: {name: count(y, t) for name, count in DIVISORS.items()})
+    step = still_step(nn.Linear(4, 3), split, micro_batch_size=1)
     with pytest.raises(ValueError, match=r"before the first micro-batch: .*functions of the targets alone.*weight=\{"):
-        step(X, (Y, T))
+        step(torch.randn(5, 4), (Y, T))
 
 
 def test_several_criteria_are_refused_with_the_way_to_write_them():
@@ -211,7 +198,7 @@ BOUNDED_DIVISORS = {
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 2, 2], [2, 2, 2, 2, 2]])
 @pytest.mark.parametrize("names", [("class", "box", "score"), ("class", "box")])
-def test_each_mean_has_its_minimum(labels, names, double):
+def test_each_mean_has_its_minimum(labels, names):
     """A number bounds counts, and a number for each mean its divisor, by hand and in micro-batches."""
     torch.manual_seed(0)
     net, inputs, boxes, labels = nn.Linear(4, 4), torch.randn(5, 4), torch.rand(5), torch.tensor(labels)
@@ -223,9 +210,8 @@ def test_each_mean_has_its_minimum(labels, names, double):
     minimum = 1 if "score" not in names else minimum
     expected = criterion(net(inputs), labels, boxes)
     split = DataParallelCriterion(criterion, weight=weight, minimum=minimum)
-    model = DataParallelModel(net, CPUS)
-    torch.testing.assert_close(split(model(inputs), labels, boxes), expected)
-    step = TrainStep(model, split, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=1)
+    torch.testing.assert_close(split(DataParallelModel(net, CPUS)(inputs), labels, boxes), expected)
+    step = still_step(net, split, micro_batch_size=1)
     torch.testing.assert_close(step(inputs, (labels, boxes)), sum(expected.values()).detach())
 
 
@@ -244,17 +230,15 @@ def test_means_with_one_divisor_and_their_minimum_are_refused_in_a_step():
         return {"class": CLASS_WEIGHTS[labels].sum(), "again": CLASS_WEIGHTS[labels].sum()}
 
     def criterion(out, labels, boxes):
-        mean = F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS)
+        mean = F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS.to(out))
         return {"class": mean, "again": mean}
 
-    net = nn.Linear(4, 4)
-    split = DataParallelCriterion(criterion, weight=counts, minimum=1)
-    step = TrainStep(DataParallelModel(net, CPUS), split, torch.optim.SGD(net.parameters(), lr=0.0))
+    step = still_step(nn.Linear(4, 4), DataParallelCriterion(criterion, weight=counts, minimum=1))
     with pytest.raises(ValueError, match="divisors of their own"):
         step(torch.randn(3, 4), (torch.tensor([2, 2, 2]), torch.rand(3)))
 
 
-def test_a_minimum_does_not_change_means_that_are_found(double):
+def test_a_minimum_does_not_change_means_that_are_found():
     torch.manual_seed(0)
     out, labels = torch.randn(4, 4), torch.tensor([2, 2, 2, 2])
 

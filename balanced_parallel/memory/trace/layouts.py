@@ -12,6 +12,7 @@ two passes, or in one, as in :class:`TrainStep`.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -163,7 +164,8 @@ class TracedCriterion(DataParallelCriterion):
         if like.precision.name == "fp32":
             settings["precision"] = request.precision
         super().__init__(like.module, **settings)
-        self._set_up(replicas, None)
+        self.replicas = replicas
+        self.copies = dataclasses.replace(self.copies, replicas=replicas, halves=None)
 
 
 def fill(loss: CoupledLoss, rows: int) -> None:
@@ -252,7 +254,7 @@ class SingleDevice(Layout):
             raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
         with Precision(self.request.precision).autocast([HOME]):
             criterion = self.coupled_criterion()
-            loss = criterion.kind.open(criterion.copies, HOME, is_split=True)
+            loss = criterion.kind.loss(criterion.copies, HOME, is_split=True)
             if self.request.micro_batches > 1:  # the first of two passes
                 with torch.no_grad():
                     for arguments, targets in micro_batches:
