@@ -75,11 +75,9 @@ def capacity(text: str) -> int | list[int]:
 
 def optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Parses the name of a class of ``torch.optim``, in any case."""
-    classes = {
-        key.lower(): kind
-        for key, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
+    base = torch.optim.Optimizer
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)]
+    classes = {kind.__name__.lower(): kind for kind in kinds if kind is not base}
     if name.lower() not in classes:
         raise argparse.ArgumentTypeError(f"torch.optim has no {name!r}, expected one of {', '.join(classes)}")
     return classes[name.lower()]
@@ -120,7 +118,7 @@ def _problem_and_step() -> argparse.ArgumentParser:
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
     add("--batch-size", type=positive, metavar="N", help=rows)
     add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
-    add("--optimizer", type=optimizer, default="adamw", metavar="NAME", help="a class of torch.optim (default: adamw)")
+    add("--optimizer", type=optimizer, default="adamw", metavar="NAME", help="of torch.optim (default: adamw)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
     scalar = "the largest value that the module reads of a tensor (.item(), if), where it does"
@@ -147,13 +145,15 @@ def estimate(flags: argparse.Namespace) -> int:
 
 
 def plan(flags: argparse.Namespace) -> int:
-    """Prints the plan, with the lines that make the problem in a program beside its file. Returns the exit code."""
+    """Prints the plan, and lines that make the problem in a program beside its file. Returns the exit code."""
     problem, rows, settings = _build(flags)
-    result = memory.plan(**vars(problem), batch_size=rows, capacity=flags.memory, hosts=flags.hosts, **settings)
+    settings |= {"batch_size": rows, "capacity": flags.memory, "hosts": flags.hosts}
+    result = memory.plan(**vars(problem), **settings)
     if result.lines:
         where, _, name = flags.problem.rpartition(":")
         module = Path(where.removesuffix(".py")).name
-        source = [f"from {module} import {name.partition('.')[0]}", "", f"module, criterion, inputs, targets = {name}()"]
+        import_line = f"from {module} import {name.partition('.')[0]}"
+        source = [import_line, "", f"module, criterion, inputs, targets = {name}()"]
         place = result.lines.index("")
         rest = [line for line in result.lines[place:] if line != MATERIALIZE]  # The module has values there.
         result = dataclasses.replace(result, lines=(*result.lines[:place], *source, *rest))
@@ -280,8 +280,10 @@ def _find(place: str) -> object:
     try:
         return operator.attrgetter(name)(module)
     except AttributeError as error:
-        names = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(f"{where} has no {name!r}; it defines: {', '.join(names[:20]) or 'nothing'}") from error
+        parts = vars(module).items()
+        names = [key for key, value in parts if getattr(value, "__module__", None) == module.__name__]
+        defined = ", ".join(names[:20]) or "nothing"
+        raise ValueError(f"{where} has no {name!r}; it defines: {defined}") from error
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -96,23 +96,19 @@ WIDTHS = (22, 9, 10, 10, None, 10, 12, None)
 
 def row_of(choice: Choice) -> list[str]:
     """Returns the cells of a choice in the table of a plan: sizes of each of unequal devices, or the largest."""
-    differences = {
-        "other arithmetic": choice.changes_result,
-        "another optimizer": choice.optimizer is not None,
-        f"batch norm by {choice.statistics}": choice.statistics is not None,
-    }
+    differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (choice.optimizer is not None)
+    if choice.statistics:
+        differences.append(f"batch norm by {choice.statistics}")
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split or [choice.micro_batch_size])
-    allocated, reserved = (
-        " + ".join(map(format_bytes, sizes if choice.split else [max(sizes)])) for sizes in (choice.allocated, choice.reserved)
-    )
+    both = choice.allocated, choice.reserved
+    sizes = [" + ".join(map(format_bytes, each if choice.split else [max(each)])) for each in both]
     return [
         choice.name,
         f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one",
-        allocated,
-        reserved,
+        *sizes,
         f"{choice.recomputed:.0%}",
         format_bytes(choice.traffic),
-        ", ".join(name for name, differs in differences.items() if differs) or "exact",
+        ", ".join(differences) or "exact",
         "yes" if choice.fits else "no",
     ]
 
@@ -130,9 +126,9 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
 
 
 class MicroBatches(NamedTuple):
-    """The micro-batches of an update: their number, the weights of unequal shares, and the most rows of each device in one.
+    """Number of micro-batches of an update, the weights of unequal shares, and the most rows of each device in one.
 
-    If not even one row fits, their number is 0, and each device has one row.
+    If not even one row fits, the number is 0, and each device has one row.
     """
 
     number: int
@@ -163,7 +159,8 @@ class Option:
         """The savings as text."""
         shards = f"{SHARDS.saving.option}, {SPREAD.saving.option}"  # The optimizer needs whole parameters.
         names = {SHARDS: shards} if self.request.balanced else {}
-        return ", ".join(names.get(each, each.saving.option) for each in self.savings) or self.request.layout.name
+        texts = [names.get(each, each.saving.option) for each in self.savings]
+        return ", ".join(texts) or self.request.layout.name
 
     def lines(self, micro_batches: int) -> Lines:
         """Returns the lines for a number of micro-batches per update, traced at the first call, or raises ``ValueError``."""
@@ -188,8 +185,7 @@ class Option:
             first = next(iter(self.traced.values())).first
             return first.flops / (first.rows * first.micro_batches)
         lines = self.lines(micro_batches)
-        rows = self.batch_size // lines.first.micro_batches
-        return lines.flops(rows) / self.batch_size
+        return lines.flops(self.batch_size // lines.first.micro_batches) / self.batch_size
 
     def needs(self) -> int:
         """Returns the bytes that one row per device reserves, on the device that needs the most."""
@@ -197,7 +193,7 @@ class Option:
         return max(self.reserved(2, [1] * devices, [None] * devices)) + SCALARS
 
     def reserved(self, micro_batches: int, rows: Sequence[int], limits: Sequence[int | None]) -> list[int]:
-        """Returns the bytes that each device reserves for its rows in one forward, if its allocator has the limit."""
+        """Returns the bytes that each device reserves for its rows in one forward, within a limit."""
         lines, step, context = self.lines(micro_batches), self.request.row_step, self.request.kind.context
         return [
             (lines.reserved(device, rows[device] * step, limit) or 0) + context
@@ -225,10 +221,10 @@ class Option:
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
     def _cut(self) -> MicroBatches:
-        """Cuts the batch into the fewest micro-batches that fit, with unequal shares if equal ones do not fit."""
+        """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
         may_differ = not self.is_distributed and len(set(self.limits)) > 1
         share = self.batch_size if may_differ else self.share
-        # A loss whose rows depend on each other needs less memory in two passes. One micro-batch does not take two.
+        # A loss that couples rows needs less memory in two passes, which one micro-batch does not take.
         most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
         unequal = may_differ and min(most) < self.share
         cut = self._cut_at(most, unequal)
@@ -244,11 +240,12 @@ class Option:
         split = tuple(map(float, most)) if unequal else None
         shares = split or self.request.layout.devices_per_process(self.request.devices)
         count = count_micro_batches(self.rows, max(most) if split else min(*most, self.share), shares)
-        return MicroBatches(count, split, [max(size, 1) for size in split_sizes(-(-self.rows // count), shares)])
+        sizes = split_sizes(-(-self.rows // count), shares)
+        return MicroBatches(count, split, [max(size, 1) for size in sizes])
 
     def choose(self, plain: "Option") -> Choice:
         """Returns the choice with the fewest micro-batches in which the batch fits. ``plain`` recomputes nothing."""
-        request = self.request
+        request, step = self.request, self.request.row_step
         count, split, rows = self._cut()
         several = count or 2
         lines = self.lines(several)
@@ -257,7 +254,7 @@ class Option:
         whole = self.whole_gradients(count, max(reserved))
         traffic = self.traffic(count, whole)
         if request.savings:  # offloaded activations go to the host and come back
-            traffic += 2 * count * lines.bytes_on_host(max(rows) * request.row_step)
+            traffic += 2 * count * lines.bytes_on_host(max(rows) * step)
         results = {each.saving.result: each.saving.option for each in self.savings}
         return Choice(
             name=f"{self.name}, gradients reduced once" if whole else self.name,
@@ -267,9 +264,7 @@ class Option:
             micro_batch_size=int(max(split or rows)) if count else 0,
             micro_batches=count,
             split=split,
-            allocated=tuple(
-                lines.allocated(device, rows[device] * request.row_step) + whole for device in request.traced_devices
-            ),
+            allocated=tuple(lines.allocated(device, rows[device] * step) + whole for device in request.traced_devices),
             reserved=tuple(size + whole for size in reserved),
             operations=int(performed * self.batch_size / len(self.capacity)),
             recomputed=max(0.0, performed / operations - 1) if operations else 0.0,
@@ -439,7 +434,7 @@ class Search:
         if request is None:
             return None
         if request.layout.is_sharded:
-            # As in make_mesh, one host has all shards if it has room for a copy of the model.
+            # One host has all shards if it has room for a copy of the model: the rule of make_mesh.
             local = request.devices // self.hosts
             if local > 1 and state_bytes(request.module) // local <= min(self.capacity) // 2:
                 request = dataclasses.replace(request, devices=local)
@@ -448,11 +443,12 @@ class Search:
     def what_would_fit(self) -> tuple[int, int | None]:
         """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
 
-        Where the state is spread or sharded, each of ``n`` devices needs ``fixed + spread / n``. Two traces give both
+        Where the state is spread or sharded, each of ``n`` devices needs ``fixed + spread / n``. Two traces give these
         terms. Traces near the result correct it, since shards are rounded up.
         """
         traced = [option for option, choice in self.choices.items() if choice.optimizer is None]
         least = min(traced, key=Option.needs)
+        size = least.needs()
         layout = SPREAD if SHARDS.saving.option in self.skipped else SHARDS
         savings = (layout, *(saving for saving in least.savings if saving.stage != "layout"))
         capacity, devices = max(self.capacity), len(self.capacity)
@@ -462,11 +458,12 @@ class Search:
             assert request is not None
             return Option(savings, request, (capacity,) * count, count).needs()
 
-        with contextlib.suppress(ValueError):  # Such layouts cannot be traced.
+        with contextlib.suppress(ValueError):  # A layout may have no trace.
             few, many = needs(2 * devices), needs(4 * devices)
             spread, free = 4 * devices * (few - many), capacity - (2 * many - few)
             if spread > 0 and free > 0:
                 solved = max(devices + 1, -(-spread // free))
                 counts = range(max(devices + 1, solved - 3), solved + 4)
-                return least.needs(), counts.start + bisect.bisect_left(counts, True, key=lambda count: needs(count) <= capacity)
-        return least.needs(), None
+                place = bisect.bisect_left(counts, True, key=lambda count: needs(count) <= capacity)
+                return size, counts.start + place
+        return size, None

@@ -68,8 +68,8 @@ _OTHER_GPUS = {"ti", "ada", "laptop", "mig"}  # words that make another GPU of a
 
 def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKind:
     """Returns the kind of a GPU. AMD's libraries allocate their workspaces themselves: they are part of the context."""
-    workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE
-    return DeviceKind(name, capacity, workspace=workspace * bool(capability), context=processors * 7 * MIB // 2)
+    workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE * bool(capability)
+    return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * MIB // 2)
 
 
 _ROWS = [entry.split() for entry in _GPUS.split(",")]
@@ -91,7 +91,8 @@ def find_kind(name: str | None) -> DeviceKind:
             not known, such as ``xpu`` and ``mps``.
     """
     device = visible_devices()[0]
-    present = _present(device) if device.type == "cuda" else KINDS.get({"cpu": "h200"}.get(device.type, device.type))
+    assumed = {"cpu": "h200", "sim": "sim"}.get(device.type, "")
+    present = _present(device) if device.type == "cuda" else KINDS.get(assumed)
     if name is None:
         if present is not None:
             return present

@@ -14,6 +14,7 @@ import torch
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
 from ..batch.rows import as_arguments, spread
+from ..loss.copies import Criterion
 from ..loss.coupled import AdditiveLoss
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.module_tree import check_module
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 def estimate(
     module: torch.nn.Module,
-    criterion: Callable[..., torch.Tensor],
+    criterion: Criterion,
     inputs: object,
     targets: object,
     *,
@@ -132,10 +133,7 @@ def make_request(
     whole_gradients: bool = False,
     expandable_segments: bool = False,
 ) -> Request:
-    """Checks the arguments of :func:`estimate`, and makes a request of them.
-
-    Layouts wrap a criterion themselves, so it is unwrapped, unless its loss couples rows.
-    """
+    """Checks the arguments of :func:`estimate`, and makes a request of them."""
     check_module(problem.module)
     for name, function in {"criterion": problem.criterion, "optimizer": optimizer}.items():
         if not callable(function):
@@ -152,11 +150,7 @@ def make_request(
     if whole_gradients and not LAYOUTS[layout].is_sharded:
         raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
     shares = split or LAYOUTS[layout].devices_per_process(devices)
-    criterion = problem.criterion
-    couples_rows = isinstance(criterion, AdditiveLoss)
-    if isinstance(criterion, DataParallelCriterion):
-        couples_rows = criterion.kind.couples_rows
-        criterion = criterion if couples_rows else criterion.module
+    criterion, couples_rows = _unwrapped(problem.criterion)
     return Request(
         module=problem.module,
         criterion=criterion,
@@ -176,6 +170,14 @@ def make_request(
         savings=sorted_names(savings),
         whole_gradients=whole_gradients,
     )
+
+
+def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
+    """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays wrapped."""
+    if not isinstance(criterion, DataParallelCriterion):
+        return criterion, isinstance(criterion, AdditiveLoss)
+    couples_rows = criterion.kind.couples_rows
+    return criterion if couples_rows else criterion.module, couples_rows
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:

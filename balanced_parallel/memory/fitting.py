@@ -63,10 +63,10 @@ def fit(step: TrainStep, inputs: object, targets: object, *, capacity: Capacity 
         >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
-    try:
-        step.micro_batch_size = step.micro_batch_size
-    except ValueError as error:
-        raise ValueError(f"{error}: micro_batch_size='auto' finds a cost that fits as it trains") from error
+    if step.cut is not None and step.micro_batch_size is None:
+        raise ValueError(
+            "the step is limited by cost, expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
+        )
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
     shares = request.split or request.layout.devices_per_process(request.devices)
@@ -89,10 +89,10 @@ def fit(step: TrainStep, inputs: object, targets: object, *, capacity: Capacity 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
     """Returns the most rows of one of several micro-batches that fit, over all devices, and the lines that show it."""
-    coupled = request.couples_rows  # takes two passes, with all outputs, for two micro-batches and more
-    exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if coupled else 2))))
+    # A loss that couples rows takes two passes for several micro-batches, with all outputs.
+    exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if request.couples_rows else 2))))
     batches = OtherBatches(request, exact, lines)
-    if coupled:
+    if request.couples_rows:
         return most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2), lines
     return batches.largest(limits) if min(limits) > 0 else 0, lines
 

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 
 from ..batch.plan import split_sizes
+from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside
 from ..loss.rules import is_known
@@ -138,8 +140,8 @@ class MemoryPlan:
 
     def apply(
         self,
-        module: torch.nn.Module,
-        criterion: Callable[..., torch.Tensor],
+        module: nn.Module,
+        criterion: Criterion,
         *,
         optimizer: MakeOptimizer = torch.optim.AdamW,
         device_ids: Sequence[DeviceLike] | None = None,
@@ -179,7 +181,8 @@ class MemoryPlan:
         kind: Any = optimizer
         trained = BalancedOptimizer(model, kind, learned, **defaults) if chosen.balanced_optimizer else kind(learned, **defaults)
         change_optimizers([trained], savings)
-        step = SurroundedStep(savings, model, criterion, trained, max_grad_norm=max_grad_norm, **_step_settings(chosen))
+        settings = _step_settings(chosen)
+        step = SurroundedStep(savings, model, criterion, trained, max_grad_norm=max_grad_norm, **settings)
         return model, criterion, trained, step
 
     def save_html(self, path: Path | str) -> None:
@@ -267,8 +270,8 @@ def _with_tuples(value: Any) -> Any:
 
 
 def plan(
-    module: torch.nn.Module,
-    criterion: Callable[..., torch.Tensor],
+    module: nn.Module,
+    criterion: Criterion,
     inputs: object,
     targets: object,
     *,
@@ -354,7 +357,7 @@ def plan(
     return dataclasses.replace(result, lines=lines, report=_report(how, best))
 
 
-def _has_unknown_divisor(criterion: Callable[..., Any]) -> bool:
+def _has_unknown_divisor(criterion: Criterion) -> bool:
     """Returns True if only a run tells what the loss is divided by."""
     if isinstance(criterion, DataParallelCriterion):
         return isinstance(criterion.kind, MeansInside)
@@ -385,7 +388,7 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     return make_report(request, rows, lines, lines, sizes)
 
 
-def write_program(plan: MemoryPlan, module: torch.nn.Module, criterion: object, make: MakeOptimizer) -> tuple[str, ...]:
+def write_program(plan: MemoryPlan, module: nn.Module, criterion: Criterion, make: MakeOptimizer) -> tuple[str, ...]:
     """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
     chosen = plan.chosen
     applied = [planned for planned in PLANNED if planned.saving.name in chosen.savings]
@@ -398,6 +401,8 @@ def write_program(plan: MemoryPlan, module: torch.nn.Module, criterion: object, 
     names += ["savings"] * (len(optimizer) < len(applied))
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     parallel = {"device_ids": chosen.split and list(range(plan.devices)), **_parallel_settings(plan)}
+    parallel = {name: value for name, value in parallel.items() if value}
+    blocks = [*lines_of("surround"), "loss = step(inputs, targets)"]
     return (
         *_launch(plan),
         "import torch",
@@ -405,11 +410,11 @@ def write_program(plan: MemoryPlan, module: torch.nn.Module, criterion: object, 
         "",
         *[MATERIALIZE] * is_meta,
         *lines_of("change_module"),
-        f"model, criterion = parallelize(module, criterion{_text({name: value for name, value in parallel.items() if value})})",
+        f"model, criterion = parallelize(module, criterion{_text(parallel)})",
         f"optimizer = {_optimizer(chosen, criterion, make, optimizer)}",
         *lines_of("change_optimizer"),
         f"step = TrainStep(model, criterion, optimizer{_text(_step_settings(chosen))})",
-        *(f"{'    ' * depth}{line}" for depth, line in enumerate([*lines_of("surround"), "loss = step(inputs, targets)"])),
+        *(f"{'    ' * depth}{line}" for depth, line in enumerate(blocks)),
     )
 
 
@@ -425,9 +430,11 @@ def _launch(plan: MemoryPlan) -> list[str]:
 def _optimizer(chosen: Choice, criterion: object, make: MakeOptimizer, settings: Sequence[str]) -> str:
     """Returns the call that makes the optimizer. ``settings`` are those that save memory."""
     maker = OptimizerChoice(make, foreach=False)
-    name = f"torch.optim.{maker.name}" if getattr(torch.optim, maker.name, None) is maker.plain_make else maker.name
-    learns = isinstance(criterion, torch.nn.Module) and any(each.requires_grad for each in criterion.parameters())
-    learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
+    is_of_torch = getattr(torch.optim, maker.name, None) is maker.plain_make
+    name = f"torch.optim.{maker.name}" if is_of_torch else maker.name
+    learned = "model.parameters()"
+    if isinstance(criterion, nn.Module) and any(each.requires_grad for each in criterion.parameters()):
+        learned = "[*model.parameters(), *criterion.parameters()]"
     call = f"BalancedOptimizer(model, {name}, " if chosen.balanced_optimizer else f"{name}("
     return f"{call}{', '.join([learned + _text(maker.settings), *settings])})"
 

@@ -245,7 +245,7 @@ pre {{ white-space: pre-wrap; }}
 """
 
 
-def write_page(path: Path | str, report: MemoryReport, capacity: Capacity | None = None, options: str = "") -> None:
+def write_page(path: Path | str, report: MemoryReport, capacity: Capacity | None, options: str = "") -> None:
     """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a section."""
     limits = () if capacity is None else parse_each(capacity, report.devices)
     hottest = report.allocated.index(max(report.allocated))
@@ -287,7 +287,8 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
         levels = [max(line[place : place + places.step]) / UNITS[unit] for place in places]
         # Colours go from cyan to violet: phases are gray, and the capacity is red.
         color = f"hsl({180 + 120 * device // report.devices}, 70%, 45%)"
-        figure.add_scatter(x=list(places), y=levels, line_shape="hv", line_color=color, name=f"device {device}")
+        name = f"device {device}"
+        figure.add_scatter(x=list(places), y=levels, line_shape="hv", line_color=color, name=name)
     backward = "last backward" if report.micro_batches > 1 else "backward"
     for name, place in {"forward": 0, backward: report.phases["backward"], "update": report.phases["update"]}.items():
         figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)

@@ -21,8 +21,8 @@ from ..savings.saving import SAVINGS, Saving
 from .problem import Request
 from .trace.layouts import FSDP, OptimizerChoice
 
-# A plan tries layouts over the devices, savings that are exact, other arithmetic, and other optimizers. It only names savings by
-# hand, which change the user's program.
+# A plan tries layouts over the devices, savings that are exact, other arithmetic, and other optimizers. It only
+# names savings by hand, which change the user's program.
 Stage = Literal["layout", "exact", "arithmetic", "optimizer", "by hand"]
 
 
@@ -83,23 +83,11 @@ def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in functions if name in requested)
 
 
-def _is_spreadable(request: Request) -> bool:
-    return request.devices > 1 and request.layout.takes_several_devices and not request.balanced
-
-
-def _is_shardable(request: Request) -> bool:
-    return request.devices > 1 and not request.layout.is_sharded and not request.balanced
-
-
 def _shard(request: Request) -> Request:
     optimizer = request.optimizer
     # Shards of matrices are not enough for Muon and others.
     balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters
     return dataclasses.replace(request, layout=FSDP, split=None, balanced=balanced)
-
-
-def _has_whole_state(request: Request) -> bool:
-    return request.kind.like_cuda and not request.balanced and not request.layout.is_sharded
 
 
 def _makes_temporaries(classes: tuple[type[optim.Optimizer], ...], request: Request) -> bool:
@@ -129,24 +117,42 @@ def _remove_logits(request: Request) -> Request:
     return dataclasses.replace(request, module=module, criterion=criterion)
 
 
-def _has_more_state(make: type[optim.Optimizer], request: Request) -> bool:
-    """Returns True for an optimizer whose state takes more bytes than that of ``make``. Those of an existing step stay."""
-    matrix = [nn.Parameter(torch.zeros(64, 64))]
-    least = OptimizerChoice(make, foreach=False).state_bytes(matrix)
-    return isinstance(request.optimizer, OptimizerChoice) and request.optimizer.state_bytes(matrix) > least
-
-
-def _use_optimizer(make: type[optim.Optimizer], request: Request) -> Request:
-    return dataclasses.replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
-
-
 def _other_optimizer(name: str) -> Saving:
     return Saving(f"another optimizer: {name}", name, "another result", "another optimizer")
 
 
-SPREAD = PlannedSaving(applied.BALANCED, "layout", _is_spreadable, lambda request: dataclasses.replace(request, balanced=True))
-ON_HOST = PlannedSaving(applied.OFFLOAD_OPTIMIZER, "layout", _has_whole_state, line="savings.offload_optimizer(optimizer)")
-SHARDS = PlannedSaving(applied.SHARDED, "layout", _is_shardable, _shard)
+def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
+    """Returns the saving of an optimizer, for others with more state. Those of an existing step stay."""
+    matrix = [nn.Parameter(torch.zeros(64, 64))]
+
+    def suits(request: Request) -> bool:
+        choice, least = request.optimizer, OptimizerChoice(make, foreach=False).state_bytes(matrix)
+        return isinstance(choice, OptimizerChoice) and choice.state_bytes(matrix) > least
+
+    def change(request: Request) -> Request:
+        return dataclasses.replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
+
+    return PlannedSaving(_other_optimizer(make.__name__), "optimizer", suits, change)
+
+
+SPREAD = PlannedSaving(
+    applied.BALANCED,
+    "layout",
+    suits=lambda request: request.layout.takes_several_devices and request.devices > 1 and not request.balanced,
+    change=lambda request: dataclasses.replace(request, balanced=True),
+)
+ON_HOST = PlannedSaving(
+    applied.OFFLOAD_OPTIMIZER,
+    "layout",
+    suits=lambda request: request.kind.like_cuda and not request.balanced and not request.layout.is_sharded,
+    line="savings.offload_optimizer(optimizer)",
+)
+SHARDS = PlannedSaving(
+    applied.SHARDED,
+    "layout",
+    suits=lambda request: request.devices > 1 and not request.layout.is_sharded and not request.balanced,
+    change=_shard,
+)
 PLANNED = (
     PlannedSaving(
         Saving("2 micro-batches", "micro-batches", "smaller kernels"),
@@ -207,14 +213,7 @@ PLANNED = (
         ),
         line="module.to(torch.bfloat16)",
     ),
-    *(
-        PlannedSaving(
-            _other_optimizer(make.__name__),
-            "optimizer",
-            suits=functools.partial(_has_more_state, make),
-            change=functools.partial(_use_optimizer, make),
-        )
-        for make in (optim.SGD, optim.Adafactor)
-    ),
+    _smaller(optim.SGD),
+    _smaller(optim.Adafactor),
     PlannedSaving(_other_optimizer("AdamW8bit"), "optimizer", of_state=0.75),
 )
