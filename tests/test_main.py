@@ -1,11 +1,11 @@
 """``python -m balanced_parallel``: estimates, plans and findings are printed; errors are one line and exit code 2."""
 
 import json
-import logging
 import re
 import sys
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,13 +13,9 @@ from helpers.processes import run_script
 from torch import nn
 
 from balanced_parallel import memory
-from balanced_parallel.__main__ import logs_of_a_command, main
+from balanced_parallel.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("trace_in_this_process")
-
-
-def estimate(*flags, batch_size=8):
-    return main(["estimate", "--batch-size", str(batch_size), *flags])
 
 
 def said(capsys, *arguments):
@@ -33,16 +29,10 @@ def said(capsys, *arguments):
     return line
 
 
-# Processes
-
-
-def run(*arguments, cwd):
-    return run_script("balanced_parallel", *arguments, cwd=cwd)
-
-
 def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
     nets("")
-    done = run("estimate", "--problem", "nets:small", "--devices", "2", "--device-kind", "cpu", "--json", cwd=tmp_path)
+    flags = ["--problem", "nets:small", "--devices", "2", "--device-kind", "cpu", "--json"]
+    done = run_script("balanced_parallel", "estimate", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["layout"], report["devices"], report["rows"]) == ("replicas", 2, 8)
@@ -50,7 +40,7 @@ def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
 
 def test_errors_of_a_process_are_one_line(nets, tmp_path):
     nets("")
-    done = run("estimate", "--problem", "nets.py:wide", cwd=tmp_path)
+    done = run_script("balanced_parallel", "estimate", "--problem", "nets.py:wide", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if line != "a model that speaks"]
     assert "error: RuntimeError: " in line
@@ -61,7 +51,7 @@ def test_errors_of_a_process_are_one_line(nets, tmp_path):
 
 def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     flags = ["--problem", nets("small"), "--device-kind", "cpu", "--optimizer", "sgd", "--precision", "bf16"]
-    assert estimate(*flags, "--json", "--micro-batch-size", "4") == 0
+    assert main(["estimate", *flags, "--json", "--micro-batch-size", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
     inputs, targets = torch.empty(8, 4), torch.zeros(8, dtype=torch.int64)
     settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "micro_batch_size": 4, "device_kind": "cpu"}
@@ -70,38 +60,27 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     assert found["micro_batches"] == 2
 
 
-def test_the_batch_size_replaces_the_rows_of_the_inputs(nets, capsys):
-    for flags, rows in (([], 8), (["--batch-size", "24"], 24)):
-        assert main(["estimate", "--problem", nets("small"), "--device-kind", "cpu", "--json", *flags]) == 0
-        assert json.loads(capsys.readouterr().out)["rows"] == rows
-
-
-def test_estimate_of_ddp_divides_the_batch_by_the_ranks(nets, capsys):
-    flags = ["--problem", nets("small"), "--layout", "ddp", "--devices", "3", "--balanced-optimizer"]
-    assert estimate(*flags, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["layout"], found["devices"], found["rows"]) == ("ddp", 3, 3)
+@pytest.mark.parametrize(
+    ("name", "flags", "expected"),
+    [
+        ("small", [], {"rows": 8}),
+        ("small", ["--batch-size", "24"], {"rows": 24}),
+        ("small", ["--layout", "ddp", "--devices", "3", "--balanced-optimizer"], {"layout": "ddp", "devices": 3, "rows": 3}),
+        ("keywords", ["--batch-size", "8", "--devices", "2"], {"rows": 8}),
+        ("time_major", ["--batch-size", "8", "--dim", "1", "--devices", "2"], {"rows": 8, "devices": 2}),
+        ("time_major", ["--batch-size", "8", "--dim", "1", "--micro-batch-size", "2"], {"micro_batches": 4}),
+    ],
+)
+def test_flags_decide_about_rows_and_layout(nets, capsys, name, flags, expected):
+    assert main(["estimate", "--problem", nets(name), "--device-kind", "cpu", "--json", *flags]) == 0
+    assert json.loads(capsys.readouterr().out).items() >= expected.items()
 
 
 def test_estimate_prints_the_table(nets, capsys):
-    assert estimate("--problem", nets("small"), "--device-kind", "cpu") == 0
+    assert main(["estimate", "--problem", nets("small"), "--device-kind", "cpu"]) == 0
     output, errors = capsys.readouterr()
     assert output.startswith("single on 1 x cpu, fp32")
     assert errors == "a model that speaks\n"
-
-
-def test_keyword_arguments_and_nested_inputs(nets, capsys):
-    assert estimate("--problem", nets("keywords"), "--device-kind", "cpu", "--devices", "2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 8
-
-
-def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
-    flags = ["--problem", nets("time_major"), "--dim", "1", "--device-kind", "cpu", "--json"]
-    assert estimate(*flags, "--devices", "2") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["rows"], found["devices"]) == (8, 2)
-    assert estimate(*flags, "--micro-batch-size", "2") == 0
-    assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
 
 
 @pytest.mark.parametrize(
@@ -130,6 +109,7 @@ def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
         ("leaves", "it ends the program"),
         ("number", "returned int 3: expected (module, criterion, inputs, targets)"),
         ("net", "returned an object of type Linear: expected (module, criterion, inputs, targets)"),
+        ("distance", "cannot be built: TypeError"),
         ("loses", "KeyError: 'nothing'"),
         ("packs", "packs sequences by their lengths"),
     ],
@@ -155,65 +135,53 @@ def test_missing_problems_print_one_line(capsys, tmp_path):
 # plan
 
 
-def planned(**settings):
-    return SimpleNamespace(
-        **{"report": None, "capacity": (1,), "fits": True, "lines": (), "to_json": lambda: "{}", "describe": lambda verbose: ""}
-        | settings
-    )
+@pytest.fixture
+def plan(monkeypatch):
+    """Replaces ``memory.plan``. The fixture has the arguments that it received; ``does`` runs in it."""
+
+    def make(module, criterion, inputs, targets, **settings):
+        arguments = module, criterion, inputs, targets
+        calls.last, calls.settings = arguments, settings
+        calls.does()
+        return SimpleNamespace(
+            report=None, capacity=(1,), fits=calls.fits, lines=(), to_json=lambda: "{}", describe=lambda verbose: ""
+        )
+
+    calls = SimpleNamespace(fits=True, does=lambda: None)
+    monkeypatch.setattr(memory, "plan", make)
+    return calls
 
 
-def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
-    asked = {}
-
-    def plan(module, criterion, inputs, targets, **settings):
-        asked.update(settings, module=module, criterion=criterion, inputs=inputs, targets=targets)
-        return planned()
-
-    monkeypatch.setattr(memory, "plan", plan)
+def test_plan_receives_the_arguments(nets, plan):
     flags = ["--batch-size", "16", "--devices", "2", "--memory", "24GiB,8GiB", "--device-kind", "a10", "--optimizer", "RAdam"]
     assert main(["plan", "--problem", nets("pair"), *flags]) == 0
-    assert isinstance(asked.pop("module"), nn.Linear)
-    assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
-    assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((6, 4), (6, 1))
+    module, criterion, inputs, targets = plan.last
+    assert (type(module), type(criterion)) == (nn.Linear, nn.BCEWithLogitsLoss)
+    assert (inputs.shape, targets.shape) == ((6, 4), (6, 1))
     expected = {"batch_size": 16, "capacity": [24 * 2**30, 2**33], "devices": 2, "device_kind": "a10"}
-    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1, "scalar": None}
+    expected |= {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1, "scalar": None}
+    assert plan.settings == expected
+    assert main(["plan", "--problem", nets("time_major"), "--dim", "1"]) == 0
+    assert plan.settings["dim"] == 1
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], 2**31)])
-def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, monkeypatch, flags, capacity):
-    asked = []
-    monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["capacity"]) or planned(fits=False))
+def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, plan, flags, capacity):
+    plan.fits = False
     assert main(["plan", "--problem", nets("small"), "--json", *flags]) == 1
-    assert asked == [capacity]
+    assert plan.settings["capacity"] == capacity
     assert capsys.readouterr().out == "{}\n"
 
 
-def test_errors_of_plan_print_one_line(nets, capsys, monkeypatch):
-    def plan(*args, **settings):
-        raise ValueError("no such device,\nexpected another")
-
-    monkeypatch.setattr(memory, "plan", plan)
+@pytest.mark.filterwarnings("always:twice")
+def test_errors_and_warnings_of_plan_print_one_line(nets, capsys, plan):
+    plan.does = lambda: warnings.warn("twice the\nrows", stacklevel=1)
+    assert main(["plan", "--problem", nets("small")]) == 0
+    assert capsys.readouterr().err.endswith("python -m balanced_parallel: warning: twice the rows\n")
+    plan.does = Mock(side_effect=ValueError("no such device,\nexpected another"))
     line = said(capsys, "plan", "--problem", nets("small"), "--memory", "24GiB")
     assert line.endswith("error: no such device, expected another")
     assert "'24' is not a memory size, it has no unit: 24GiB?" in said(capsys, "plan", "--problem", "nowhere", "--memory", "24")
-
-
-def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
-    def plan(*args, **settings):
-        with warnings.catch_warnings(action="always"):
-            warnings.warn("twice the\nrows", stacklevel=1)
-        return planned()
-
-    monkeypatch.setattr(memory, "plan", plan)
-    assert main(["plan", "--problem", nets("small")]) == 0
-    assert capsys.readouterr().err.endswith("python -m balanced_parallel: warning: twice the rows\n")
-
-
-def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):
-    asked = []
-    monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["dim"]) or planned())
-    assert main(["plan", "--problem", nets("time_major"), "--dim", "1"]) == 0
-    assert asked == [1]
 
 
 # The program
@@ -232,13 +200,6 @@ def test_the_version_is_printed(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert re.fullmatch(r"balanced_parallel \d+\.\d+\.\d+\n", capsys.readouterr().out)
-
-
-def test_progress_is_printed_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with logs_of_a_command():
-        logging.getLogger("balanced_parallel.memory").info("trying: it")
-    assert capsys.readouterr().err == "trying: it\n"
 
 
 def test_a_value_that_the_module_reads_is_given_as_its_error_says(tmp_path, capsys):

@@ -1,9 +1,7 @@
 """Problems that the command line names: functions of a file that return module, criterion, inputs and targets."""
 
-import dataclasses
 import textwrap
 
-import pytest
 import torch
 from torch import nn
 
@@ -27,27 +25,10 @@ def test_a_function_returns_all_four(nets):
     assert (inputs.shape, targets.shape, inputs.device.type) == ((64, 4), (64, 1), "meta")
 
 
-def test_rows_are_along_dim(nets):
-    problem = dataclasses.replace(build_problem(nets("time_major")), dim=1)
-    assert problem.rows == 6
-    problem = problem.with_rows(8)
-    assert [tensor.shape for tensor in (problem.inputs, problem.targets)] == [(7, 8, 3), (7, 8)]
-
-
 def test_keyword_arguments_and_nested_inputs_get_the_rows(nets):
     inputs = build_problem(nets("keywords")).with_rows(2).inputs
     assert [tensor.shape for tensor in inputs["pair"]] == [(2, 4), (2, 4)]
     assert (inputs["mask"].shape, inputs["extra"]["shift"].shape) == ((2,), (2, 4))
-
-
-def test_other_results_are_refused_with_what_is_expected(nets):
-    for name, returned in {
-        "number": "int 3",
-        "net": "returned an object of type Linear",
-        "distance": "cannot be built: TypeError",
-    }.items():
-        with pytest.raises(ValueError, match=returned):
-            build_problem(nets(name))
 
 
 def test_files_import_their_neighbours(tmp_path):
