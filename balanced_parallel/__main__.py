@@ -118,7 +118,7 @@ def _problem_and_step() -> argparse.ArgumentParser:
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
     add("--batch-size", type=positive, metavar="N", help=rows)
     add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
-    add("--optimizer", type=optimizer, default="adamw", metavar="NAME", help="of torch.optim (default: adamw)")
+    add("--optimizer", type=optimizer, default="adamw", metavar="NAME", help="default: adamw, of torch.optim")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
     scalar = "the largest value that the module reads of a tensor (.item(), if), where it does"
@@ -145,7 +145,7 @@ def estimate(flags: argparse.Namespace) -> int:
 
 
 def plan(flags: argparse.Namespace) -> int:
-    """Prints the plan, and lines that make the problem in a program beside its file. Returns the exit code."""
+    """Prints the plan, with lines that make the problem beside its file. Returns the exit code."""
     problem, rows, settings = _build(flags)
     settings |= {"batch_size": rows, "capacity": flags.memory, "hosts": flags.hosts}
     result = memory.plan(**vars(problem), **settings)

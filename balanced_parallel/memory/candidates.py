@@ -126,7 +126,7 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
 
 
 class MicroBatches(NamedTuple):
-    """Number of micro-batches of an update, the weights of unequal shares, and the most rows of each device in one.
+    """Number of micro-batches of an update, weights of unequal shares, and most rows of each device in one.
 
     If not even one row fits, the number is 0, and each device has one row.
     """
@@ -250,6 +250,7 @@ class Option:
         several = count or 2
         lines = self.lines(several)
         reserved = self.reserved(several, rows, self.limits if count else [None] * request.devices)
+        allocated = [lines.allocated(device, rows[device] * step) for device in request.traced_devices]
         performed, operations = self.flops(several), plain.flops(1)
         whole = self.whole_gradients(count, max(reserved))
         traffic = self.traffic(count, whole)
@@ -264,7 +265,7 @@ class Option:
             micro_batch_size=int(max(split or rows)) if count else 0,
             micro_batches=count,
             split=split,
-            allocated=tuple(lines.allocated(device, rows[device] * step) + whole for device in request.traced_devices),
+            allocated=tuple(size + whole for size in allocated),
             reserved=tuple(size + whole for size in reserved),
             operations=int(performed * self.batch_size / len(self.capacity)),
             recomputed=max(0.0, performed / operations - 1) if operations else 0.0,
@@ -316,7 +317,7 @@ class Search:
         hosts: number of hosts, with as many devices each.
     """
 
-    def __init__(self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int = 1) -> None:
+    def __init__(self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int) -> None:
         self.request, self.capacity, self.batch_size, self.hosts = request, tuple(capacity), batch_size, hosts
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
@@ -443,8 +444,8 @@ class Search:
     def what_would_fit(self) -> tuple[int, int | None]:
         """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
 
-        Where the state is spread or sharded, each of ``n`` devices needs ``fixed + spread / n``. Two traces give these
-        terms. Traces near the result correct it, since shards are rounded up.
+        If the state is spread or sharded, each of ``n`` devices needs ``fixed + spread / n``. Two traces
+        give both terms. Traces near the result correct it, since shards are rounded up.
         """
         traced = [option for option, choice in self.choices.items() if choice.optimizer is None]
         least = min(traced, key=Option.needs)

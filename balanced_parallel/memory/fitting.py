@@ -35,7 +35,13 @@ from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, inner_op
 from .trace.tracer import states_of, try_traces
 
 
-def fit(step: TrainStep, inputs: object, targets: object, *, capacity: Capacity | None = None) -> MemoryReport:
+def fit(
+    step: TrainStep,
+    inputs: object,
+    targets: object,
+    *,
+    capacity: Capacity | None = None,
+) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
 
     One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with their settings and state, the
@@ -64,9 +70,8 @@ def fit(step: TrainStep, inputs: object, targets: object, *, capacity: Capacity 
         (765, 6, True)
     """
     if step.cut is not None and step.micro_batch_size is None:
-        raise ValueError(
-            "the step is limited by cost, expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
-        )
+        expected = "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
+        raise ValueError(f"the step is limited by cost, {expected}")
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
     shares = request.split or request.layout.devices_per_process(request.devices)

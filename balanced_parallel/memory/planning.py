@@ -388,7 +388,12 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     return make_report(request, rows, lines, lines, sizes)
 
 
-def write_program(plan: MemoryPlan, module: nn.Module, criterion: Criterion, make: MakeOptimizer) -> tuple[str, ...]:
+def write_program(
+    plan: MemoryPlan,
+    module: nn.Module,
+    criterion: Criterion,
+    make: MakeOptimizer,
+) -> tuple[str, ...]:
     """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
     chosen = plan.chosen
     applied = [planned for planned in PLANNED if planned.saving.name in chosen.savings]

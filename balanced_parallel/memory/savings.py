@@ -21,8 +21,8 @@ from ..savings.saving import SAVINGS, Saving
 from .problem import Request
 from .trace.layouts import FSDP, OptimizerChoice
 
-# A plan tries layouts over the devices, savings that are exact, other arithmetic, and other optimizers. It only
-# names savings by hand, which change the user's program.
+# A plan tries layouts over the devices, savings that are exact, other arithmetic, and other optimizers. It
+# only names savings by hand, which change the user's program.
 Stage = Literal["layout", "exact", "arithmetic", "optimizer", "by hand"]
 
 
@@ -83,6 +83,11 @@ def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in functions if name in requested)
 
 
+def _is_divisible(request: Request) -> bool:
+    """Returns True if several devices have the whole state of the optimizer each."""
+    return request.devices > 1 and not request.balanced
+
+
 def _shard(request: Request) -> Request:
     optimizer = request.optimizer
     # Shards of matrices are not enough for Muon and others.
@@ -138,7 +143,7 @@ def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
 SPREAD = PlannedSaving(
     applied.BALANCED,
     "layout",
-    suits=lambda request: request.layout.takes_several_devices and request.devices > 1 and not request.balanced,
+    suits=lambda request: _is_divisible(request) and request.layout.takes_several_devices,
     change=lambda request: dataclasses.replace(request, balanced=True),
 )
 ON_HOST = PlannedSaving(
@@ -150,7 +155,7 @@ ON_HOST = PlannedSaving(
 SHARDS = PlannedSaving(
     applied.SHARDED,
     "layout",
-    suits=lambda request: request.devices > 1 and not request.layout.is_sharded and not request.balanced,
+    suits=lambda request: _is_divisible(request) and not request.layout.is_sharded,
     change=_shard,
 )
 PLANNED = (
@@ -176,7 +181,11 @@ PLANNED = (
         suits=lambda request: type(request.criterion) is nn.CrossEntropyLoss and bool(_heads(request.module)),
         change=_remove_logits,
     ),
-    PlannedSaving(applied.SELECTIVE, suits=_has_parts, line="savings.checkpoint_activations(module, selective=True)"),
+    PlannedSaving(
+        applied.SELECTIVE,
+        suits=_has_parts,
+        line="savings.checkpoint_activations(module, selective=True)",
+    ),
     PlannedSaving(
         applied.CHECKPOINT,
         suits=_has_parts,
