@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import operator
 import os
 import re
 import sys
@@ -42,9 +43,8 @@ from .memory.planning import MATERIALIZE, MemoryPlan
 from .memory.problem import Problem
 from .memory.report import MemoryReport, load_plotly
 from .memory.savings import PLANNED
-from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
+from .memory.trace.layouts import LAYOUTS
 from .runtime.values import format_bytes, parse_bytes
-from .savings import checkpoint_activations
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,25 @@ def whole_number(at_least: int, expected: str, text: str) -> int:
     return int(text)
 
 
+def capacity(text: str) -> int | list[int]:
+    """Parses a size of memory, or one of each device."""
+    try:
+        sizes = [parse_bytes(size) for size in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return sizes if len(sizes) > 1 else sizes[0]
+
+
+def optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """Parses the name of a class of ``torch.optim``, in any case."""
+    base = torch.optim.Optimizer
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)]
+    classes = {kind.__name__.lower(): kind for kind in kinds if kind is not base}
+    if name.lower() not in classes:
+        raise argparse.ArgumentTypeError(f"torch.optim has no {name!r}, expected one of {', '.join(classes)}")
+    return classes[name.lower()]
+
+
 positive = functools.partial(whole_number, 1, "a whole number of at least 1")
 dimension = functools.partial(whole_number, 0, "a dimension: 0, 1, ...")
 
@@ -81,10 +100,9 @@ def make_parser() -> OneLineParser:
     add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
     add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
     add("--balanced-optimizer", action="store_true", help="spread the optimizer's state over the devices")
-    add("--checkpoint", metavar="NAMES", help="activation checkpointing: 'blocks', or names of submodules: encoder.0,encoder.1")
-    sizes = "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
     add = commands["plan"].add_argument
-    add("--memory", metavar="SIZE", help=sizes)
+    place = "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
+    add("--memory", type=capacity, metavar="SIZE", help=place)
     add("--hosts", type=positive, default=1, metavar="N", help="hosts with --devices each, under torchrun (default: 1)")
     add("-v", "--verbose", action="store_true", help="also print what was not tried, and savings to apply by hand")
     return parser
@@ -100,7 +118,7 @@ def _problem_and_step() -> argparse.ArgumentParser:
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
     add("--batch-size", type=positive, metavar="N", help=rows)
     add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
-    add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
+    add("--optimizer", type=optimizer, default="adamw", metavar="NAME", help="default: adamw, of torch.optim")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
     scalar = "the largest value that the module reads of a tensor (.item(), if), where it does"
@@ -116,8 +134,6 @@ def estimate(flags: argparse.Namespace) -> int:
     layout = flags.layout or layout_of(flags.devices)
     problem, rows, settings = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
-    if flags.checkpoint:
-        checkpoint_activations(problem.module, blocks="auto" if flags.checkpoint == "blocks" else flags.checkpoint.split(","))
     report = memory.estimate(
         **vars(problem.with_rows(-(-rows // ranks))),
         micro_batch_size=flags.micro_batch_size,
@@ -125,36 +141,23 @@ def estimate(flags: argparse.Namespace) -> int:
         balanced_optimizer=flags.balanced_optimizer,
         **settings,
     )
-    _show(flags, report.to_json() if flags.json else str(report), report)
-    return 0
+    return _show(flags, report.to_json() if flags.json else str(report), report)
 
 
 def plan(flags: argparse.Namespace) -> int:
-    """Prints the plan. Returns the exit code: 1 if nothing fits."""
-    sizes: list[str] = flags.memory.split(",") if flags.memory else []
-    for size in filter(None, sizes):
-        parse_bytes(size)
+    """Prints the plan, with lines that make the problem beside its file. Returns the exit code."""
     problem, rows, settings = _build(flags)
-    result = memory.plan(
-        **vars(problem),
-        batch_size=rows,
-        capacity=sizes[0] if len(sizes) == 1 else sizes or None,
-        hosts=flags.hosts,
-        **settings,
-    )
+    settings |= {"batch_size": rows, "capacity": flags.memory, "hosts": flags.hosts}
+    result = memory.plan(**vars(problem), **settings)
     if result.lines:
+        where, _, name = flags.problem.rpartition(":")
+        module = Path(where.removesuffix(".py")).name
+        import_line = f"from {module} import {name.partition('.')[0]}"
+        source = [import_line, "", f"module, criterion, inputs, targets = {name}()"]
         place = result.lines.index("")
-        others = [line for line in result.lines[place:] if line != MATERIALIZE]  # there it has values
-        result = dataclasses.replace(result, lines=(*result.lines[:place], *import_of(flags.problem), *others))
-    _show(flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result)
-    return 0 if result.fits else 1
-
-
-def import_of(place: str) -> list[str]:
-    """Returns the lines that make the problem at ``place``, in a program that is beside its file."""
-    where, _, name = place.rpartition(":")
-    module = Path(where).stem if where.endswith(".py") else where
-    return [f"from {module} import {name.split('.')[0]}", "", f"module, criterion, inputs, targets = {name}()"]
+        rest = [line for line in result.lines[place:] if line != MATERIALIZE]  # The module has values there.
+        result = dataclasses.replace(result, lines=(*result.lines[:place], *source, *rest))
+    return _show(flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result)
 
 
 def tricks(flags: argparse.Namespace) -> int:
@@ -165,35 +168,21 @@ def tricks(flags: argparse.Namespace) -> int:
     saved = {planned.saving: size for planned, size in saved_bytes(request, request.rows, peak, PLANNED).items()}
     if flags.json:
         items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
-        _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
-        return 0
+        return _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
     lines = [[saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost] for saving, size in saved.items()]
     table = tabulate(lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True)
     others = ", ".join(planned.saving.name for planned in PLANNED if planned.saving not in saved)
     first = f"peak without tricks: {format_bytes(peak)} on the busiest device"
-    _show(flags, f"{first}\n\n{table}\n\nnot traced for this step: {others}", report)
-    return 0
+    return _show(flags, f"{first}\n\n{table}\n\nnot traced for this step: {others}", report)
 
 
 def layout_of(devices: int) -> str:
     """Returns the name of the layout of one process with so many devices."""
-    return SingleDevice.name if devices == 1 else ReplicaLayout.name
-
-
-def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Returns a class of ``torch.optim`` by its name, in any case."""
-    base = torch.optim.Optimizer
-    classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base) and kind != base]
-    by_name = {kind.__name__.lower(): kind for kind in classes}
-    if name.lower() not in by_name:
-        raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
-    return by_name[name.lower()]
+    return "single" if devices == 1 else "replicas"
 
 
 def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail before the model is built."""
-    settings = {"optimizer": find_optimizer(flags.optimizer)}
-    settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind")}
     find_kind(flags.device_kind)
     if flags.html:
         load_plotly()
@@ -201,21 +190,22 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     _log.info("building %s", flags.problem)
     problem = dataclasses.replace(build_problem(flags.problem), dim=flags.dim, scalar=flags.scalar)
     _log.info("tracing %s", type(problem.module).__name__)
+    settings = {name: getattr(flags, name) for name in ("optimizer", "devices", "precision", "device_kind")}
     return problem, flags.batch_size or problem.rows, settings
 
 
-def _show(flags: argparse.Namespace, text: str, result: MemoryReport | MemoryPlan) -> None:
+def _show(flags: argparse.Namespace, text: str, result: MemoryReport | MemoryPlan) -> int:
+    """Prints a result, and writes its page. Returns the exit code, 1 if nothing fits."""
     print(text, file=flags.output)
-    if not flags.html:
-        return
-    wrote = f"wrote {flags.html}"
-    if isinstance(result, MemoryReport):
-        result.save_html(flags.html, find_kind(result.device_kind).capacity)
-    elif result.fits:
-        result.save_html(flags.html)
-    else:
-        wrote = f"nothing fits, so {flags.html} was not written"
-    print(wrote, file=sys.stderr if flags.json else flags.output)
+    fits = isinstance(result, MemoryReport) or result.fits
+    if flags.html:
+        if isinstance(result, MemoryReport):
+            result.save_html(flags.html, find_kind(result.device_kind).capacity)
+        elif fits:
+            result.save_html(flags.html)
+        done = f"wrote {flags.html}" if fits else f"nothing fits, so {flags.html} was not written"
+        print(done, file=sys.stderr if flags.json else flags.output)
+    return 0 if fits else 1
 
 
 COMMANDS = {
@@ -248,14 +238,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
     """Prints what a command does to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
-    package, fakes = (logging.getLogger(name) for name in ("balanced_parallel", "torch._subclasses.fake_tensor"))
-    with contextlib.ExitStack() as undo:
-        handler = logging.StreamHandler() if sys.stderr.isatty() else logging.NullHandler()
-        for logger, level in ((package, logging.INFO), (fakes, logging.CRITICAL)):
-            undo.callback(logger.setLevel, logger.level)
-            logger.setLevel(level)
-        undo.callback(package.removeHandler, handler)
-        package.addHandler(handler)
+    package = logging.getLogger("balanced_parallel")
+    handler = logging.StreamHandler() if sys.stderr.isatty() else logging.NullHandler()
+    with (
+        patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+        patch.object(package, "handlers", [handler]),
+        contextlib.ExitStack() as undo,
+    ):
+        undo.callback(package.setLevel, package.level)
+        package.setLevel(logging.INFO)
         yield
 
 
@@ -283,33 +274,28 @@ def _find(place: str) -> object:
         raise ValueError(f"{place!r} is not a place, expected my_file.py:name or package.module:name")
     try:
         with patch.object(sys, "argv", [where]):  # a script may read its flags at import
-            result: Any = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:  # the file may raise anything
         raise ValueError(f"{where} cannot be imported: {_in_one_line(error)}") from error
-    for part in name.split("."):
-        if not hasattr(result, part):
-            names = [key for key, value in vars(result).items() if getattr(value, "__module__", None) == result.__name__]
-            raise ValueError(f"{where} has no {name!r}; it defines: {', '.join(names[:20]) or 'nothing'}")
-        result = getattr(result, part)
-    return result
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as error:
+        parts = vars(module).items()
+        names = [key for key, value in parts if getattr(value, "__module__", None) == module.__name__]
+        defined = ", ".join(names[:20]) or "nothing"
+        raise ValueError(f"{where} has no {name!r}; it defines: {defined}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
     path = path.resolve(strict=True)
-    name = re.sub(r"\W", "_", str(path))  # the file name alone may be that of another module
-    if name not in sys.modules:
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))  # Python does the same for a script.
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    name = re.sub(r"\W", "_", str(path))  # The file name alone may be that of another module.
+    sys.path.insert(0, str(path.parent))  # Python does the same for a script.
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _make(place: str, make: object) -> object:

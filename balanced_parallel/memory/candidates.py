@@ -4,12 +4,15 @@ An :class:`Option` is one way to run an effective batch. It is traced with two n
 for several, and becomes a :class:`Choice`: a row of the plan's table, with bytes per device and costs.
 """
 
+import bisect
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -87,21 +90,22 @@ class Choice:
 # a factor of ten and more.
 OPERATIONS_PER_BYTE = {"fp32": 300, "bf16": 3000, "fp16": 3000}
 HEADERS = ("", "rows", "allocated", "reserved", "run twice", "traffic", "result", "fits")
-WIDTHS = (22, 9, 10, 10, None, 10, 12, None)  # of the columns at most, 100 in all
+# The columns have at most these widths. A line of the table has at most 100 characters.
+WIDTHS = (22, 9, 10, 10, None, 10, 12, None)
 
 
 def row_of(choice: Choice) -> list[str]:
     """Returns the cells of a choice in the table of a plan: sizes of each of unequal devices, or the largest."""
     differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (choice.optimizer is not None)
-    differences += [f"batch norm by {choice.statistics}"] if choice.statistics else []
-    rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size}"
+    if choice.statistics:
+        differences.append(f"batch norm by {choice.statistics}")
+    rows = " + ".join(f"{weight:.0f}" for weight in choice.split or [choice.micro_batch_size])
+    both = choice.allocated, choice.reserved
+    sizes = [" + ".join(map(format_bytes, each if choice.split else [max(each)])) for each in both]
     return [
         choice.name,
         f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one",
-        *(
-            " + ".join(map(format_bytes, sizes if choice.split else [max(sizes)]))
-            for sizes in (choice.allocated, choice.reserved)
-        ),
+        *sizes,
         f"{choice.recomputed:.0%}",
         format_bytes(choice.traffic),
         ", ".join(differences) or "exact",
@@ -115,11 +119,21 @@ BASE = 2  # rows per device in the first of two traces
 
 def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
     """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of the batch."""
-    if devices > 1 and batch_norms(module, over_all_rows=False):
+    by_replica, over_devices = (batch_norms(module, over_all_rows=over_all) for over_all in (False, True))
+    if devices > 1 and by_replica:
         return "replica"
-    if micro_batches > 1 and any(batch_norms(module, over_all_rows=over_all) for over_all in (False, True)):
-        return "micro-batch"
-    return None
+    return "micro-batch" if micro_batches > 1 and (by_replica or over_devices) else None
+
+
+class MicroBatches(NamedTuple):
+    """Number of micro-batches of an update, weights of unequal shares, and most rows of each device in one.
+
+    If not even one row fits, the number is 0, and each device has one row.
+    """
+
+    number: int
+    split: tuple[float, ...] | None
+    rows: list[int]
 
 
 class Option:
@@ -143,20 +157,22 @@ class Option:
     @property
     def name(self) -> str:
         """The savings as text."""
-        names = [each.saving.option for each in self.savings]
-        if SHARDS in self.savings and self.request.balanced:  # Its optimizer needs whole parameters.
-            names.insert(self.savings.index(SHARDS) + 1, SPREAD.saving.option)
-        return ", ".join(names) or self.request.layout.name
+        shards = f"{SHARDS.saving.option}, {SPREAD.saving.option}"  # The optimizer needs whole parameters.
+        names = {SHARDS: shards} if self.request.balanced else {}
+        texts = [names.get(each, each.saving.option) for each in self.savings]
+        return ", ".join(texts) or self.request.layout.name
 
     def lines(self, micro_batches: int) -> Lines:
         """Returns the lines for a number of micro-batches per update, traced at the first call, or raises ``ValueError``."""
         several = min(micro_batches, 2)  # One that adds and reduces is enough with replicas.
         if several not in self.traced:
             request = dataclasses.replace(self.request, micro_batches=several)
-            first, second = try_traces([(request, count * BASE * request.row_step) for count in (1, 2)])
-            if isinstance(first, str) or isinstance(second, str):
-                raise ValueError(first if isinstance(first, str) else second)
-            lines = Lines(request, first, second)
+            traces = []
+            for trace in try_traces([(request, count * BASE * request.row_step) for count in (1, 2)]):
+                if isinstance(trace, str):
+                    raise ValueError(trace)
+                traces.append(trace)
+            lines = Lines(request, *traces)
             if not lines.is_affine:
                 reason = "with twice the rows the module runs other operators"
                 raise ValueError(f"{reason}: see memory.estimate for each number of rows")
@@ -169,14 +185,20 @@ class Option:
             first = next(iter(self.traced.values())).first
             return first.flops / (first.rows * first.micro_batches)
         lines = self.lines(micro_batches)
-        rows = self.batch_size // lines.first.micro_batches
-        return lines.flops(rows) / self.batch_size
+        return lines.flops(self.batch_size // lines.first.micro_batches) / self.batch_size
 
     def needs(self) -> int:
         """Returns the bytes that one row per device reserves, on the device that needs the most."""
-        lines, rows = self.lines(2), self.request.row_step
-        reserved = max(lines.reserved(device, rows) or 0 for device in set(self.request.traced_devices))
-        return reserved + self.request.kind.context + SCALARS
+        devices = self.request.devices
+        return max(self.reserved(2, [1] * devices, [None] * devices)) + SCALARS
+
+    def reserved(self, micro_batches: int, rows: Sequence[int], limits: Sequence[int | None]) -> list[int]:
+        """Returns the bytes that each device reserves for its rows in one forward, within a limit."""
+        lines, step, context = self.lines(micro_batches), self.request.row_step, self.request.kind.context
+        return [
+            (lines.reserved(device, rows[device] * step, limit) or 0) + context
+            for device, limit in zip(self.request.traced_devices, limits, strict=True)
+        ]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
@@ -198,59 +220,58 @@ class Option:
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
-    def _rows(self) -> tuple[list[int], bool]:
-        """Returns the most rows of each device in a forward, in as few micro-batches as fit, and True for unequal shares."""
+    def _cut(self) -> MicroBatches:
+        """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
         may_differ = not self.is_distributed and len(set(self.limits)) > 1
         share = self.batch_size if may_differ else self.share
-        # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
-        rows = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
-        unequal = may_differ and min(rows) < self.share  # else equal shares fit
+        # A loss that couples rows needs less memory in two passes, which one micro-batch does not take.
+        most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
+        unequal = may_differ and min(most) < self.share
+        cut = self._cut_at(most, unequal)
+        if cut.number != 1 and self._may_fit_at_once():
+            at_once = self._cut_at(self.most_rows(1, share), unequal)
+            return at_once if at_once.number == 1 else cut
+        return cut
 
-        def holds_batch(rows: list[int]) -> bool:
-            return sum(rows) >= self.batch_size if unequal else min(rows) >= self.share
-
-        if not holds_batch(rows) and self._may_fit_at_once():
-            at_once = self.most_rows(1, share)
-            rows = at_once if holds_batch(at_once) else rows
-        return rows, unequal
+    def _cut_at(self, most: list[int], unequal: bool) -> MicroBatches:
+        """Cuts the batch into micro-batches with at most so many rows on each device."""
+        if not all(most):
+            return MicroBatches(0, None, [1] * len(most))
+        split = tuple(map(float, most)) if unequal else None
+        shares = split or self.request.layout.devices_per_process(self.request.devices)
+        count = count_micro_batches(self.rows, max(most) if split else min(*most, self.share), shares)
+        sizes = split_sizes(-(-self.rows // count), shares)
+        return MicroBatches(count, split, [max(size, 1) for size in sizes])
 
     def choose(self, plain: "Option") -> Choice:
         """Returns the choice with the fewest micro-batches in which the batch fits. ``plain`` recomputes nothing."""
-        rows, unequal = self._rows()
-        request, fits = self.request, all(rows)
-        split = tuple(map(float, rows)) if unequal and fits else None
-        shares = split or request.layout.devices_per_process(request.devices)
-        most = max(rows) if split else min(*rows, self.share)
-        count = count_micro_batches(self.rows, most, shares) if fits else 0
-        largest = split_sizes(-(-self.rows // count), shares) if fits else [1] * len(rows)
-        lines = self.lines(count or 2)
-        read = [(device, max(largest[device], 1) * request.row_step) for device in request.traced_devices]
-        limits = self.limits if fits else [None] * len(read)
-        reserved = [
-            (lines.reserved(device, at, limit) or 0) + request.kind.context
-            for (device, at), limit in zip(read, limits, strict=True)
-        ]
-        performed, operations = self.flops(count or 2), plain.flops(1)
+        request, step = self.request, self.request.row_step
+        count, split, rows = self._cut()
+        several = count or 2
+        lines = self.lines(several)
+        reserved = self.reserved(several, rows, self.limits if count else [None] * request.devices)
+        allocated = [lines.allocated(device, rows[device] * step) for device in request.traced_devices]
+        performed, operations = self.flops(several), plain.flops(1)
         whole = self.whole_gradients(count, max(reserved))
         traffic = self.traffic(count, whole)
-        if fits and request.savings:  # offloaded activations go to the host and come back
-            traffic += 2 * count * lines.bytes_on_host(max(largest) * request.row_step)
+        if request.savings:  # offloaded activations go to the host and come back
+            traffic += 2 * count * lines.bytes_on_host(max(rows) * step)
         results = {each.saving.result: each.saving.option for each in self.savings}
         return Choice(
             name=f"{self.name}, gradients reduced once" if whole else self.name,
             layout=request.layout.name,
             precision=request.precision,
             balanced_optimizer=request.balanced,
-            micro_batch_size=(most if split else max(largest)) if fits else 0,
+            micro_batch_size=int(max(split or rows)) if count else 0,
             micro_batches=count,
             split=split,
-            allocated=tuple(lines.allocated(device, at) + whole for device, at in read),
+            allocated=tuple(size + whole for size in allocated),
             reserved=tuple(size + whole for size in reserved),
             operations=int(performed * self.batch_size / len(self.capacity)),
             recomputed=max(0.0, performed / operations - 1) if operations else 0.0,
             traffic=traffic,
             changes_result="other arithmetic" in results,
-            fits=fits,
+            fits=count > 0,
             statistics=statistics_of(request.module, len(self.capacity), count),
             optimizer=results.get("another optimizer"),
             savings=request.savings,
@@ -280,9 +301,6 @@ class Option:
         return of_host + (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters)
 
 
-TRACED_DEVICES = 16  # replicas are traced all together, so more of them take long
-
-
 class Search:
     """Traces options until one of them fits in little more time than any of them could take.
 
@@ -299,12 +317,12 @@ class Search:
         hosts: number of hosts, with as many devices each.
     """
 
-    def __init__(self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int = 1) -> None:
+    def __init__(self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int) -> None:
         self.request, self.capacity, self.batch_size, self.hosts = request, tuple(capacity), batch_size, hosts
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
         self._failing: set[PlannedSaving] = set()
-        self._options: dict[Combination, Option] = {}
+        self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
         layouts: list[Combination] = [(), *((saving,) for saving in savings if saving is not ON_HOST)]
         self._groups = [layouts]  # The layouts of a group are tried together.
@@ -370,7 +388,7 @@ class Search:
         """Returns combinations of savings: exact ones, and the same with each that computes otherwise."""
         steps: list[Combination] = [()]
         for saving in self._suited("exact"):
-            others = [each for each in steps[-1] if each.saving.name not in saving.instead_of]
+            others = [each for each in steps[-1] if each.saving is not saving.instead_of]
             steps.append((*others, saving))
         if len(steps[-1]) > 1:  # Offloaded activations alone may need less than with blocks that run twice.
             steps.append(steps[-1][-1:])
@@ -389,14 +407,14 @@ class Search:
             results = [self._fits(option) for option in last]
             if not any(results) and self._are_traced(last):
                 return False
-        steps = [(group, step) for group in ([least], others[::-1]) for step in further]
+        steps = itertools.product(([least], others[::-1]), further)
         return any(self._fit_fast(group, step) for group, step in steps) or self._any_fits()
 
     def _any_fits(self) -> bool:
         return any(choice.fits for choice in self.choices.values())
 
     def _are_traced(self, options: list[Option]) -> bool:
-        return any(option in self.choices for option in options)
+        return not self.choices.keys().isdisjoint(options)
 
     def _fit_fast(self, layouts: list[Combination], step: Combination) -> bool:
         """Traces a step of a ladder with some layouts until a choice is fast. A saving that cannot be traced is left out."""
@@ -410,52 +428,43 @@ class Search:
 
     def _make(self, combinations: Iterable[Combination]) -> list[Option]:
         """Returns an option for each of the combinations that suit the request."""
-        options = []
-        for savings in dict.fromkeys(combinations):
-            if savings not in self._options and (changed := with_savings(self.request, savings)):
-                if changed.layout.is_sharded:
-                    changed = dataclasses.replace(changed, devices=self._shards(changed.devices))
-                self._options[savings] = Option(savings, changed, self.capacity, self.batch_size)
-            options += [self._options[savings]] if savings in self._options else []
-        return options
+        return list(filter(None, map(self._option, dict.fromkeys(combinations))))
 
-    def _shards(self, devices: int) -> int:
-        """Returns the number of shards: those of one host if it has room for a copy of the model, as in ``make_mesh``."""
-        local = devices // self.hosts
-        has_room = state_bytes(self.request.module) // local <= min(self.capacity) // 2
-        return local if self.hosts > 1 and local > 1 and has_room else devices
+    def _make_option(self, savings: Combination) -> Option | None:
+        request = with_savings(self.request, savings)
+        if request is None:
+            return None
+        if request.layout.is_sharded:
+            # One host has all shards if it has room for a copy of the model: the rule of make_mesh.
+            local = request.devices // self.hosts
+            if local > 1 and state_bytes(request.module) // local <= min(self.capacity) // 2:
+                request = dataclasses.replace(request, devices=local)
+        return Option(savings, request, self.capacity, self.batch_size)
 
     def what_would_fit(self) -> tuple[int, int | None]:
         """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
 
-        Where the state is spread or sharded, one of ``n`` devices needs ``fixed + spread / n``. Two traces give both terms.
+        If the state is spread or sharded, each of ``n`` devices needs ``fixed + spread / n``. Two traces
+        give both terms. Traces near the result correct it, since shards are rounded up.
         """
-        least = min((option for option, choice in self.choices.items() if choice.optimizer is None), key=Option.needs)
-        functions = [saving for saving in least.savings if saving.stage != "layout"]
-        layouts = [saving for saving in (SHARDS, SPREAD) if saving.saving.option not in self.skipped]
+        traced = [option for option, choice in self.choices.items() if choice.optimizer is None]
+        least = min(traced, key=Option.needs)
+        size = least.needs()
+        layout = SPREAD if SHARDS.saving.option in self.skipped else SHARDS
+        savings = (layout, *(saving for saving in least.savings if saving.stage != "layout"))
         capacity, devices = max(self.capacity), len(self.capacity)
 
-        @functools.cache
-        def needs(count: int) -> int | None:
-            request = dataclasses.replace(self.request, devices=count, split=None)
-            search = Search(request, [capacity] * count, count)
-            for option in search._make((layout, *functions) for layout in layouts):
-                if search._fits(option) or option in search.choices:
-                    return option.needs()
-            return None
+        def needs(count: int) -> int:
+            request = with_savings(dataclasses.replace(self.request, devices=count), savings)
+            assert request is not None
+            return Option(savings, request, (capacity,) * count, count).needs()
 
-        few, many = needs(2 * devices), needs(4 * devices)
-        if few is None or many is None or few <= many:
-            return least.needs(), None
-        spread = (few - many) * 4 * devices
-        free = capacity - (many - spread // (4 * devices))
-        if free <= 0:
-            return least.needs(), None
-        count = max(devices + 1, -(-spread // free))
-        for _ in range(4):  # shards are rounded up
-            if (count > TRACED_DEVICES and layouts[0] is not SHARDS) or (needs(count) or 0) <= capacity:
-                break
-            count += 1
-        while devices + 1 < count <= TRACED_DEVICES and (needs(count - 1) or capacity + 1) <= capacity:
-            count -= 1
-        return least.needs(), count
+        with contextlib.suppress(ValueError):  # A layout may have no trace.
+            few, many = needs(2 * devices), needs(4 * devices)
+            spread, free = 4 * devices * (few - many), capacity - (2 * many - few)
+            if spread > 0 and free > 0:
+                solved = max(devices + 1, -(-spread // free))
+                counts = range(max(devices + 1, solved - 3), solved + 4)
+                place = bisect.bisect_left(counts, True, key=lambda count: needs(count) <= capacity)
+                return size, counts.start + place
+        return size, None

@@ -68,13 +68,13 @@ _OTHER_GPUS = {"ti", "ada", "laptop", "mig"}  # words that make another GPU of a
 
 def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKind:
     """Returns the kind of a GPU. AMD's libraries allocate their workspaces themselves: they are part of the context."""
-    workspace = 0 if not capability else _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE
+    workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE * bool(capability)
     return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * MIB // 2)
 
 
 _ROWS = [entry.split() for entry in _GPUS.split(",")]
 KINDS = {name: _gpu(name, int(float(size) * GIB), *map(int, rest)) for name, size, *rest in _ROWS} | {
-    "sim": DeviceKind("sim", None, segments=False, fuses=False),  # as simulate() counts
+    "sim": DeviceKind("sim", None, segments=False, fuses=False),
     "cpu": DeviceKind("cpu", None, rounds_to=1, segments=False, like_cuda=False, fuses=False),
 }
 
@@ -91,19 +91,18 @@ def find_kind(name: str | None) -> DeviceKind:
             not known, such as ``xpu`` and ``mps``.
     """
     device = visible_devices()[0]
-    if name is None and device.type == "sim":
-        return KINDS["sim"]
-    present = _present(device) if device.type == "cuda" else None
-    if name is None and present is None and device.type != "cpu":
+    assumed = {"cpu": "h200", "sim": "sim"}.get(device.type, "")
+    present = _present(device) if device.type == "cuda" else KINDS.get(assumed)
+    if name is None:
+        if present is not None:
+            return present
         raise ValueError(
             f"the allocator of {device.type} devices is not known, expected a GPU of NVIDIA or AMD: name a similar one, and give "
             "its memory: device_kind='a100', capacity='24GiB', or --device-kind a100 --memory 24GiB. In place of memory.fit use "
             "TrainStep(micro_batch_size='auto')"
         )
-    if name is None:
-        return present or KINDS["h200"]
     kind = _in_table(name)
-    if present and present.name in (kind.name if kind else "", name):
+    if present is not None and present.name in (name, kind and kind.name):
         return present
     if kind is None:
         raise ValueError(
@@ -123,8 +122,6 @@ def _present(device: torch.device) -> DeviceKind:
 
 def _in_table(name: str) -> DeviceKind | None:
     """Returns the kind whose words are all in ``name``, the one with the most of them. Its memory is below a size in the name."""
-    if name in KINDS:
-        return KINDS[name]
     words = set(re.sub(r"(rtx|gtx|pro) (?=pro|\d)", r"\1", name.lower()).replace("-", " ").split())
     sizes = [int(word[:-2]) * GIB for word in words if re.fullmatch(r"\d+gb", word)]
     fitting = [

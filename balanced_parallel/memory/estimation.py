@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
 from ..batch.rows import as_arguments, spread
+from ..loss.copies import Criterion
 from ..loss.coupled import AdditiveLoss
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.module_tree import check_module
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 def estimate(
     module: torch.nn.Module,
-    criterion: Callable[..., torch.Tensor],
+    criterion: Criterion,
     inputs: object,
     targets: object,
     *,
@@ -95,7 +95,7 @@ def estimate(
         (10280, 20568)
     """
     request = make_request(
-        Problem(module, unwrapped(criterion), inputs, targets, dim, scalar),
+        Problem(module, criterion, inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
         micro_batch_size=micro_batch_size,
@@ -110,18 +110,6 @@ def estimate(
     )
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
-
-
-def couples_rows(criterion: object) -> bool:
-    """Returns True for a criterion whose parts have no loss of their own, such as an :class:`AdditiveLoss`."""
-    return criterion.kind.couples_rows if isinstance(criterion, DataParallelCriterion) else isinstance(criterion, AdditiveLoss)
-
-
-def unwrapped(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns the criterion in a :class:`DataParallelCriterion`, which layouts wrap themselves, unless it couples rows."""
-    if not isinstance(criterion, DataParallelCriterion) or criterion.kind.couples_rows:
-        return criterion
-    return criterion.module
 
 
 _CALLS = {
@@ -156,12 +144,20 @@ def make_request(
         check_number(name, number, "a positive number", at_least=1, whole=True)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    _check("takes_several_devices", layout, devices=devices, balanced_optimizer=balanced_optimizer)
-    _check("is_sharded", layout, whole_gradients=whole_gradients)
+    if not LAYOUTS[layout].takes_several_devices and (devices > 1 or balanced_optimizer):
+        setting = f"devices={devices}" if devices > 1 else f"balanced_optimizer={balanced_optimizer}"
+        raise ValueError(f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'")
+    if whole_gradients and not LAYOUTS[layout].is_sharded:
+        raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
     shares = split or LAYOUTS[layout].devices_per_process(devices)
-    arguments = {"inputs": as_arguments(problem.inputs), "targets": spread(problem.targets)}
+    criterion, couples_rows = _unwrapped(problem.criterion)
     return Request(
-        **{**vars(problem), **arguments},
+        module=problem.module,
+        criterion=criterion,
+        inputs=as_arguments(problem.inputs),
+        targets=spread(problem.targets),
+        dim=problem.dim,
+        scalar=problem.scalar,
         optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
         precision=precision,
         micro_batches=count_micro_batches(problem.rows, micro_batch_size, shares),
@@ -170,24 +166,24 @@ def make_request(
         balanced=balanced_optimizer,
         split=None if split is None else tuple(split),
         kind=kind,
-        couples_rows=couples_rows(problem.criterion),
+        couples_rows=couples_rows,
         savings=sorted_names(savings),
         whole_gradients=whole_gradients,
     )
 
 
-def _check(needs: str, layout: str, **settings: int) -> None:
-    """Refuses settings other than their defaults, 1 and False, in a layout that does not have an attribute."""
-    for name, value in settings.items():
-        if int(value) > (name == "devices") and not getattr(LAYOUTS[layout], needs):
-            others = " or ".join(repr(name) for name, other in LAYOUTS.items() if getattr(other, needs))
-            raise ValueError(f"{name}={value!r} with layout={layout!r}, expected layout={others}")
+def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
+    """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays wrapped."""
+    if not isinstance(criterion, DataParallelCriterion):
+        return criterion, isinstance(criterion, AdditiveLoss)
+    couples_rows = criterion.kind.couples_rows
+    return criterion if couples_rows else criterion.module, couples_rows
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others.
 
-    If the module refuses the larger numbers of rows, there are none.
+    If the module refuses the larger numbers of rows, the result is twice the lines of this number.
     """
     base = request.round_up(max(rows, 2))  # one row is a special case for torch: broadcasting, strides
     counts = sorted({rows, base, 2 * base})
@@ -248,12 +244,14 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
 
 def _assumed(request: Request, lines: Lines) -> dict[str, str]:
     """Returns the sources of what a report assumes."""
-    assumed = {**KIND_SOURCES} if request.kind.context else {}
-    operators = " ".join({block.operator for block in lines.first.blocks})
-    if assumed and "recurrence" in operators:
-        assumed["recurrent layers"] = SOURCE
-    if assumed and "aten.convolution" in operators:
-        assumed["convolutions"] = CONVOLUTIONS
+    assumed = {}
+    if request.kind.context:
+        assumed.update(KIND_SOURCES)
+        operators = " ".join({block.operator for block in lines.first.blocks})
+        if "recurrence" in operators:
+            assumed["recurrent layers"] = SOURCE
+        if "aten.convolution" in operators:
+            assumed["convolutions"] = CONVOLUTIONS
     if any(map(is_compiled, request.module.modules())):
         assumed["compiled"] = _COMPILED
     return assumed

@@ -25,11 +25,10 @@ from ..strategies.fsdp import ShardedModel
 from ..training.optimizers import each_optimizer
 from ..training.step import TrainStep
 from .candidates import SCALARS
-from .devices import DeviceKind, find_kind
-from .estimation import lines_of, make_report, make_request, unwrapped
+from .estimation import lines_of, make_report, make_request
 from .lines import Lines, most_that_fit, trace_exactly
 from .problem import Problem, Request
-from .report import Holder, MemoryReport, OtherBatches
+from .report import Capacity, Holder, MemoryReport, OtherBatches
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
 from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, inner_optimizers
@@ -37,7 +36,11 @@ from .trace.tracer import states_of, try_traces
 
 
 def fit(
-    step: TrainStep, inputs: object, targets: object, *, capacity: int | str | Sequence[int | str] | None = None
+    step: TrainStep,
+    inputs: object,
+    targets: object,
+    *,
+    capacity: Capacity | None = None,
 ) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
 
@@ -66,10 +69,9 @@ def fit(
         >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
-    try:
-        step.micro_batch_size = step.micro_batch_size
-    except ValueError as error:
-        raise ValueError(f"{error}: micro_batch_size='auto' finds a cost that fits as it trains") from error
+    if step.cut is not None and step.micro_batch_size is None:
+        expected = "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
+        raise ValueError(f"the step is limited by cost, {expected}")
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
     shares = request.split or request.layout.devices_per_process(request.devices)
@@ -85,24 +87,22 @@ def fit(
     step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
-    if count == 1 and lines.second is None:
-        return make_report(request, rows, lines, lines)
-    if request.split or not lines.is_affine:
+    if lines.first.rows != rows and (request.split or not lines.is_affine):
         return make_report(request, rows, *lines_of(request, rows))
-    return make_report(request, rows, lines, lines, [request.round_up(rows)] * request.devices)
+    return make_report(request, rows, lines, lines)
 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
     """Returns the most rows of one of several micro-batches that fit, over all devices, and the lines that show it."""
-    coupled = request.couples_rows  # takes two passes, with all outputs, for two micro-batches and more
-    exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if coupled else 2))))
+    # A loss that couples rows takes two passes for several micro-batches, with all outputs.
+    exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if request.couples_rows else 2))))
     batches = OtherBatches(request, exact, lines)
-    if coupled:
+    if request.couples_rows:
         return most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2), lines
     return batches.largest(limits) if min(limits) > 0 else 0, lines
 
 
-def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, request: Request) -> list[int]:
+def _limits(step: TrainStep, capacity: Capacity | None, request: Request) -> list[int]:
     """Returns the bytes that each replica may use, or each rank. Replicas on one device have equal parts of it."""
     devices = list(dict.fromkeys(step.model.devices))
     if capacity is not None:
@@ -110,8 +110,8 @@ def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, r
     else:
         if any(device.type == "cpu" for device in devices):
             raise ValueError("the model is on the CPU, which other programs use too: give capacity=, such as '16GiB'")
-        used = bytes_in_use(step)
-        total = {device: free_bytes(device) + used[device] + kind_of(device).context for device in devices}
+        used = bytes_in_use(step, request.kind.rounds_to)
+        total = {device: free_bytes(device) + used[device] + request.kind.context for device in devices}
     norms = 0 if step.max_grad_norm is None else request.kind.rounds_to * len(list(request.module.parameters()))
     limits = [total[device] // step.model.devices.count(device) - SCALARS - norms for device in step.model.devices]
     return limits * (request.devices // len(limits))
@@ -119,8 +119,6 @@ def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, r
 
 def _per_device(rows: int, shares: int | Sequence[float]) -> int:
     """Returns the largest ``micro_batch_size`` with which no micro-batch has more than ``rows`` rows over all devices."""
-    if isinstance(shares, int):
-        return rows // shares
     most = max(split_sizes(rows, shares))
     return most - (max(split_sizes(rows + 1, shares)) <= most)
 
@@ -164,40 +162,39 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
             f"the rows of the outputs are in dimension {model.out_dims!r}, those of inputs and targets in {model.dim} and {dim}: "
             "expected one dim= for all with a loss whose rows depend on each other, or memory.estimate and step.micro_batch_size"
         )
-    kind = kind_of(model.devices[0])
-    optimizers = each_optimizer(step.optimizer)
     problem = Problem(
         model.module,
-        criterion if is_local else unwrapped(criterion),
+        criterion,
         arguments.kwargs or arguments.inputs,
         mark_leaves(marked.inputs, dim, "targets"),
         model.dim,
     )
+    optimizers = each_optimizer(step.optimizer)
     request = make_request(
         problem,
         precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),
         layout="replicas" if is_local else "ddp",
         devices=len(model.devices) if is_local else world_size(),
-        device_kind=kind.name,
+        device_kind="cpu" if model.devices[0].type == "cpu" else None,
         balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
         split=model.split,
     )
-    existing = ExistingOptimizers(optimizers, foreach=kind.like_cuda)
-    savings = (ON_HOST.saving.name,) if all(map(is_offloaded, optimizers)) else ()
-    return dataclasses.replace(request, optimizer=existing, savings=savings)
+    return dataclasses.replace(
+        request,
+        criterion=criterion if is_local else request.criterion,
+        optimizer=ExistingOptimizers(optimizers, foreach=request.kind.like_cuda),
+        savings=(ON_HOST.saving.name,) * all(map(is_offloaded, optimizers)),
+    )
 
 
-def kind_of(device: torch.device) -> DeviceKind:
-    """Returns the kind of a device."""
-    return find_kind("cpu" if device.type == "cpu" else None)
+def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
+    """Returns the bytes of a step's tensors on each device, in multiples of a unit.
 
-
-def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
-    """Returns the bytes of a step's tensors on each device: parameters, copies, buffers, gradients and optimizer state."""
+    They are parameters, copies, buffers, gradients and optimizer state.
+    """
     storages = {(tensor.device, storage_id(storage := tensor.untyped_storage())): storage for tensor in _tensors_of(step)}
     total: Counter[torch.device] = Counter()
     for (device, _), storage in storages.items():
-        unit = kind_of(device).rounds_to
         total[device] += -(-storage.nbytes() // unit) * unit
     return total
 

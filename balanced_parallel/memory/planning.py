@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 
 from ..batch.plan import split_sizes
+from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside
 from ..loss.rules import is_known
@@ -35,9 +37,9 @@ from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import MakeOptimizer, lines_of, make_report, make_request, parts_at_peak, unwrapped
+from .estimation import MakeOptimizer, lines_of, make_report, make_request, parts_at_peak
 from .problem import Problem
-from .report import MemoryReport, write_page
+from .report import Capacity, MemoryReport, json_of, sizes_as_text, write_page
 from .savings import PLANNED, savings_of
 from .trace.layouts import OptimizerChoice
 from .trace.tracer import keeping_processes
@@ -138,8 +140,8 @@ class MemoryPlan:
 
     def apply(
         self,
-        module: torch.nn.Module,
-        criterion: Callable[..., torch.Tensor],
+        module: nn.Module,
+        criterion: Criterion,
         *,
         optimizer: MakeOptimizer = torch.optim.AdamW,
         device_ids: Sequence[DeviceLike] | None = None,
@@ -172,24 +174,16 @@ class MemoryPlan:
                 raise ValueError(f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for")
         savings = find_savings(chosen.savings)
         change_module(module, savings)
-        is_wrapped = isinstance(criterion, DataParallelCriterion)
-        wrapped: Any = criterion if is_wrapped else DataParallelCriterion(criterion, dim=self.dim, weight=weight)
-        model: Model
-        model, wrapped = parallelize(module, wrapped, device_ids, **_parallel_settings(self))
-        learned = [*model.parameters(), *wrapped.parameters()]
+        if not isinstance(criterion, DataParallelCriterion):
+            criterion = DataParallelCriterion(criterion, dim=self.dim, weight=weight)
+        model, criterion = parallelize(module, criterion, device_ids, **_parallel_settings(self))
+        learned = [*model.parameters(), *criterion.parameters()]
         kind: Any = optimizer
         trained = BalancedOptimizer(model, kind, learned, **defaults) if chosen.balanced_optimizer else kind(learned, **defaults)
         change_optimizers([trained], savings)
-        step = SurroundedStep(
-            savings,
-            model,
-            wrapped,
-            trained,
-            micro_batch_size=chosen.micro_batch_size,
-            precision=chosen.precision,
-            max_grad_norm=max_grad_norm,
-        )
-        return model, wrapped, trained, step
+        settings = _step_settings(chosen)
+        step = SurroundedStep(savings, model, criterion, trained, max_grad_norm=max_grad_norm, **settings)
+        return model, criterion, trained, step
 
     def save_html(self, path: Path | str) -> None:
         """Writes the page of :meth:`MemoryReport.save_html` about the chosen way, with a table of all choices.
@@ -204,8 +198,7 @@ class MemoryPlan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON, without its report."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "report"}
-        return json.dumps(values | {"verdict": self.verdict}, indent=2, default=dataclasses.asdict)
+        return json_of(vars(self) | {"verdict": self.verdict}, "report")
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
@@ -235,10 +228,9 @@ class MemoryPlan:
 
     @property
     def _title(self) -> str:
-        sizes = self.capacity[:1] if len(set(self.capacity)) == 1 else self.capacity
-        shown = " + ".join(map(format_bytes, sizes))
         hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
-        return f"{self.batch_size} rows per update on {hosts}{self.devices // self.hosts} x {self.device_kind} with {shown}"
+        devices = f"{hosts}{self.devices // self.hosts} x {self.device_kind}"
+        return f"{self.batch_size} rows per update on {devices} with {sizes_as_text(self.capacity)}"
 
     def _notes(self, verbose: bool = False) -> Iterator[str]:
         yield _RESERVED
@@ -262,6 +254,10 @@ def _parallel_settings(plan: MemoryPlan) -> dict[str, Any]:
     return {"dim": plan.dim, "strategy": chosen.layout, "precision": chosen.precision}
 
 
+def _step_settings(chosen: Choice) -> dict[str, Any]:
+    return {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
+
+
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
@@ -274,13 +270,13 @@ def _with_tuples(value: Any) -> Any:
 
 
 def plan(
-    module: torch.nn.Module,
-    criterion: Callable[..., torch.Tensor],
+    module: nn.Module,
+    criterion: Criterion,
     inputs: object,
     targets: object,
     *,
     batch_size: int,
-    capacity: int | str | Sequence[int | str] | None = None,
+    capacity: Capacity | None = None,
     devices: int = 1,
     hosts: int = 1,
     optimizer: MakeOptimizer = torch.optim.AdamW,
@@ -321,10 +317,10 @@ def plan(
         >>> MemoryPlan.from_json(found.to_json()) == found
         True
     """
-    for name, number in {"devices": devices, "hosts": hosts}.items():
+    for name, number in {"devices": devices, "hosts": hosts, "batch_size": batch_size}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
     request = make_request(
-        Problem(module, unwrapped(criterion), inputs, targets, dim, scalar),
+        Problem(module, criterion, inputs, targets, dim, scalar),
         optimizer=optimizer,
         precision=precision,
         layout="replicas" if hosts == 1 else "ddp",
@@ -334,7 +330,6 @@ def plan(
     if capacity is None and (capacity := request.kind.capacity) is None:
         raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
     limits = parse_each(capacity, devices) * hosts
-    check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
     with keeping_processes(request):
         search = Search(request, limits, batch_size, hosts)
         search.run()
@@ -349,21 +344,20 @@ def plan(
         device_kind=request.kind.name,
         choices=tuple(choice for _, choice in ranked),
         fits=best.fits,
-        needs=None if best.fits else search.what_would_fit(),
         hosts=hosts,
         dim=dim,
         untried=tuple(search.untried()),
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
         unknown_divisor=_has_unknown_divisor(criterion),
-        report=_report(how, best) if best.fits else None,
     )
-    learns = isinstance(criterion, torch.nn.Module) and any(each.requires_grad for each in criterion.parameters())
-    is_meta = any(parameter.is_meta for parameter in module.parameters())
-    return dataclasses.replace(result, lines=write_program(result, optimizer, learns, is_meta)) if best.fits else result
+    if not best.fits:
+        return dataclasses.replace(result, needs=search.what_would_fit())
+    lines = write_program(result, module, criterion, optimizer)
+    return dataclasses.replace(result, lines=lines, report=_report(how, best))
 
 
-def _has_unknown_divisor(criterion: Callable[..., Any]) -> bool:
+def _has_unknown_divisor(criterion: Criterion) -> bool:
     """Returns True if only a run tells what the loss is divided by."""
     if isinstance(criterion, DataParallelCriterion):
         return isinstance(criterion.kind, MeansInside)
@@ -372,66 +366,82 @@ def _has_unknown_divisor(criterion: Callable[..., Any]) -> bool:
 
 def _remarks(option: Option) -> tuple[str, ...]:
     """Returns the savings that no trace has, with their bytes where they are known, and their costs."""
-    lines = next(iter(option.traced.values()))
-    parts = parts_at_peak(lines, 0, option.request.row_step)
+    parts = parts_at_peak(next(iter(option.traced.values())), 0, option.request.row_step)
     texts = []
     for planned in savings_of("by hand", "optimizer"):
-        name, cost = planned.saving.name, planned.saving.cost
-        if planned.bytes_of is not None and (size := planned.bytes_of(parts)):
-            texts.append(f"{name} saves {format_bytes(size)} ({cost})")
-        elif planned.change is None and planned.bytes_of is None:
-            texts.append(f"{name} ({cost})")
+        size = int(planned.of_state * parts["optimizer state"])
+        if planned.change is None and (size or not planned.of_state):
+            saved = f" saves {format_bytes(size)}" if size else ""
+            texts.append(f"{planned.saving.name}{saved} ({planned.saving.cost})")
     return tuple(texts)
 
 
 def _report(option: Option, choice: Choice) -> MemoryReport:
     """Makes the report from the traces of the plan. Unequal shares, and less than two rows per device, are traced again."""
     count, step = choice.micro_batches, option.request.row_step
-    rows = -(-option.share // count) if option.is_distributed else -(-option.batch_size // count)
+    rows = -(-option.rows // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * step:
         return make_report(request, rows, *lines_of(request, rows))
     lines = option.lines(count)
-    sizes = [rows] * request.devices if option.is_distributed else split_sizes(rows, request.devices)
-    return make_report(request, rows, lines, lines, [size * step for size in sizes])
+    sizes = None if option.is_distributed else [size * step for size in split_sizes(rows, request.devices)]
+    return make_report(request, rows, lines, lines, sizes)
 
 
-def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool, is_meta: bool) -> tuple[str, ...]:
-    """Returns the lines that apply a plan to a problem. If it ``learns``, the criterion has parameters to train.
-
-    A module that ``is_meta`` gets memory first.
-    """
+def write_program(
+    plan: MemoryPlan,
+    module: nn.Module,
+    criterion: Criterion,
+    make: MakeOptimizer,
+) -> tuple[str, ...]:
+    """Returns the lines that apply a plan to its problem, as :meth:`MemoryPlan.apply` does."""
     chosen = plan.chosen
-    functions = [planned for planned in PLANNED if planned.saving.name in chosen.savings]
-    settings = "".join(f", {planned.saving.name}" for planned in functions if not planned.lines)
-    of_module = [line for planned in functions if planned.saving.change_module for line in planned.lines]
-    of_optimizer = [line for planned in functions if planned.saving.change_optimizer for line in planned.lines]
-    blocks = [line for planned in functions if planned.saving.surround for line in planned.lines]
-    maker = OptimizerChoice(optimizer, foreach=False)
-    name = f"torch.optim.{maker.name}" if getattr(torch.optim, maker.name, None) is maker.plain_make else maker.name
-    learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
-    devices = {"device_ids": list(range(plan.devices))} if chosen.split else {}
-    parallel = devices | {setting: value for setting, value in _parallel_settings(plan).items() if value}
-    training: dict[str, object] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
-    make = f"BalancedOptimizer(model, {name}, " if chosen.balanced_optimizer else f"{name}("
+    applied = [planned for planned in PLANNED if planned.saving.name in chosen.savings]
+    optimizer = [planned.saving.name for planned in applied if not planned.line]
+
+    def lines_of(change: str) -> list[str]:
+        return [planned.line for planned in applied if planned.line and getattr(planned.saving, change)]
+
     names = ["BalancedOptimizer"] * chosen.balanced_optimizer + ["TrainStep", "parallelize"]
-    names += ["savings"] if any(planned.lines for planned in functions) else []
-    hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
-    launch = f"# torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
-    torchrun = [f"{launch}; every rank passes its own rows, {plan.batch_size} in all"]
+    names += ["savings"] * (len(optimizer) < len(applied))
+    is_meta = any(parameter.is_meta for parameter in module.parameters())
+    parallel = {"device_ids": chosen.split and list(range(plan.devices)), **_parallel_settings(plan)}
+    parallel = {name: value for name, value in parallel.items() if value}
+    blocks = [*lines_of("surround"), "loss = step(inputs, targets)"]
     return (
-        *(torchrun if chosen.layout != "replicas" else []),
+        *_launch(plan),
         "import torch",
         f"from balanced_parallel import {', '.join(names)}",
         "",
-        *([MATERIALIZE] if is_meta else []),
-        *of_module,
+        *[MATERIALIZE] * is_meta,
+        *lines_of("change_module"),
         f"model, criterion = parallelize(module, criterion{_text(parallel)})",
-        f"optimizer = {make}{learned}{_text(maker.settings)}{settings})",
-        *of_optimizer,
-        f"step = TrainStep(model, criterion, optimizer{_text(training)})",
-        *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),
+        f"optimizer = {_optimizer(chosen, criterion, make, optimizer)}",
+        *lines_of("change_optimizer"),
+        f"step = TrainStep(model, criterion, optimizer{_text(_step_settings(chosen))})",
+        *(f"{'    ' * depth}{line}" for depth, line in enumerate(blocks)),
     )
+
+
+def _launch(plan: MemoryPlan) -> list[str]:
+    """Returns the line that says how ranks are started, if the plan has some."""
+    if plan.chosen.layout == "replicas":
+        return []
+    hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
+    command = f"torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py"
+    return [f"# {command}; every rank passes its own rows, {plan.batch_size} in all"]
+
+
+def _optimizer(chosen: Choice, criterion: object, make: MakeOptimizer, settings: Sequence[str]) -> str:
+    """Returns the call that makes the optimizer. ``settings`` are those that save memory."""
+    maker = OptimizerChoice(make, foreach=False)
+    is_of_torch = getattr(torch.optim, maker.name, None) is maker.plain_make
+    name = f"torch.optim.{maker.name}" if is_of_torch else maker.name
+    learned = "model.parameters()"
+    if isinstance(criterion, nn.Module) and any(each.requires_grad for each in criterion.parameters()):
+        learned = "[*model.parameters(), *criterion.parameters()]"
+    call = f"BalancedOptimizer(model, {name}, " if chosen.balanced_optimizer else f"{name}("
+    return f"{call}{', '.join([learned + _text(maker.settings), *settings])})"
 
 
 def _text(settings: Mapping[str, object]) -> str:

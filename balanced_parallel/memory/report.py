@@ -50,9 +50,12 @@ def holders_table(holders: Sequence[Holder], style: str) -> str:
     return str(tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True))
 
 
+Capacity = int | str | Sequence[int | str]  # bytes or text such as "24GiB", of each device or one for all
+
+
 @dataclass(frozen=True, eq=False)
 class OtherBatches:
-    """The traces of a report: the lines of its number of rows, and those for others."""
+    """Traces behind a report: exact for its own number of rows, affine for others."""
 
     request: Request
     exact: Lines
@@ -81,6 +84,12 @@ class OtherBatches:
         if rows not in self.traces:
             self.traces[rows] = trace_exactly(self.request, rows)
         return self.traces[rows]
+
+
+def json_of(values: Mapping[str, object], *hidden: str) -> str:
+    """Returns JSON of the values with other names than those of ``hidden``."""
+    shown = {name: value for name, value in values.items() if name not in hidden}
+    return json.dumps(shown, indent=2, default=dataclasses.asdict)
 
 
 class Peak(tuple[int, ...]):
@@ -155,7 +164,7 @@ class MemoryReport:
     affine: bool
     batches: OtherBatches = dataclasses.field(repr=False, compare=False)
 
-    def at(self, rows: int, capacity: int | str | Sequence[int | str] | None = None) -> Peak:
+    def at(self, rows: int, capacity: Capacity | None = None) -> Peak:
         """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all devices.
 
         If the rows do not divide evenly, they are those of a device with the larger share. ``fits`` of the result says whether
@@ -170,7 +179,7 @@ class MemoryReport:
         lines = self.batches.trace(rows) if rows == 1 else self.batches.at(rows)  # one row broadcasts and has other strides
         return Peak(lines.allocated_by_device(rows), fits)
 
-    def largest(self, capacity: int | str | Sequence[int | str]) -> int:
+    def largest(self, capacity: Capacity) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
 
         Args:
@@ -178,7 +187,7 @@ class MemoryReport:
         """
         return self.batches.largest(parse_each(capacity, self.devices))
 
-    def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
+    def save_html(self, path: Path | str, capacity: Capacity | None = None) -> None:
         """Writes a page that needs no network: memory over the step, and the holders of the peak.
 
         ``capacity``, as for :meth:`largest`, is drawn as a line. This needs plotly.
@@ -187,9 +196,7 @@ class MemoryReport:
 
     def to_json(self) -> str:
         """Returns the report as JSON, without its timeline."""
-        hidden = {"timeline", "batches"}
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in hidden}
-        return json.dumps(values, indent=2, default=dataclasses.asdict)
+        return json_of(vars(self), "timeline", "batches")
 
     def __str__(self) -> str:
         notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
@@ -238,17 +245,14 @@ pre {{ white-space: pre-wrap; }}
 """
 
 
-def write_page(
-    path: Path | str, report: MemoryReport, capacity: int | str | Sequence[int | str] | None = None, options: str = ""
-) -> None:
+def write_page(path: Path | str, report: MemoryReport, capacity: Capacity | None, options: str = "") -> None:
     """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a section."""
     limits = () if capacity is None else parse_each(capacity, report.devices)
     hottest = report.allocated.index(max(report.allocated))
     peak = f"peak {format_bytes(report.allocated[hottest])} on device {hottest}"
     if limits:
-        sizes = limits if len(set(limits)) > 1 else limits[:1]
         verdict = "fits" if report.batches.fits(report.rows, limits) else "does not fit"
-        peak += f", {verdict} in {' + '.join(map(format_bytes, sizes))}"
+        peak += f", {verdict} in {sizes_as_text(limits)}"
     versions = f"torch {torch.__version__}, balanced_parallel {version('balanced-parallel')}"
     title = f"{type(report.batches.request.module).__name__}: {title_of(report)} ({versions}, {datetime.date.today()})"
     text = _PAGE.format(
@@ -262,6 +266,11 @@ def write_page(
     Path(path).write_text(text, encoding="utf-8")
 
 
+def sizes_as_text(sizes: Sequence[int]) -> str:
+    """Returns the bytes of each device as text, or of one if all have as many."""
+    return " + ".join(map(format_bytes, sizes if len(set(sizes)) > 1 else sizes[:1]))
+
+
 def title_of(report: MemoryReport) -> str:
     """Returns the layout, the devices, the precision and the rows, as text."""
     size = f"{report.micro_batches} micro-batch(es) of {report.rows} rows"
@@ -273,9 +282,13 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
     unit = format_bytes(max(report.allocated)).split()[1]
     figure = graphs.Figure()
     for device, line in enumerate(report.timeline):
-        x, y = _thinned(line, UNITS[unit])
-        hue = 180 + 120 * device // report.devices  # from cyan to violet: gray are phases, and red is the capacity
-        figure.add_scatter(x=x, y=y, line_shape="hv", line_color=f"hsl({hue}, 70%, 45%)", name=f"device {device}")
+        # A curve has few points, the highest of their neighbours.
+        places = range(0, len(line), -(-len(line) // POINTS))
+        levels = [max(line[place : place + places.step]) / UNITS[unit] for place in places]
+        # Colours go from cyan to violet: phases are gray, and the capacity is red.
+        color = f"hsl({180 + 120 * device // report.devices}, 70%, 45%)"
+        name = f"device {device}"
+        figure.add_scatter(x=list(places), y=levels, line_shape="hv", line_color=color, name=name)
     backward = "last backward" if report.micro_batches > 1 else "backward"
     for name, place in {"forward": 0, backward: report.phases["backward"], "update": report.phases["update"]}.items():
         figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)
@@ -291,14 +304,6 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
         template="plotly_white",
     )
     return figure
-
-
-def _thinned(line: Sequence[int], unit: int) -> tuple[list[int], list[float]]:
-    """Returns places and levels of at most ``POINTS`` points, the highest of their neighbours."""
-    width = -(-len(line) // POINTS)
-    starts = range(0, len(line), width)
-    places = [max(range(start, min(start + width, len(line))), key=line.__getitem__) for start in starts]
-    return places, [line[place] / unit for place in places]
 
 
 def load_plotly() -> Any:

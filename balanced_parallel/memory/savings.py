@@ -7,7 +7,7 @@ advises them. A saving without an entry is never tried.
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,8 +21,8 @@ from ..savings.saving import SAVINGS, Saving
 from .problem import Request
 from .trace.layouts import FSDP, OptimizerChoice
 
-# Where a plan tries it: how devices share the work, what leaves the result as it is, what rounds otherwise, other optimizers.
-# The last kind is a change of the user's program, which a plan only names.
+# A plan tries layouts over the devices, savings that are exact, other arithmetic, and other optimizers. It
+# only names savings by hand, which change the user's program.
 Stage = Literal["layout", "exact", "arithmetic", "optimizer", "by hand"]
 
 
@@ -35,18 +35,18 @@ class PlannedSaving:
         stage: where a plan tries it.
         suits: returns True for a request that it can be added to.
         change: returns the request with it. ``None`` for a function, whose name is added, and for what no trace can run.
-        instead_of: names of savings that it replaces.
-        lines: the lines of a program that apply it to ``module``. Without them, the name is an argument of the optimizer.
-        bytes_of: for a saving that no trace can run: the bytes that it saves, from the parts of the peak.
+        instead_of: the saving that it replaces.
+        line: the line of a program that applies it. Without one, the name is an argument of the optimizer.
+        of_state: for a saving that no trace can run: the part of the optimizer's state that it saves.
     """
 
     saving: Saving
     stage: Stage = "exact"
     suits: Callable[[Request], bool] = lambda request: True
     change: Callable[[Request], Request] | None = None
-    instead_of: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    bytes_of: Callable[[Mapping[str, int]], int] | None = None
+    instead_of: Saving | None = None
+    line: str = ""
+    of_state: float = 0.0
 
     def apply(self, request: Request) -> Request | None:
         """Returns the request with the saving, or None if it does not suit it, or is applied already."""
@@ -83,22 +83,16 @@ def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in functions if name in requested)
 
 
-def _is_spreadable(request: Request) -> bool:
-    return request.devices > 1 and request.layout.takes_several_devices and not request.balanced
-
-
-def _is_shardable(request: Request) -> bool:
-    return request.devices > 1 and not request.layout.is_sharded and not request.balanced
+def _is_divisible(request: Request) -> bool:
+    """Returns True if several devices have the whole state of the optimizer each."""
+    return request.devices > 1 and not request.balanced
 
 
 def _shard(request: Request) -> Request:
     optimizer = request.optimizer
-    balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters  # Its update needs whole matrices.
+    # Shards of matrices are not enough for Muon and others.
+    balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters
     return dataclasses.replace(request, layout=FSDP, split=None, balanced=balanced)
-
-
-def _has_whole_state(request: Request) -> bool:
-    return request.kind.like_cuda and not request.balanced and not request.layout.is_sharded
 
 
 def _makes_temporaries(classes: tuple[type[optim.Optimizer], ...], request: Request) -> bool:
@@ -128,21 +122,42 @@ def _remove_logits(request: Request) -> Request:
     return dataclasses.replace(request, module=module, criterion=criterion)
 
 
-def _has_more_state(smaller: tuple[str, ...], request: Request) -> bool:
-    """Returns True for an optimizer that is not among those with as little state. Those of an existing step stay."""
-    choice = request.optimizer
-    if not isinstance(choice, OptimizerChoice) or choice.name in smaller:
-        return False
-    return choice.name != "SGD" or choice.make_all([nn.Parameter(torch.zeros(1))])[0].param_groups[0]["momentum"] != 0
+def _other_optimizer(name: str) -> Saving:
+    return Saving(f"another optimizer: {name}", name, "another result", "another optimizer")
 
 
-def _use_optimizer(make: type[optim.Optimizer], request: Request) -> Request:
-    return dataclasses.replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
+def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
+    """Returns the saving of an optimizer, for others with more state. Those of an existing step stay."""
+    matrix = [nn.Parameter(torch.zeros(64, 64))]
+
+    def suits(request: Request) -> bool:
+        choice, least = request.optimizer, OptimizerChoice(make, foreach=False).state_bytes(matrix)
+        return isinstance(choice, OptimizerChoice) and choice.state_bytes(matrix) > least
+
+    def change(request: Request) -> Request:
+        return dataclasses.replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
+
+    return PlannedSaving(_other_optimizer(make.__name__), "optimizer", suits, change)
 
 
-SPREAD = PlannedSaving(applied.BALANCED, "layout", _is_spreadable, lambda request: dataclasses.replace(request, balanced=True))
-ON_HOST = PlannedSaving(applied.OFFLOAD_OPTIMIZER, "layout", _has_whole_state, lines=("savings.offload_optimizer(optimizer)",))
-SHARDS = PlannedSaving(applied.SHARDED, "layout", _is_shardable, _shard)
+SPREAD = PlannedSaving(
+    applied.BALANCED,
+    "layout",
+    suits=lambda request: _is_divisible(request) and request.layout.takes_several_devices,
+    change=lambda request: dataclasses.replace(request, balanced=True),
+)
+ON_HOST = PlannedSaving(
+    applied.OFFLOAD_OPTIMIZER,
+    "layout",
+    suits=lambda request: request.kind.like_cuda and not request.balanced and not request.layout.is_sharded,
+    line="savings.offload_optimizer(optimizer)",
+)
+SHARDS = PlannedSaving(
+    applied.SHARDED,
+    "layout",
+    suits=lambda request: _is_divisible(request) and not request.layout.is_sharded,
+    change=_shard,
+)
 PLANNED = (
     PlannedSaving(
         Saving("2 micro-batches", "micro-batches", "smaller kernels"),
@@ -158,7 +173,7 @@ PLANNED = (
     PlannedSaving(
         applied.LOGITS,
         suits=lambda request: "labels" in request.inputs.kwargs,
-        lines=("savings.replace_lm_head(module)",),
+        line="savings.replace_lm_head(module)",
     ),
     PlannedSaving(
         Saving("LinearCrossEntropy", applied.LOGITS.option, applied.LOGITS.cost),
@@ -166,12 +181,16 @@ PLANNED = (
         suits=lambda request: type(request.criterion) is nn.CrossEntropyLoss and bool(_heads(request.module)),
         change=_remove_logits,
     ),
-    PlannedSaving(applied.SELECTIVE, suits=_has_parts, lines=("savings.checkpoint_activations(module, selective=True)",)),
+    PlannedSaving(
+        applied.SELECTIVE,
+        suits=_has_parts,
+        line="savings.checkpoint_activations(module, selective=True)",
+    ),
     PlannedSaving(
         applied.CHECKPOINT,
         suits=_has_parts,
-        instead_of=(applied.SELECTIVE.name,),
-        lines=("savings.checkpoint_activations(module)",),
+        instead_of=applied.SELECTIVE,
+        line="savings.checkpoint_activations(module)",
     ),
     PlannedSaving(
         Saving(
@@ -187,7 +206,7 @@ PLANNED = (
     PlannedSaving(
         applied.OFFLOAD,
         suits=lambda request: request.kind.like_cuda,  # nothing is offloaded from a CPU
-        lines=("with savings.offload_activations():",),
+        line="with savings.offload_activations():",
     ),
     PlannedSaving(
         applied.BF16,
@@ -201,23 +220,9 @@ PLANNED = (
         suits=lambda request: (
             request.precision != "fp16" and any(each.dtype == torch.float32 for each in request.module.parameters())
         ),
-        lines=("module.to(torch.bfloat16)",),
+        line="module.to(torch.bfloat16)",
     ),
-    PlannedSaving(
-        Saving("another optimizer: SGD", "SGD", "another result", "another optimizer"),
-        "optimizer",
-        functools.partial(_has_more_state, ()),
-        functools.partial(_use_optimizer, optim.SGD),
-    ),
-    PlannedSaving(
-        Saving("another optimizer: Adafactor", "Adafactor", "another result", "another optimizer"),
-        "optimizer",
-        functools.partial(_has_more_state, ("Adafactor",)),
-        functools.partial(_use_optimizer, optim.Adafactor),
-    ),
-    PlannedSaving(
-        Saving("another optimizer: AdamW8bit", "AdamW8bit", "another result", "another optimizer"),
-        "optimizer",
-        bytes_of=lambda parts: parts["optimizer state"] * 3 // 4,
-    ),
+    _smaller(optim.SGD),
+    _smaller(optim.Adafactor),
+    PlannedSaving(_other_optimizer("AdamW8bit"), "optimizer", of_state=0.75),
 )

@@ -40,3 +40,23 @@ PROBLEMS = {
     "language model": (functools.partial(LanguageModel, layers=2), lambda rows: (tokens(rows), tokens(rows))),
     "convolutions": (conv_net, lambda rows: (torch.zeros(rows, 3, 16, 16), torch.zeros(rows, dtype=torch.int64))),
 }
+
+
+class WordModel(nn.Module):
+    """A language model whose blocks are perceptrons of each word."""
+
+    def __init__(self, blocks=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(blocks)])
+        self.output = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.output(self.layers(self.embedding(tokens))).transpose(1, 2)
+
+
+def words(rows):
+    """Returns random inputs and targets of a language model."""
+    torch.manual_seed(1)
+    return torch.randint(VOCABULARY, (rows, LENGTH)), torch.randint(VOCABULARY, (rows, LENGTH))

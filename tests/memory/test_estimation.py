@@ -1,11 +1,13 @@
 """``memory.estimate``: peaks of the CPU's allocator and of torch's tracker, to the byte."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from helpers.allocations import tracked, used
 from helpers.memory_problems import PROBLEMS
+from helpers.slow import slow, slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -14,21 +16,25 @@ from balanced_parallel import memory
 from balanced_parallel.memory.report import PARTS
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("problem", ["perceptron", "language model"])
+@pytest.mark.parametrize(
+    ("problem", "checkpoint"),
+    [("perceptron", True), ("language model", False), slow("perceptron", False), slow("language model", True)],
+)
 @pytest.mark.usefixtures("one_trace")
 def test_peak_equals_the_allocator(problem, checkpoint):
     build, batch = PROBLEMS[problem]
     found = used(build, lambda: batch(24), torch.optim.AdamW, checkpoint=checkpoint)
-    settings = {"savings": ["checkpoint_activations"] if checkpoint else []}
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu", **settings)
+    savings = ["checkpoint_activations"] * checkpoint
+    report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu", savings=savings)
     assert abs(report.allocated[0] - found) <= 0.001 * found
     assert sum(report.parts[0].values()) == report.allocated[0] == report.reserved[0]
     assert set(report.parts[0]) == set(PARTS)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(
+    ("problem", "precision"),
+    slow_but([*itertools.product(PROBLEMS, ["fp32", "bf16"])], ("language model", "bf16"), ("convolutions", "fp32")),
+)
 @pytest.mark.usefixtures("one_trace")
 def test_peak_equals_the_tracker_of_torch(problem, precision):
     """To the byte. Convolutions and products in bf16 take memory for themselves, which tensors do not show."""
@@ -44,8 +50,8 @@ def test_micro_batches_include_accumulated_gradients():
     build, batch = PROBLEMS["language model"]
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     found = used(build, lambda: batch(24), momentum, micro_batch_size=8)
-    settings = {"optimizer": momentum, "device_kind": "cpu"}
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), micro_batch_size=8, **settings)
+    settings = {"optimizer": momentum, "device_kind": "cpu", "micro_batch_size": 8}
+    report = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
     assert abs(report.allocated[0] - found) <= 0.001 * found
     assert (report.rows, report.micro_batches) == (8, 3)
 
@@ -71,6 +77,7 @@ BAD = {
     "devices=2 with layout='single'": {"devices": 2},
     "balanced_optimizer=True with layout='single'": {"balanced_optimizer": True},
     "micro_batch_size=-1": {"micro_batch_size": -1},
+    "whole_gradients=True with layout='ddp', expected layout='fsdp'": {"whole_gradients": True, "layout": "ddp"},
     "savings has 'nothing', expected functions of": {"savings": ["nothing"]},
 }
 

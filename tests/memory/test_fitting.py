@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers.memory_problems import VOCABULARY, tokens
+from helpers.memory_problems import WordModel, tokens, words
 from helpers.ranks import run_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
@@ -20,23 +20,6 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-
-
-class LanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
-        self.output = nn.Linear(32, VOCABULARY)
-
-    def forward(self, tokens):
-        return self.output(self.layers(self.embedding(tokens))).transpose(1, 2)
-
-
-def batch(rows):
-    torch.manual_seed(1)
-    return torch.randint(VOCABULARY, (rows, 16)), torch.randint(VOCABULARY, (rows, 16))
 
 
 def adamw(model, **settings):
@@ -66,39 +49,47 @@ OPTIMIZERS = {
 
 
 def make_step(make_optimizer, devices=None, split=None, weight=None, criterion=None, **settings):
-    model = DataParallelModel(LanguageModel(), devices, split=split)
-    return TrainStep(
-        model, DataParallelCriterion(criterion or nn.CrossEntropyLoss(), weight=weight), make_optimizer(model), **settings
-    )
+    model = DataParallelModel(WordModel(), devices, split=split)
+    wrapped = DataParallelCriterion(criterion or nn.CrossEntropyLoss(), weight=weight)
+    return TrainStep(model, wrapped, make_optimizer(model), **settings)
+
+
+def run_twice(step, inputs, targets, cluster):
+    """Returns the peak of the second of two updates on simulated devices."""
+    for _ in range(2):
+        cluster.reset_peak()
+        step(inputs, targets)
+    return max(cluster.peak)
 
 
 def fits(make, size, capacity, rows):
     """Returns True if two steps with micro-batches of ``size`` rows run within the capacity."""
-    with simulate(len(capacity), list(capacity)):
+    with simulate(len(capacity), list(capacity)) as cluster:
         step = make()
         step.micro_batch_size = size
         try:
-            for _ in range(2):
-                step(*batch(rows))
+            run_twice(step, *words(rows), cluster)
         except torch.OutOfMemoryError:
             return False
         return True
 
 
+def fit_and_run(make, capacity, rows):
+    """Fits a step, and runs it twice. Returns its micro-batch size. The report has the peak of the second update."""
+    with simulate(len(capacity), capacity) as cluster:
+        step = make()
+        report = memory.fit(step, *words(rows))
+        assert 1 < step.micro_batch_size < rows // 2
+        assert run_twice(step, *words(rows), cluster) == pytest.approx(max(report.allocated), rel=0.01)
+        return step.micro_batch_size
+
+
 @released_at_once
 @pytest.mark.parametrize("name", slow_but(list(OPTIMIZERS), "BalancedOptimizer"))
 def test_chosen_rows_fit_and_one_more_does_not(name):
-    capacity = ("2MiB",) * 2
     make = functools.partial(make_step, OPTIMIZERS[name])
-    with simulate(2, capacity) as cluster:
-        step = make()
-        report = memory.fit(step, *batch(50))
-        size = step.micro_batch_size
-        for _ in range(2):
-            cluster.reset_peak()
-            step(*batch(50))
-        assert 1 < size < 25
-        assert max(report.allocated) == pytest.approx(max(cluster.peak), rel=0.01)
+    capacity = ("2MiB",) * 2
+    size = fit_and_run(make, capacity, 50)
     assert not fits(make, size + 1, capacity, (size + 1) * 6)
 
 
@@ -117,37 +108,28 @@ def other_loss(output, targets):
 )
 def test_settings_of_the_step_decide(capacity, settings):
     make = functools.partial(make_step, adamw, **settings)
-    with simulate(len(capacity), capacity) as cluster:
-        step = make()
-        report = memory.fit(step, *batch(100))
-        size = step.micro_batch_size
-        for _ in range(2):
-            cluster.reset_peak()
-            step(*batch(100))
-        assert 1 < size < 50
-        assert max(report.allocated) == pytest.approx(max(cluster.peak), rel=0.01)
-    assert not fits(make, size + 2, capacity, 200)
+    assert not fits(make, fit_and_run(make, capacity, 100) + 2, capacity, 200)
 
 
 def test_tensors_of_others_and_of_the_step_count():
     with simulate(1, "2MiB"):
         step = make_step(adamw)
-        memory.fit(step, *batch(50))
+        memory.fit(step, *words(50))
         alone = step.micro_batch_size
-        step(*batch(50))
-        memory.fit(step, *batch(50))
+        step(*words(50))
+        memory.fit(step, *words(50))
         assert step.micro_batch_size == alone  # the optimizer's state and the gradients are the step's own
         other = torch.zeros(2**18 // 4, device="sim:0")
-        memory.fit(step, *batch(50))
+        memory.fit(step, *words(50))
         assert step.micro_batch_size < alone
-        assert step(*batch(50)).isfinite()
+        assert step(*words(50)).isfinite()
         del other
 
 
 def test_a_batch_that_fits_runs_at_once():
     with simulate(2, "1GiB"):
         step = make_step(adamw, micro_batch_size=1)
-        assert memory.fit(step, *batch(7)).micro_batches == 1
+        assert memory.fit(step, *words(7)).micro_batches == 1
         assert step.micro_batch_size == 4
         assert memory.fit(step, tokens(7).to("meta"), tokens(7).to("meta"), capacity="512MiB").allocated[0] > 0
 
@@ -155,9 +137,9 @@ def test_a_batch_that_fits_runs_at_once():
 def test_the_cpu_needs_a_capacity():
     step = make_step(adamw, ["cpu"] * 2)
     with pytest.raises(ValueError, match="the model is on the CPU, which other programs use too: give capacity="):
-        memory.fit(step, *batch(6))
+        memory.fit(step, *words(6))
     assert step.micro_batch_size is None
-    report = memory.fit(step, *batch(60), capacity="4MiB")  # of the CPU, with both replicas
+    report = memory.fit(step, *words(60), capacity="4MiB")  # of the CPU, with both replicas
     assert 1 < step.micro_batch_size < 30
     assert sum(report.allocated) <= 4 * 2**20
 
@@ -167,7 +149,7 @@ def test_replicas_on_one_device_share_it():
     make = functools.partial(make_step, adamw, ["sim:0", "sim:1", "sim:0"])
     with simulate(2, ["4MiB", "2MiB"]):
         step = make()
-        memory.fit(step, *batch(100))
+        memory.fit(step, *words(100))
     assert 1 < step.micro_batch_size < 33
     assert fits(make, step.micro_batch_size, ["4MiB", "2MiB"], 100)
 
@@ -176,7 +158,7 @@ def test_a_step_that_does_not_fit_names_the_best_saving():
     with simulate(2, "400KiB"):
         step = make_step(adamw, micro_batch_size=3)
         with pytest.raises(ValueError, match="not one row fits: one row per device needs .* of device 0, expected") as error:
-            memory.fit(step, *batch(50))
+            memory.fit(step, *words(50))
         assert "The largest holders are " in str(error.value)
         assert "185.09 KiB of parameters; " in str(error.value)
         assert "offload_optimizer would save most, 373.00 KiB" in str(error.value)
@@ -208,23 +190,19 @@ def test_rows_in_other_dimensions_fit(in_dims, inputs):
         step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), adamw(model))
         report = memory.fit(step, inputs, torch.zeros(6, 256))
         assert step.micro_batch_size == 3
-        for _ in range(2):
-            cluster.reset_peak()
-            step(inputs, torch.zeros(6, 256))
-        assert max(report.allocated) == pytest.approx(max(cluster.peak), rel=0.05)
+        peak = run_twice(step, inputs, torch.zeros(6, 256), cluster)
+        assert max(report.allocated) == pytest.approx(peak, rel=0.05)
 
 
 def fit_on_ranks(rank, balanced):
     with simulate(2, ["2MiB", "3MiB"]) as cluster:
-        model, criterion = parallelize(LanguageModel(), nn.CrossEntropyLoss(), strategy="ddp")
+        model, criterion = parallelize(WordModel(), nn.CrossEntropyLoss(), strategy="ddp")
         optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else adamw(model)
         step = TrainStep(model, criterion, optimizer)
-        report = memory.fit(step, *batch(50 - rank))
-        for _ in range(2):
-            cluster.reset_peak()
-            step(*batch(50 - rank))
+        report = memory.fit(step, *words(50 - rank))
+        run_twice(step, *words(50 - rank), cluster)
         with pytest.raises(ValueError, match="not one row fits"):
-            memory.fit(step, *batch(50), capacity="300KiB" if rank else "2MiB")
+            memory.fit(step, *words(50), capacity="300KiB" if rank else "2MiB")
         return step.micro_batch_size, report.allocated[0], cluster.peak[rank]
 
 
@@ -239,8 +217,8 @@ def test_ranks_agree(balanced):
 
 
 def test_a_step_that_is_limited_by_cost_is_refused():
-    model = DataParallelModel(LanguageModel(), ["cpu"])
+    model = DataParallelModel(WordModel(), ["cpu"])
     cut = ByCost(lambda tokens: tokens.bool().sum(1))
     step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), adamw(model), cut=cut)
     with pytest.raises(ValueError, match="limited by cost.*: micro_batch_size='auto' finds a cost that fits as it trains"):
-        memory.fit(step, *batch(2), capacity="1GiB")
+        memory.fit(step, *words(2), capacity="1GiB")

@@ -11,23 +11,18 @@ from torch import nn
 from balanced_parallel import memory, simulate
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory.fitting import saved_bytes
-from balanced_parallel.memory.savings import PLANNED
+from balanced_parallel.memory.savings import PLANNED, savings_of
 
 
-def table_of(problem, devices=1, **settings):
+def table_of(problem, savings, devices=1, **settings):
     """Returns the peak of a step, and by name the bytes that each saving takes off it."""
     build, batch = PROBLEMS[problem]
     layout = "single" if devices == 1 else "replicas"
     settings |= {"devices": devices, "layout": layout, "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(16), **settings)
     peak = max(report.allocated)
-    saved = saved_bytes(report.batches.request, 16, peak, PLANNED)
+    saved = saved_bytes(report.batches.request, 16, peak, savings)
     return peak, {planned.saving.name: size for planned, size in saved.items()}
-
-
-@pytest.fixture(scope="module")
-def table():
-    return table_of("convolutions", optimizer=torch.optim.SGD)
 
 
 def measure(pieces):
@@ -45,47 +40,46 @@ def measure(pieces):
         return cluster.peak[0]
 
 
-def test_bytes_are_those_of_simulated_devices(table):
-    peak, saved = table
+def test_every_saving_that_suits_the_step_is_traced_and_bytes_are_those_of_simulated_devices():
+    peak, saved = table_of("convolutions", PLANNED, optimizer=torch.optim.SGD)
     measured = measure(1)
     assert peak == pytest.approx(measured, rel=0.02)
     assert saved["2 micro-batches"] == pytest.approx(measured - measure(2), abs=0.02 * measured)
-
-
-def test_every_saving_that_suits_the_step_is_traced(table):
-    _, saved = table
-    _, several = table_of("perceptron", devices=2)
-    assert list(several) == [each.saving.name for each in PLANNED if each.saving.name in several]
-    assert several["BalancedOptimizer"] > 0
-    assert several['strategy="fsdp"'] > 0
-    assert several["offload_optimizer"] > 0
+    assert list(saved) == [each.saving.name for each in PLANNED if each.saving.name in saved]
     assert saved['precision="bf16"'] > 0
     assert saved["offload_activations"] == 0  # no tensor is large enough
     assert saved.keys().isdisjoint(['strategy="fsdp"', "replace_lm_head"])  # on one device, without labels
     assert not [name for name in saved if name.startswith("another optimizer")]  # none has less state than SGD
 
 
-def test_the_command_prints_the_table(nets, capsys):
-    flags = ["--problem", nets("small"), "--device-kind", "sim", "--optimizer", "sgd"]
-    assert main(["tricks", *flags]) == 0
+def test_layouts_save_bytes_of_several_devices():
+    _, saved = table_of("perceptron", savings_of("layout"), devices=2)
+    assert list(saved) == ["BalancedOptimizer", "offload_optimizer", 'strategy="fsdp"']
+    assert min(saved.values()) > 0
+
+
+def test_the_command_prints_the_table_and_writes_the_page_of_the_step(nets, tmp_path, capsys):
+    page = tmp_path / "step.html"
+    flags = ["tricks", "--problem", nets("small"), "--device-kind", "sim", "--optimizer", "sgd"]
+    assert main([*flags, "--html", str(page)]) == 0
     peak, table, others = capsys.readouterr().out.split("\n\n")
     assert peak.startswith("peak without tricks: ")
     header, _, *rows = table.splitlines()
     assert re.split(" {2,}", header) == ["trick", "saves", "of the peak", "cost"]
     traced = [re.split(" {2,}", row)[0] for row in rows]
-    start, _, names = others.strip().partition(": ")
+    others, wrote = others.splitlines()
+    start, _, names = others.partition(": ")
     assert start == "not traced for this step"
     assert sorted([*traced, *names.split(", ")]) == sorted(each.saving.name for each in PLANNED)
     assert "another optimizer: SGD" not in traced
-    assert main(["tricks", *flags, "--json", "--devices", "2"]) == 0
+    assert wrote == f"wrote {page}"
+    assert "Options of the plan" not in page.read_text()
+
+
+def test_the_command_prints_json(nets, capsys):
+    flags = ["tricks", "--problem", nets("small"), "--device-kind", "sim", "--optimizer", "sgd"]
+    assert main([*flags, "--json", "--devices", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["peak"] > 0
     assert all(set(trick) == {"name", "saves", "cost"} for trick in found["tricks"])
     assert "BalancedOptimizer" in {trick["name"] for trick in found["tricks"]}
-
-
-def test_the_command_writes_the_page_of_the_step(nets, tmp_path, capsys):
-    page = tmp_path / "step.html"
-    assert main(["tricks", "--problem", nets("small"), "--device-kind", "sim", "--html", str(page)]) == 0
-    assert f"wrote {page}" in capsys.readouterr().out
-    assert "Options of the plan" not in page.read_text()

@@ -11,6 +11,6 @@ def test_the_page_has_a_row_for_each_saving():
     expected = []
     for planned in PLANNED:
         saving = planned.saving
-        tried = "as a remark" if planned.bytes_of else "by hand" if planned.stage == "by hand" else "yes"
+        tried = "as a remark" if planned.of_state else "by hand" if planned.stage == "by hand" else "yes"
         expected.append((f"`{saving.name}`", saving.cost, saving.result, tried))
     assert shown == expected
