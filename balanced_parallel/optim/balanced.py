@@ -259,8 +259,6 @@ class _ReplicaShards:
     @torch.no_grad()
     def collect(self) -> None:
         """Moves gradients that a user set on the model's own parameters to the owners."""
-        if any(piece.values.dtype != piece.parameter.dtype for owners in self._owners for piece in owners.pieces):
-            self._prepare()  # raises an error that says what to do
         if not self._pieces:
             return
         self._model.reduce_gradients()

@@ -27,7 +27,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +122,14 @@ class Schedule(NamedTuple):
         return self.side if self.overlaps else None
 
 
+Kinds = dict[int, tuple[torch.Size, torch.dtype]]
+
+
+def kinds_of(parameters: Iterable[nn.Parameter]) -> Kinds:
+    """Returns the present shape and dtype of each parameter, by its id."""
+    return {id(parameter): (parameter.shape, parameter.dtype) for parameter in parameters}
+
+
 # The buckets of all modules of the process. Two modules may share a parameter, and neither knows the other.
 _buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()
 
@@ -131,6 +139,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
+        self.kinds = kinds_of(parameters)
         self.owners: BucketOwners | None = None  # receive the gradients in place of the parameters' ``grad``
         self.held: dict[torch.device, Gradients] = {}  # Gradients of the other replicas that are not reduced yet.
         self._local: dict[int, weakref.ref[Tensor]] = {}  # The ``grad`` that others wait for, by place of the parameter.
@@ -338,6 +347,16 @@ class GradientBuckets:
     def is_sharded(self) -> bool:
         """True if owners receive the gradients of at least one bucket."""
         return any(bucket.owners is not None for bucket in self.buckets)
+
+    @property
+    def pieces(self) -> "list[Piece]":
+        """The pieces of all owners."""
+        return [piece for bucket in self.buckets if bucket.owners is not None for piece in bucket.owners.pieces]
+
+    @property
+    def kinds(self) -> Kinds:
+        """Shape and dtype of each parameter when its bucket was made, by its id."""
+        return {key: kind for bucket in self.buckets for key, kind in bucket.kinds.items()}
 
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold."""

@@ -46,7 +46,6 @@ class ModuleTree:
         self._custom = [at for at, module in enumerate(self.modules) if not type(module).__module__.startswith("torch.")]
         parameters = {id(each): each for module in self.modules for each in parameters_of(module).values() if each is not None}
         self.parameters = list(parameters.values())
-        self.note_kinds()
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
         flat = [(rnn, [*map(id, rnn._flat_weights)]) for rnn in self.modules if isinstance(rnn, nn.RNNBase)]
@@ -73,14 +72,6 @@ class ModuleTree:
             if parameters and [*map(id, parameters.values())] != identities:  # == on parameters would compare their values
                 return False
         return True
-
-    def present_kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Returns shapes and dtypes of the parameters."""
-        return [(parameter.shape, parameter.dtype) for parameter in self.parameters]
-
-    def note_kinds(self) -> None:
-        """Notes the present shapes and dtypes of the parameters."""
-        self.kinds = self.present_kinds()
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""

@@ -137,12 +137,12 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-ParameterState = tuple[int, torch.Size, int, bool]  # address, shape, version counter, requires_grad
+ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]  # version counter, address, shape, dtype, requires_grad
 
 
 def parameter_states(parameters: Iterable[Tensor]) -> list[ParameterState]:
     """Returns all that torch records of a write to each of ``parameters``. See :func:`versions`."""
-    return [(p.data_ptr(), p.shape, 0 if p.is_inference() else p._version, p.requires_grad) for p in parameters]
+    return [(0 if p.is_inference() else p._version, p.data_ptr(), p.shape, p.dtype, p.requires_grad) for p in parameters]
 
 
 def is_differentiable(tensor: Tensor) -> bool:
