@@ -283,7 +283,8 @@ class _ReplicaShards:
 
     def run(self, method: str) -> None:
         """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the model's own parameters."""
-        self._prepare()
+        if self._pieces:  # Follows all changes of the parameters but values that no version counter tells of.
+            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
         self.collect()
         with self._model.replicas.in_turn():
             for owners in () if self._model.replicas.are_fresh else self._owners:
@@ -311,8 +312,8 @@ class _ReplicaShards:
             if states:
                 state[number] = _join(parameter, states)
         groups = [
-            {**group, "params": [next(numbers) for _ in own["params"]]}
-            for group, own in zip(self.inner.state_dict()["param_groups"], self._groups, strict=True)
+            {**group, "params": [next(numbers) for _ in whole["params"]]}
+            for group, whole in zip(self.inner.state_dict()["param_groups"], self._groups, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
@@ -328,14 +329,9 @@ class _ReplicaShards:
                 number = next(numbers)
                 if index in state_dict["state"]:
                     state[number] = _cut(parameter, piece, state_dict["state"][index])
-        inner = self.inner.state_dict()["param_groups"]
-        groups = [{**group, "params": own["params"]} for group, own in zip(saved, inner, strict=True)]
+        pieces = self.inner.state_dict()["param_groups"]
+        groups = [{**group, "params": present["params"]} for group, present in zip(saved, pieces, strict=True)]
         self.inner.load_state_dict({"state": state, "param_groups": groups})
-
-    def _prepare(self) -> None:
-        """Follows changes of the model's own parameters, but for values that no version counter tells of."""
-        if self._pieces:
-            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
 
     def _updated(self, parameter: Tensor) -> list[Tensor]:
         """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""

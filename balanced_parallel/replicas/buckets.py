@@ -222,8 +222,7 @@ class Bucket:
             if takes_local or self.owners is None:
                 self._local = {}
         if local:
-            held = {self._home: {}, **held}  # the first replica comes first
-            held[self._home] = _merged(local, held[self._home])
+            held = {self._home: _merged(local, held.pop(self._home, {})), **held}  # the first replica comes first
         if not held:
             return lambda: None
         if self.owners is not None:
@@ -260,14 +259,12 @@ class Bucket:
                 accumulate(self.parameters, replicas.pop(self._home, {}), is_copy=True)
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device, {}))
+            waiting = {place: gradient for gradients in self.held.values() for place, gradient in gradients.items()}
             for place, parameter in enumerate(self.parameters) if deferred else ():
-                local = parameter.grad
-                waiting = next((gradients[place] for gradients in self.held.values() if place in gradients), None)
-                if local is None and waiting is not None:  # the first replica has none
-                    local = torch.zeros_like(waiting, device=self._home)
-                    parameter.grad = local
-                if local is not None:
-                    self._local[place] = weakref.ref(local)
+                if parameter.grad is None and place in waiting:  # the first replica has none
+                    parameter.grad = torch.zeros_like(waiting[place], device=self._home)
+                if parameter.grad is not None:
+                    self._local[place] = weakref.ref(parameter.grad)
 
     def _drop_discarded(self) -> None:
         """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets one if it creates a graph."""
@@ -370,13 +367,14 @@ class GradientBuckets:
         if self.side is not None:  # a backward that failed did not join
             self.side.join()
 
-    def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
+    def rebuild(self, *groups: Sequence[nn.Parameter]) -> list[list[Bucket]]:
         """Makes new buckets of those parameters in each of ``groups`` that require a gradient and have no owners."""
         self.reduce()
-        sharded = [bucket for bucket in self.buckets if bucket.owners is not None]
-        owned = {id(parameter) for bucket in sharded for parameter in bucket.parameters}
-        learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
-        self.buckets = [*sharded, *(bucket for group in learning for bucket in make_buckets(group))]
+        self.buckets = [bucket for bucket in self.buckets if bucket.owners is not None]
+        owned = self.kinds
+        buckets = [make_buckets([each for each in group if each.requires_grad and id(each) not in owned]) for group in groups]
+        self.buckets += itertools.chain(*buckets)
+        return buckets
 
     def schedule(self, bucket: Bucket, streams: Streams, *, deferred: bool) -> Schedule:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
-from ..runtime.torch_private import BUFFERS, CHILDREN, FORWARD_HOOKS, PARAMETERS, buffers_of, is_compiled, parameters_of
+from ..runtime.torch_private import (
+    BUFFERS,
+    CHILDREN,
+    FLAT_REFERENCES,
+    FLAT_WEIGHTS,
+    FORWARD_HOOKS,
+    PARAMETERS,
+    buffers_of,
+    is_compiled,
+    parameters_of,
+)
 
 
 class TreePart(NamedTuple):
@@ -25,7 +35,6 @@ class TreePart(NamedTuple):
     children: dict[str, nn.Module | None]
     places: dict[str, int | None]  # Each of its parameters has a place among those of the tree.
     identities: list[int]  # Its parameters have these.
-    lists: list[str]  # names of its lists
     size: int  # number of its attributes
 
 
@@ -48,23 +57,25 @@ class ModuleTree:
         self.parameters = list(parameters.values())
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
-        flat = [(rnn, [*map(id, rnn._flat_weights)]) for rnn in self.modules if isinstance(rnn, nn.RNNBase)]
-        self.rnns = [(rnn, [self.place[key] for key in keys]) for rnn, keys in flat if self.place.keys() >= {*keys}]
+        # The weights of each RNN in the order of cuDNN. Those that a hook computes have no place.
+        self._rnns = {
+            number: (rnn, [self.place.get(id(weight)) for weight in rnn.__dict__[FLAT_WEIGHTS]])
+            for number, rnn in enumerate(self.modules)
+            if isinstance(rnn, nn.RNNBase)
+        }
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)
         parameters = parameters_of(module)
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
-        lists = [name for name, value in module.__dict__.items() if type(value) is list]
-        return TreePart(
-            module, module.__dict__[CHILDREN].copy(), places, [*map(id, parameters.values())], lists, len(module.__dict__)
-        )
+        children = module.__dict__[CHILDREN].copy()
+        return TreePart(module, children, places, [*map(id, parameters.values())], len(module.__dict__))
 
     def still_is(self, root: nn.Module) -> bool:
         """Returns True if the tree under ``root`` still has the same modules and the same parameters."""
         if self.modules[0] is not root:
             return False
-        for module, children, places, identities, _, size in self._parts:
+        for module, children, places, identities, size in self._parts:
             state = module.__dict__
             parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
             if len(state) != size or state[CHILDREN] != children or parameters.keys() != places.keys():
@@ -111,11 +122,8 @@ class ModuleTree:
                 state[CHILDREN] = children.copy()
             if own_buffers := state[BUFFERS]:
                 state[BUFFERS] = {name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()}
-            if tensors is not None:
-                if part.places:
-                    state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in part.places.items()}
-                for name in part.lists:
-                    state[name] = self._swapped(state[name], tensors)
+            if tensors is not None and part.places:
+                state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in part.places.items()}
             # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
             # a hook needs a dictionary that lives on, as that of the skeleton does.
             hooks, registered = skeleton.__dict__[FORWARD_HOOKS], state[FORWARD_HOOKS]
@@ -127,6 +135,9 @@ class ModuleTree:
             skeleton.__dict__.update(state)
             if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
+        if tensors is not None:
+            for number, (rnn, weights) in self._rnns.items():
+                skeletons[number][1].__dict__.update(_flat(rnn, weights, tensors))
         for place, name, value in self._caches:
             skeletons[place][1].__dict__[name] = map_leaves(lambda leaf: buffers.get(id(leaf), leaf), value)
         return skeletons[0][1]
@@ -174,8 +185,9 @@ class ModuleTree:
             attributes = part.module.__dict__
             places = [(name, at) for name, at in part.places.items() if at is not None]
             changes += [(attributes[PARAMETERS], name, tensors[at], self.parameters[at]) for name, at in places]
-            lists = [(name, attributes[name]) for name in part.lists if name in attributes]
-            changes += [(attributes, name, self._swapped(before, tensors), before) for name, before in lists]
+        for rnn, weights in self._rnns.values():
+            flat = _flat(rnn, weights, tensors)
+            changes += [(rnn.__dict__, name, value, rnn.__dict__[name]) for name, value in flat.items()]
         try:
             for attributes, name, value, _ in changes:
                 attributes[name] = value
@@ -185,28 +197,21 @@ class ModuleTree:
                 if attributes.get(name) is value:  # else the forward has set another value, which stays
                     attributes[name] = before
 
-    def _swapped(self, value: Any, tensors: list[Tensor]) -> Any:
-        """Returns a list of parameters, or of weak references to them, with the parameters replaced. Other values stay.
-
-        An RNN has both, and flattens its weights again in every forward in which they do not agree with its parameters.
-        """
-        if type(value) is not list:
-            return value
-        places = [self.place.get(id(entry() if isinstance(entry, weakref.ref) else entry)) for entry in value]
-        if all(at is None for at in places):
-            return value
-        swapped = [entry if at is None else tensors[at] for entry, at in zip(value, places, strict=True)]
-        pairs = zip(value, swapped, strict=True)
-        return [weakref.ref(new) if isinstance(old, weakref.ref) and new is not old else new for old, new in pairs]
+    def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
+        """Moves the copies of the weights of each RNN, which are among ``tensors``, to one buffer, as cuDNN needs them."""
+        with torch.inference_mode(False):
+            for rnn, places in self._rnns.values():
+                if None not in places:
+                    # the method reads sizes and weights of its object, and nothing else
+                    copied: Any = SimpleNamespace(**{**vars(rnn), **_flat(rnn, places, tensors)})
+                    nn.RNNBase.flatten_parameters(copied)
 
 
-def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:
-    """Moves the copies of the weights of each RNN, at its places among ``tensors``, to one buffer, as cuDNN needs them."""
-    with torch.inference_mode(False):
-        for rnn, places in rnns:
-            # the method reads sizes and ``_flat_weights`` of its object, and nothing else
-            weights = {"_flat_weights": [tensors[at] for at in places]}
-            nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), **weights}))  # type: ignore[arg-type]
+def _flat(rnn: nn.RNNBase, places: Sequence[int | None], tensors: Sequence[Tensor]) -> dict[str, list[Any]]:
+    """Returns the lists of an RNN with its weights. It flattens them in every forward in which they are not its parameters."""
+    weights = [weight if at is None else tensors[at] for weight, at in zip(rnn.__dict__[FLAT_WEIGHTS], places, strict=True)]
+    references = [weight if weight is None else weakref.ref(weight) for weight in weights]
+    return {FLAT_WEIGHTS: weights, FLAT_REFERENCES: references}
 
 
 def check_module(module: Any) -> None:

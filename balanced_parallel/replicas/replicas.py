@@ -30,7 +30,7 @@ from ..runtime.devices import Devices, on_device
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states, versions
 from .buckets import Bucket, GradientBuckets, kinds_of
-from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, refuse_rescaled
+from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
@@ -132,14 +132,16 @@ class Replicas:
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
         """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
         tree = self.prepare(module, devices)
-        chosen = set(map(id, parameters))
-        others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
-        self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
-        return [
-            (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
-            for bucket in self.gradients.buckets
-            if id(bucket.parameters[0]) in chosen
-        ]
+        owned = set(map(id, parameters))
+        chosen = [parameter for parameter in tree.parameters if id(parameter) in owned]
+        others = [parameter for parameter in tree.parameters if id(parameter) not in owned]
+        buckets, _ = self.gradients.rebuild(chosen, others)
+        return [(bucket, [self._everywhere(tree, parameter) for parameter in bucket.parameters]) for bucket in buckets]
+
+    def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
+        """Returns a parameter and its copies, by device."""
+        place = tree.place[id(parameter)]
+        return {parameter.device: parameter, **{device: each[place] for device, each in self.copies.by_device.items()}}
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -183,21 +185,21 @@ class Replicas:
             return
         for each in copies.by_device.values():
             if is_moved:
-                flatten_weights(tree.rnns, each)
+                tree.flatten_weights(each)
             for copied, parameter in zip(each, parameters, strict=True):
                 copied.requires_grad_(parameter.requires_grad)  # a forward under no_grad may ask for gradients
         for piece in self.gradients.pieces:
-            piece.repoint(copies.everywhere(piece.parameter, tree.place[id(piece.parameter)]))
+            piece.repoint(self._everywhere(tree, piece.parameter))
 
     def _follow_buckets(self, tree: ModuleTree) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
-        known, present = self.gradients.kinds, kinds_of(tree.parameters)
+        before, present = self.gradients.kinds, kinds_of(tree.parameters)
         trained = kinds_of(parameter for parameter in tree.parameters if parameter.requires_grad)
         if not self.gradients.is_sharded:
-            if known != trained:
+            if before != trained:
                 self.gradients.rebuild(tree.parameters)
                 self._skeletons = []  # They have graphs of the parameters before.
-        elif not trained.keys() <= known.keys() or any(present[key] != kind for key, kind in known.items()):
+        elif not trained.keys() <= before.keys() or any(present[key] != kind for key, kind in before.items()):
             self.forget_values()  # the next forward is refused too
             self._refuse_sharded()
 
@@ -372,20 +374,20 @@ class ParameterCopies:
         self.by_device |= copies
         return True
 
-    def everywhere(self, parameter: nn.Parameter, place: int) -> dict[torch.device, Tensor]:
-        """Returns a parameter and its copies, by device."""
-        return {parameter.device: parameter, **{device: copies[place] for device, copies in self.by_device.items()}}
-
 
 def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, Tensor]]:
     """Returns copies of all buffers for each of ``devices``, by the id of the buffer."""
     if not buffers:
         return [{}] * len(devices)
     # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
-    plain = [each for each in buffers if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)]
-    others = set(map(id, buffers)) - set(map(id, plain))
-    copied = transport.copies([buffer.detach() for buffer in plain], devices, transport.BUFFER_BYTES)
-    copies = [dict(zip(map(id, plain), tensors, strict=True)) for tensors in copied]
-    for device, by_buffer in zip(devices, copies, strict=True) if others else ():
-        by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in buffers if id(buffer) in others)
-    return copies
+    plain = {
+        id(each): each.detach()
+        for each in buffers
+        if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)
+    }
+    others = [each for each in buffers if id(each) not in plain]
+    copied = transport.copies([*plain.values()], devices, transport.BUFFER_BYTES)
+    return [
+        {**dict(zip(plain, tensors, strict=True)), **{id(each): each.to(device, copy=True) for each in others}}
+        for device, tensors in zip(devices, copied, strict=True)
+    ]

@@ -202,6 +202,8 @@ StorageReference = StorageWeakRef  # a key that does not keep the memory; while 
 
 # Keys of ``module.__dict__``, for code that copies modules in every forward, without a call for each entry.
 CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS = "_modules", "_parameters", "_buffers", "_forward_hooks"
+# Keys of an RNN: its weights in the order of cuDNN, and weak references to them, which it compares with its parameters.
+FLAT_WEIGHTS, FLAT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 _COMPILED = "_orig_mod"  # the child of the module that torch.compile returns
 
 # A module's own entries, without those of its submodules. Changes to the dictionary change the module.
