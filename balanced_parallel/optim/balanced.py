@@ -46,9 +46,14 @@ class Recipe(NamedTuple):
         return self.optimizer_class(groups, **self.defaults)  # type: ignore[no-any-return]
 
 
+def _parameters_of(groups: Groups) -> list[Any]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def _replaced(groups: Groups, tensors: Mapping[Tensor, Tensor]) -> Groups:
     """Returns param groups over ``tensors`` of their parameters. Parameters that have none are left out."""
-    return [{**group, "params": [tensors[each] for each in group["params"] if each in tensors]} for group in groups]
+    params = [[tensors[each] for each in group["params"] if each in tensors] for group in groups]
+    return [{**group, "params": part} for group, part in zip(groups, params, strict=True)]
 
 
 class BalancedOptimizer(torch.optim.Optimizer):
@@ -242,17 +247,20 @@ class _ReplicaShards:
 
     def __init__(self, model: DataParallelModel, recipe: Recipe, shard: str) -> None:
         self._model, self._groups = model, recipe.groups
-        self._parameters: list[Tensor] = [parameter for group in recipe.groups for parameter in group["params"]]
+        self._parameters = _parameters_of(recipe.groups)
         self._owners: list[BucketOwners] = []
         self._pieces: dict[Tensor, list[Piece]] = {}
         if len(set(model.devices)) > 1:
             self._shard(shard)
-        updated = [[tensor for each in group["params"] for tensor in self._updated(each)] for group in recipe.groups]
-        self.inner = recipe.make([{**group, "params": part} for group, part in zip(recipe.groups, updated, strict=True)])
+        updated = []
+        for group in recipe.groups:
+            tensors = itertools.chain(*map(self._updated, group["params"]))
+            updated.append({**group, "params": [*tensors]})
+        self.inner = recipe.make(updated)
         self._optimizers: OwnerOptimizers | None = None
         if self._pieces and shard == "parameters":
             owned: dict[torch.device, dict[Tensor, Tensor]] = {}
-            for tensor in itertools.chain(*updated):
+            for tensor in _parameters_of(updated):
                 owned.setdefault(tensor.device, {})[tensor] = tensor
             self._optimizers = OwnerOptimizers(recipe, self.inner, [*owned.values()])
 
@@ -308,7 +316,8 @@ class _ReplicaShards:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
         state, numbers = {}, itertools.count()
         for number, parameter in enumerate(self._parameters):
-            states = [self.inner.state[tensor] for tensor in self._updated(parameter) if tensor in self.inner.state]
+            tensors = self._updated(parameter)
+            states = [self.inner.state[tensor] for tensor in tensors if tensor in self.inner.state]
             if states:
                 state[number] = _join(parameter, states)
         groups = [
@@ -324,18 +333,19 @@ class _ReplicaShards:
         if sizes != expected:
             raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
         state, numbers = {}, itertools.count()
-        for parameter, index in zip(self._parameters, (index for group in saved for index in group["params"]), strict=True):
+        for parameter, index in zip(self._parameters, _parameters_of(saved), strict=True):
             for piece in self._pieces.get(parameter, [None]):
                 number = next(numbers)
                 if index in state_dict["state"]:
                     state[number] = _cut(parameter, piece, state_dict["state"][index])
-        pieces = self.inner.state_dict()["param_groups"]
-        groups = [{**group, "params": present["params"]} for group, present in zip(saved, pieces, strict=True)]
+        pairs = zip(saved, self.inner.state_dict()["param_groups"], strict=True)
+        groups = [{**group, "params": present["params"]} for group, present in pairs]
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _updated(self, parameter: Tensor) -> list[Tensor]:
         """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
-        return [piece.values for piece in self._pieces[parameter]] if parameter in self._pieces else [parameter]
+        pieces = self._pieces.get(parameter)
+        return [parameter] if pieces is None else [piece.values for piece in pieces]
 
     def _shard(self, shard: str) -> None:
         model = self._model
@@ -397,7 +407,7 @@ class _ElementRanks:
         return map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        parameters = [each for group in self.inner.param_groups for each in group["params"]]
+        parameters = _parameters_of(self.inner.param_groups)
         copies = map_tensors(torch.clone, state_dict["state"])  # torch would go on with the caller's tensors
         state = {key: map_tensors(functools.partial(_distributed, like=parameters[key]), copies[key]) for key in copies}
         self.inner.load_state_dict({**state_dict, "state": state})
@@ -408,7 +418,7 @@ class _ParameterRanks(_ElementRanks):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self._parameters: list[Tensor] = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        self._parameters = _parameters_of(self.inner.param_groups)
         self._owners = assign_owners(self._parameters, world_size())
         self._sharded = [each for each in self._parameters if each.requires_grad and is_sharded(each)]
         self._gathered: dict[Tensor, Tensor] = {}
@@ -416,7 +426,7 @@ class _ParameterRanks(_ElementRanks):
             if parameter.requires_grad:
                 value = _whole(parameter).requires_grad_()  # an optimizer may look at values when it is made
             else:
-                value = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)  # nothing is gathered for it
+                value = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
             if self._owners[parameter] == rank():
                 self._gathered[parameter] = value
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
@@ -455,7 +465,7 @@ class _ParameterRanks(_ElementRanks):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         whole = map_tensors(_whole, state_dict["state"])
-        owned = [number for number, parameter in enumerate(self._parameters) if self._owners[parameter] == rank()]
+        owned = [number for number, each in enumerate(self._parameters) if self._owners[each] == rank()]
         state = {number: map_tensors(torch.clone, whole[number]) for number in owned if number in whole}
         self.inner.load_state_dict({**state_dict, "state": state})
 
@@ -559,23 +569,29 @@ def check_exact(recipe: Recipe, shard: str) -> None:
 
 def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
     rate = getattr(inspect.signature(recipe.optimizer_class).parameters.get("lr"), "default", None)
-    default = {"lr": rate} if isinstance(rate, float) else {}  # A small rate hides that all parameters have one step size.
+    # A small rate hides that all parameters have one step size.
+    default = {"lr": rate} if isinstance(rate, float) else {}
     generator = torch.Generator().manual_seed(3)
     # A matrix has more elements than a block of quantized state. D-Adaptation needs steady gradients.
     limit, noise = (64, 1.0) if shard == "elements" else (8, 0.1)
 
     def draw(parameter: Tensor) -> Tensor:
-        """Returns random values of a small parameter, a direction, and the gradients of all updates, in one tensor."""
+        """Returns random values of a small parameter, a direction, and all gradients, in one tensor."""
         shape = [2 + _UPDATES, *(min(size, limit) for size in parameter.shape)]
-        rows = torch.randn(shape, dtype=dtype.to_complex() if parameter.is_complex() else dtype, generator=generator)
+        kind = dtype.to_complex() if parameter.is_complex() else dtype
+        rows = torch.randn(shape, dtype=kind, generator=generator)
         rows[2:] = rows[1] + noise * rows[2:]
         return rows.to(parameter.device)
 
     def cut(rows: Tensor) -> Sequence[Tensor]:
         return rows.view(len(rows), rows[0].numel()).chunk(3, 1) if shard == "elements" else [rows]
 
-    groups = [{**group, **default, "params": [*map(draw, group["params"][:4])]} for group in recipe.groups[:4]]
-    parts = [[{**group, "params": [part]}] for group in groups for rows in group["params"] for part in cut(rows)]
+    groups, parts = [], []
+    for group in recipe.groups[:4]:
+        settings = {**group, **default}
+        samples = [*map(draw, group["params"][:4])]
+        groups.append({**settings, "params": samples})
+        parts += [[{**settings, "params": [part]}] for part in itertools.chain(*map(cut, samples))]
     whole, sharded = _update_samples(recipe, [groups]), _update_samples(recipe, parts)
     return whole is not None and sharded is not None and torch.equal(whole, sharded)
 
@@ -583,7 +599,7 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
 def _update_samples(recipe: Recipe, parts: Sequence[Groups]) -> Tensor | None:
     """Returns the values of all samples after the updates of one optimizer for each of ``parts``.
 
-    Returns None if an optimizer has state besides that of each parameter, such as a number of steps: it has no owner.
+    Returns None if an optimizer has state besides that of each parameter, such as a number of steps.
     """
     values = []
     for groups in parts:

@@ -36,7 +36,15 @@ from torch import Tensor, nn
 from ..runtime import torch_private, transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
-from ..runtime.torch_private import Node, foreach_add, foreach_add_, hooks_of, run_after_backward, run_first, will_run
+from ..runtime.torch_private import (
+    Node,
+    foreach_add,
+    foreach_add_,
+    hooks_of,
+    run_after_backward,
+    run_first,
+    will_run,
+)
 from ..runtime.transport import MemoryLayout, layout_of
 
 Gradients = dict[int, Tensor]  # one replica's, by the place of the parameter in its bucket; none for an unused parameter
@@ -61,7 +69,9 @@ def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool 
 
 def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
     """Returns ``gradient`` with the strides of its leaf, as autograd does, or contiguous if the memory of the leaf has gaps."""
-    if not _is_dense(gradient) or gradient.stride() == leaf.stride() or layout_of(gradient) == layout_of(leaf):
+    if not _is_dense(gradient) or gradient.stride() == leaf.stride():
+        return gradient
+    if layout_of(gradient) == layout_of(leaf):
         return gradient
     return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
 
@@ -74,7 +84,8 @@ def prepare_sums(leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_
     ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
     """
     home, is_together = leaves[0].device, len(replicas) > 1 and not torch.is_grad_enabled()
-    places = [place for place in replicas[0] if all(_is_dense_in(each, place) for each in replicas)] if is_together else []
+    candidates = replicas[0] if is_together else ()
+    places = [place for place in candidates if all(_is_dense_in(gradients, place) for gradients in replicas)]
     sums: Gradients = {}
     for place in set[int]().union(*replicas).difference(places):
         present = [move(gradients[place], home) for gradients in replicas if place in gradients]
@@ -222,7 +233,8 @@ class Bucket:
             if takes_local or self.owners is None:
                 self._local = {}
         if local:
-            held = {self._home: _merged(local, held.pop(self._home, {})), **held}  # the first replica comes first
+            first = _merged(local, held.pop(self._home, {}))
+            held = {self._home: first, **held}
         if not held:
             return lambda: None
         if self.owners is not None:
@@ -259,9 +271,9 @@ class Bucket:
                 accumulate(self.parameters, replicas.pop(self._home, {}), is_copy=True)
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device, {}))
-            waiting = {place: gradient for gradients in self.held.values() for place, gradient in gradients.items()}
+            waiting = dict(itertools.chain(*(gradients.items() for gradients in self.held.values())))
             for place, parameter in enumerate(self.parameters) if deferred else ():
-                if parameter.grad is None and place in waiting:  # the first replica has none
+                if parameter.grad is None and place in waiting:  # The first replica has none.
                     parameter.grad = torch.zeros_like(waiting[place], device=self._home)
                 if parameter.grad is not None:
                     self._local[place] = weakref.ref(parameter.grad)
@@ -289,7 +301,8 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         bucket: Bucket = ctx.bucket
         schedule: Schedule = ctx.schedule
-        replicas = [_by_place(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
+        starts = range(0, len(gradients), ctx.size)
+        replicas = [_by_place(gradients[start : start + ctx.size]) for start in starts]
         with on_streams(schedule.streams):
             if schedule.side is not None:
                 schedule.side.begin()
@@ -311,7 +324,7 @@ def _by_place(gradients: Sequence[Tensor | None]) -> Gradients:
 
 
 def _is_wanted(parameter: Tensor, node: Node) -> bool | None:
-    """Returns True if the running backward accumulates a gradient of ``parameter``, and None if autograd passes it on."""
+    """Returns True if the running backward accumulates the gradient, and None if autograd passes it on."""
     if any(hooks_of(parameter)):
         return None
     return node is not None and will_run(node)  # A parameter without requires_grad has no node.
@@ -348,7 +361,8 @@ class GradientBuckets:
     @property
     def pieces(self) -> "list[Piece]":
         """The pieces of all owners."""
-        return [piece for bucket in self.buckets if bucket.owners is not None for piece in bucket.owners.pieces]
+        owners = [bucket.owners for bucket in self.buckets if bucket.owners is not None]
+        return [piece for each in owners for piece in each.pieces]
 
     @property
     def kinds(self) -> Kinds:
@@ -372,7 +386,8 @@ class GradientBuckets:
         self.reduce()
         self.buckets = [bucket for bucket in self.buckets if bucket.owners is not None]
         owned = self.kinds
-        buckets = [make_buckets([each for each in group if each.requires_grad and id(each) not in owned]) for group in groups]
+        learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
+        buckets = [*map(make_buckets, learning)]
         self.buckets += itertools.chain(*buckets)
         return buckets
 
@@ -419,9 +434,11 @@ class Piece:
 
 
 def _make_pieces(
-    parameters: Sequence[nn.Parameter], copies: Sequence[Mapping[torch.device, Tensor]], owners: Mapping[Tensor, int] | None
+    parameters: Sequence[nn.Parameter],
+    copies: Sequence[Mapping[torch.device, Tensor]],
+    owners: Mapping[Tensor, int] | None,
 ) -> Iterator[Piece]:
-    """Yields the pieces of a bucket in the order of their owners. Where the memory has gaps, a parameter is not cut."""
+    """Yields a bucket's pieces in the order of their owners. A parameter whose memory has gaps is not cut."""
     devices = list(copies[0])
     # Collectives need equal sizes.
     share = max(-(-sum(parameter.numel() for parameter in parameters) // len(devices)), 1)
@@ -460,7 +477,8 @@ class BucketOwners:
         ]
         sizes = [sum(piece.values.numel() for piece in owned) for owned in self._owned]
         padded = [max(sizes)] * len(sizes)
-        self._sizes = padded if len(parameters) > 1 and sizes[:-1] == padded[:-1] else sizes  # of each owner's part
+        is_padded = len(parameters) > 1 and sizes[:-1] == padded[:-1]
+        self._sizes = padded if is_padded else sizes
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
@@ -476,7 +494,8 @@ class BucketOwners:
                 for index, layout in zip(self._order, layouts, strict=True)
             ]
             flat.append(transport.pack(layouts, dense, sum(self._sizes)))
-        sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, self._sizes, strict=True)]
+        sizes = zip(self._devices, self._sizes, strict=True)
+        sums = [flat[0].new_empty(size, device=device) for device, size in sizes]
 
         def compute() -> None:
             transport.reduce_scatter(flat, sums)
@@ -497,8 +516,9 @@ class BucketOwners:
     def publish(self) -> None:
         """Copies each owner's values to all other devices."""
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
-        if len(self._layouts) == 1 and all(place.is_contiguous() for row in places for place in row):  # needs no buffers
-            transport.all_gather([row[0].as_strided((sum(self._sizes),), (1,)) for row in places], self._sizes)
+        if len(self._layouts) == 1 and all(place.is_contiguous() for row in places for place in row):
+            whole = [row[0].as_strided((sum(self._sizes),), (1,)) for row in places]  # needs no buffers
+            transport.all_gather(whole, self._sizes)
             torch.autograd.graph.increment_version([place for row in places for place in row])
             return
         gathered = [row[0].new_empty(sum(self._sizes)) for row in places]

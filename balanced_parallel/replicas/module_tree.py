@@ -34,7 +34,7 @@ class TreePart(NamedTuple):
     module: nn.Module
     children: dict[str, nn.Module | None]
     places: dict[str, int | None]  # Each of its parameters has a place among those of the tree.
-    identities: list[int]  # Its parameters have these.
+    identities: list[int]  # the ids of its parameters
     size: int  # number of its attributes
 
 
@@ -77,7 +77,7 @@ class ModuleTree:
             return False
         for module, children, places, identities, size in self._parts:
             state = module.__dict__
-            parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
+            parameters = state[PARAMETERS]  # A call for each module takes time in every forward.
             if len(state) != size or state[CHILDREN] != children or parameters.keys() != places.keys():
                 return False
             if parameters and [*map(id, parameters.values())] != identities:  # == on parameters would compare their values
@@ -110,7 +110,7 @@ class ModuleTree:
 
     def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
         for place in self._custom:
-            for name, value in self.modules[place].__dict__.items():  # without a call for each: this runs in every forward
+            for name, value in self.modules[place].__dict__.items():
                 if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value)):
                     yield place, name, value
 
@@ -123,7 +123,8 @@ class ModuleTree:
             if own_buffers := state[BUFFERS]:
                 state[BUFFERS] = {name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()}
             if tensors is not None and part.places:
-                state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in part.places.items()}
+                places = part.places.items()
+                state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in places}
             # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
             # a hook needs a dictionary that lives on, as that of the skeleton does.
             hooks, registered = skeleton.__dict__[FORWARD_HOOKS], state[FORWARD_HOOKS]
@@ -131,9 +132,10 @@ class ModuleTree:
                 hooks.clear()
                 hooks.update(registered)
             state[FORWARD_HOOKS] = hooks
-            skeleton.__dict__.clear()  # without the lock of Python, a dictionary that is replaced is freed late
+            # Python without its lock frees a dictionary late that is replaced.
+            skeleton.__dict__.clear()
             skeleton.__dict__.update(state)
-            if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
+            if skeleton.__class__ is not part.module.__class__:  # Activation checkpointing changes it.
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         if tensors is not None:
             for number, (rnn, weights) in self._rnns.items():
@@ -198,7 +200,7 @@ class ModuleTree:
                     attributes[name] = before
 
     def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
-        """Moves the copies of the weights of each RNN, which are among ``tensors``, to one buffer, as cuDNN needs them."""
+        """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
         with torch.inference_mode(False):
             for rnn, places in self._rnns.values():
                 if None not in places:
@@ -208,8 +210,12 @@ class ModuleTree:
 
 
 def _flat(rnn: nn.RNNBase, places: Sequence[int | None], tensors: Sequence[Tensor]) -> dict[str, list[Any]]:
-    """Returns the lists of an RNN with its weights. It flattens them in every forward in which they are not its parameters."""
-    weights = [weight if at is None else tensors[at] for weight, at in zip(rnn.__dict__[FLAT_WEIGHTS], places, strict=True)]
+    """Returns the lists of an RNN with its weights.
+
+    An RNN flattens its weights again in every forward in which they are not its parameters.
+    """
+    pairs = zip(rnn.__dict__[FLAT_WEIGHTS], places, strict=True)
+    weights = [weight if at is None else tensors[at] for weight, at in pairs]
     references = [weight if weight is None else weakref.ref(weight) for weight in weights]
     return {FLAT_WEIGHTS: weights, FLAT_REFERENCES: references}
 

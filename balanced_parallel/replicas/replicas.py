@@ -69,7 +69,7 @@ class Replicas:
             workers = self._run_in_turn if is_compiled else self._workers
             return workers(work, devices, together=together)
         try:
-            with on_device(devices[0], None):  # on the thread's own stream
+            with on_device(devices[0], None):  # The stream is that of the thread.
                 return [work[0]()]
         except BaseException as error:
             error.add_note(f"in replica 0 on device {devices[0]}")
@@ -136,12 +136,13 @@ class Replicas:
         chosen = [parameter for parameter in tree.parameters if id(parameter) in owned]
         others = [parameter for parameter in tree.parameters if id(parameter) not in owned]
         buckets, _ = self.gradients.rebuild(chosen, others)
-        return [(bucket, [self._everywhere(tree, parameter) for parameter in bucket.parameters]) for bucket in buckets]
+        return [(bucket, [self._everywhere(tree, each) for each in bucket.parameters]) for bucket in buckets]
 
     def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
         """Returns a parameter and its copies, by device."""
         place = tree.place[id(parameter)]
-        return {parameter.device: parameter, **{device: each[place] for device, each in self.copies.by_device.items()}}
+        copies = {device: tensors[place] for device, tensors in self.copies.by_device.items()}
+        return {parameter.device: parameter, **copies}
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -328,13 +329,17 @@ class ParameterCopies:
         self._states: list[ParameterState] = []
 
     def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], bool, bool]:
-        """Returns the places of the parameters that torch saw written, and if any was moved or resized, frozen or unfrozen."""
+        """Returns the places of the parameters that torch saw written.
+
+        It also returns if any was moved, resized or converted, and if any was frozen or unfrozen.
+        """
         before, self._states = self._states, parameter_states(parameters)
         if before == self._states:
             return [], False, False
         pairs = list(itertools.zip_longest(self._states, before, fillvalue=_UNKNOWN))
         written = [place for place, (now, then) in enumerate(pairs) if now[:4] != then[:4]]
-        return written, any(now[1:4] != then[1:4] for now, then in pairs), any(now[4] != then[4] for now, then in pairs)
+        is_moved, is_frozen = (any(now[at] != then[at] for now, then in pairs) for at in (slice(1, 4), 4))
+        return written, is_moved, is_frozen
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter], written: Sequence[int], *, all_values: bool) -> None:
@@ -354,7 +359,7 @@ class ParameterCopies:
                         copies[i] = torch.empty_like(parameters[i], device=device)
                 targets.append([copies[i] if i in recorded else copies[i].data for i in places])
             transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
-        except BaseException:  # for example, memory runs out: some devices have the new values
+        except BaseException:  # Some devices have the new values if, for example, memory runs out.
             self.forget_values()
             raise
 
@@ -388,6 +393,6 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, 
     others = [each for each in buffers if id(each) not in plain]
     copied = transport.copies([*plain.values()], devices, transport.BUFFER_BYTES)
     return [
-        {**dict(zip(plain, tensors, strict=True)), **{id(each): each.to(device, copy=True) for each in others}}
+        dict(zip(plain, tensors, strict=True)) | {id(each): each.to(device, copy=True) for each in others}
         for device, tensors in zip(devices, copied, strict=True)
     ]
