@@ -1,7 +1,7 @@
 """``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks.
 
-Optimizers such as Muon, SOAP and Shampoo need whole matrices. One plain optimizer runs at each owner, a device or a rank, over
-the parameters that belong to it. This is exact if no update depends on another parameter, which :func:`check_exact` tries out. ::
+Optimizers such as Muon, SOAP and Shampoo need whole matrices. A plain optimizer runs over the parameters that belong to
+each owner, a device or a rank. This is exact if no update depends on another parameter, which :func:`check_exact` tries out. ::
 
     parameters   | embedding         | weight      | weight | bias |
     owners       | device 0          | device 1                    |   the largest first, each to the owner with the fewest bytes
@@ -257,12 +257,6 @@ class _ReplicaShards:
             tensors = itertools.chain(*map(self._updated, group["params"]))
             updated.append({**group, "params": [*tensors]})
         self.inner = recipe.make(updated)
-        self._optimizers: OwnerOptimizers | None = None
-        if self._pieces and shard == "parameters":
-            owned: dict[torch.device, dict[Tensor, Tensor]] = {}
-            for tensor in _parameters_of(updated):
-                owned.setdefault(tensor.device, {})[tensor] = tensor
-            self._optimizers = OwnerOptimizers(recipe, self.inner, [*owned.values()])
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -297,10 +291,7 @@ class _ReplicaShards:
         with self._model.replicas.in_turn():
             for owners in () if self._model.replicas.are_fresh else self._owners:
                 owners.fetch()
-            if self._optimizers is None:
-                getattr(self.inner, method)()
-            else:
-                self._optimizers.run(method)
+            getattr(self.inner, method)()
             for owners in self._owners:
                 owners.publish()
 
@@ -430,8 +421,11 @@ class _ParameterRanks(_ElementRanks):
             if self._owners[parameter] == rank():
                 self._gathered[parameter] = value
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
-        values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
-        self._optimizers = OwnerOptimizers(recipe, self.inner, [values] if values else [])
+        self._values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
+        # The plain optimizer of this rank. Settings and state are those of ``inner``, which has all parameters.
+        self._local = recipe.make(_replaced(self.inner.param_groups, self._values))
+        self.inner.state.clear()  # Some optimizers make it for all parameters.
+        self._keep_state()
         self._release()
 
     @torch.no_grad()
@@ -440,7 +434,12 @@ class _ParameterRanks(_ElementRanks):
             value, gradient = _whole(parameter), self.gradient(parameter)
             if parameter in self._gathered:
                 self._gathered[parameter].data, self._gathered[parameter].grad = value, gradient
-        self._optimizers.run(method)
+        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
+            group.update({**whole, "params": group["params"]})
+        self._local.state.clear()
+        self._local.state.update((self._values[each], state) for each, state in self.inner.state.items())
+        getattr(self._local, method)()
+        self._keep_state()
         for value in self._gathered.values():
             value.grad = None
         for number in range(world_size()):
@@ -468,6 +467,12 @@ class _ParameterRanks(_ElementRanks):
         owned = [number for number, each in enumerate(self._parameters) if self._owners[each] == rank()]
         state = {number: map_tensors(torch.clone, whole[number]) for number in owned if number in whole}
         self.inner.load_state_dict({**state_dict, "state": state})
+
+    def _keep_state(self) -> None:
+        states = self._local.state
+        self.inner.state.update((parameter, states[value]) for parameter, value in self._values.items() if value in states)
+        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
+            whole.update({**group, "params": whole["params"]})  # Settings may count steps.
 
     def _send(self, parameters: list[Tensor], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
@@ -508,37 +513,6 @@ def assign_owners(parameters: Iterable[Tensor], count: int) -> dict[Tensor, int]
         owners[parameter] = owner = loads.index(min(loads))
         loads[owner] += parameter.nbytes * parameter.requires_grad
     return owners
-
-
-class OwnerOptimizers:
-    """One plain optimizer for each owner in this process. Settings and state are those of ``inner``, which has all parameters.
-
-    ``owned`` has for each owner its parameters, and the tensors that its optimizer updates: themselves, or whole values.
-    """
-
-    def __init__(self, recipe: Recipe, inner: torch.optim.Optimizer, owned: Sequence[Mapping[Tensor, Tensor]]) -> None:
-        self.inner, self.owned = inner, owned
-        self._parts = [recipe.make(_replaced(inner.param_groups, values)) for values in owned]
-        inner.state.clear()  # some optimizers make it for all parameters
-        self._keep_state()
-
-    def run(self, method: str) -> None:
-        """Calls ``step()``, ``train()`` or ``eval()`` of each optimizer."""
-        for part, values in zip(self._parts, self.owned, strict=True):
-            for group, whole in zip(part.param_groups, self.inner.param_groups, strict=True):
-                group.update({**whole, "params": group["params"]})
-            part.state.clear()
-            part.state.update((values[parameter], state) for parameter, state in self.inner.state.items() if parameter in values)
-        for part in self._parts:
-            getattr(part, method)()
-        self._keep_state()
-
-    def _keep_state(self) -> None:
-        for part, values in zip(self._parts, self.owned, strict=True):
-            self.inner.state.update((parameter, part.state[value]) for parameter, value in values.items() if value in part.state)
-            for group, whole in zip(part.param_groups, self.inner.param_groups, strict=True):
-                if group["params"]:  # settings may count steps
-                    whole.update({**group, "params": whole["params"]})
 
 
 _UPDATES = 12  # D-Adaptation's first updates of small tensors hardly differ.

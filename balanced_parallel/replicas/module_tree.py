@@ -153,23 +153,22 @@ class ModuleTree:
         """
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries as they are, and as they were
         for part, skeleton, _ in skeletons:
-            state, of_replica = part.module.__dict__, skeleton.__dict__
-            changed += [(mapping, mapping.copy()) for mapping in (state[PARAMETERS], state[BUFFERS], state)]
-            state[PARAMETERS].update(of_replica[PARAMETERS])
-            state[BUFFERS].update(of_replica[BUFFERS])
-            for name in state.keys() - of_replica.keys():  # the first replica has set it in this forward
-                del state[name]
-            for name in of_replica.keys() - {CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS}:
-                state[name] = of_replica[name]
+            state, replica = part.module.__dict__, skeleton.__dict__
+            fixed = {key: state[key] for key in (CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS)}
+            for entries, other in (
+                (state[PARAMETERS], replica[PARAMETERS]),
+                (state[BUFFERS], replica[BUFFERS]),
+                (state, replica | fixed),
+            ):
+                changed.append((entries, entries.copy()))
+                _set_entries(entries, other)
         try:
             yield
         finally:
             for part, skeleton, _ in skeletons:
                 buffers_of(skeleton).update(buffers_of(part.module))
-            for mapping, before in changed:  # entry by entry: guards of compiled code watch the dictionaries
-                for name in mapping.keys() - before.keys():
-                    del mapping[name]
-                mapping.update((name, value) for name, value in before.items() if mapping.get(name, self) is not value)
+            for entries, before in changed:
+                _set_entries(entries, before)
 
     @torch.no_grad()
     def take_buffers(self, skeletons: Skeletons) -> None:
@@ -207,6 +206,13 @@ class ModuleTree:
                     # the method reads sizes and weights of its object, and nothing else
                     copied: Any = SimpleNamespace(**{**vars(rnn), **_flat(rnn, places, tensors)})
                     nn.RNNBase.flatten_parameters(copied)
+
+
+def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Gives a dictionary the entries of another, one by one: guards of compiled code watch the dictionary."""
+    for name in entries.keys() - other.keys():
+        del entries[name]
+    entries.update((name, value) for name, value in other.items() if entries.get(name, entries) is not value)
 
 
 def _flat(rnn: nn.RNNBase, places: Sequence[int | None], tensors: Sequence[Tensor]) -> dict[str, list[Any]]:

@@ -54,7 +54,8 @@ class Replicas:
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side)
         self._skeletons: list[Skeletons] = []
-        self._turns: list[Skeletons | None] = []  # the state of each compiled replica in this forward; None is the module's own
+        # The state of each compiled replica in this forward. The module itself has an empty one.
+        self._turns: list[Skeletons] = []
         self._lock = threading.Lock()
         self.windows: list[Window] = []  # These are open. The outermost is the first.
         self._fresh_in: Window | None = None  # The window that has copied all values.
@@ -64,10 +65,10 @@ class Replicas:
 
     def run(self, work: Sequence[Callable[[], T]], devices: Devices, *, together: bool) -> list[T]:
         """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One replica runs in this thread."""
-        is_compiled = self.tree is not None and self.tree.is_compiled
-        if len(work) > 1 or is_compiled:
-            workers = self._run_in_turn if is_compiled else self._workers
-            return workers(work, devices, together=together)
+        if self.tree is not None and self.tree.is_compiled:
+            return self._run_in_turn(self.tree, work, devices, together)
+        if len(work) > 1:
+            return self._workers(work, devices, together=together)
         try:
             with on_device(devices[0], None):  # The stream is that of the thread.
                 return [work[0]()]
@@ -91,7 +92,7 @@ class Replicas:
                 buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
                 if tree.is_compiled:
-                    self._turns = [*[None] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
+                    self._turns = [*[[]] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
                     modules[:] = [tree.modules[0]] * len(modules)
                 shared = [
                     self.copies.by_device.get(device, tree.parameters) for device in {*devices} if devices.count(device) > 1
@@ -204,9 +205,8 @@ class Replicas:
             self.forget_values()  # the next forward is refused too
             self._refuse_sharded()
 
-    def _run_in_turn(self, work: Sequence[Callable[[], Any]], devices: Devices, *, together: bool) -> list[Any]:
+    def _run_in_turn(self, tree: ModuleTree, work: Sequence[Callable[[], T]], devices: Devices, together: bool) -> list[T]:
         """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
-        tree = self.tree
         if together and len(work) > 1:
             raise TypeError(
                 "the module is compiled, and its batch norm over all rows needs all replicas at the same time, expected one of "
@@ -219,13 +219,13 @@ class Replicas:
                 "a process for each device: start torchrun. Under torch.no_grad() a call by hand is right"
             )
 
-        def call(run: Callable[[], Any], skeletons: Skeletons | None) -> Any:
-            with nullcontext() if tree is None or skeletons is None else tree.state_of(skeletons):
+        def call(run: Callable[[], T], skeletons: Skeletons) -> T:
+            with tree.state_of(skeletons):
                 return run()
 
-        turns = self._turns or [None] * len(work)
+        turns = zip(work, self._turns or [[]] * len(work), strict=True)
         with graphs_for(1 + len(self.copies.by_device)):
-            return run_in_turn([functools.partial(call, *turn) for turn in zip(work, turns, strict=True)], devices, None)
+            return run_in_turn([functools.partial(call, *turn) for turn in turns], devices, None)
 
     def _refuse_sharded(self) -> None:
         if self.gradients.is_sharded:
