@@ -24,7 +24,6 @@ from balanced_parallel import (
     convert_sync_batchnorm,
     gather,
     parallelize,
-    simulate,
     verify,
 )
 from balanced_parallel.replicas.batchnorm import use_torch_sync_batchnorm
@@ -206,19 +205,6 @@ def check_ranks(rank, sizes, micro_batch_size):
 @pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)])
 def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
     assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)
-
-
-def test_sync_batch_norm_uses_the_rows_of_all_devices(double):
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
-    inputs, targets = torch.randn(11, 4), torch.randint(5, (11,))
-    loss, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), inputs, targets)
-    with simulate(3):
-        converted = convert_sync_batchnorm(net).to("sim:0")
-        model, criterion = parallelize(converted, nn.CrossEntropyLoss())
-        found = criterion(model(inputs), targets)
-        found.backward()
-        torch.testing.assert_close(found.detach().cpu(), loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients([parameter.grad.cpu() for parameter in converted.parameters()], expected)
 
 
 def check_order(rank):
