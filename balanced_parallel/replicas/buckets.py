@@ -128,7 +128,7 @@ class Schedule(NamedTuple):
     deferred: bool  # gradients stay with the replicas
 
     @property
-    def side_now(self) -> SideStreams | None:
+    def overlapping_side(self) -> SideStreams | None:
         """The side streams for sums that overlap with the backward."""
         return self.side if self.overlaps else None
 
@@ -189,7 +189,7 @@ class Bucket:
                 schedule.side.expect(schedule.streams, schedule.streams, [])
             return returned
         reduction = self._prepare(takes_local=False)
-        if side := schedule.side_now:
+        if side := schedule.overlapping_side:
             with side.entered(schedule.streams, [reduction]):
                 reduction()
         else:
@@ -306,7 +306,7 @@ class _Broadcast(torch.autograd.Function):
         with on_streams(schedule.streams):
             if schedule.side is not None:
                 schedule.side.begin()
-            side = schedule.side_now
+            side = schedule.overlapping_side
             if schedule.deferred or bucket.owners or bucket.held or (side and not torch.is_grad_enabled()):
                 nodes = [node for node, _ in ctx.next_functions]
                 wanted = [*map(_is_wanted, bucket.parameters, nodes)]

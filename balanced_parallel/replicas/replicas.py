@@ -342,7 +342,13 @@ class ParameterCopies:
         return written, is_moved, is_frozen
 
     @torch.no_grad()
-    def refresh(self, parameters: Sequence[nn.Parameter], written: Sequence[int], *, all_values: bool) -> None:
+    def refresh(
+        self,
+        parameters: Sequence[nn.Parameter],
+        written: Sequence[int],
+        *,
+        all_values: bool,
+    ) -> None:
         """Copies the parameters to all devices: all, or those at ``written``.
 
         Only the version counters of the copies at ``written`` move: a graph of an earlier forward may still run backward.
