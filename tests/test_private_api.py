@@ -36,7 +36,6 @@ EXCUSES = {  # private names of other objects, with the reason
         "_n_gpu": "TrainingArguments have no public setter",
         "_prepare_inputs": "a method of Trainer for its subclasses",
     },
-    "replicas/module_tree.py": {"_flat_weights": "the weights of an RNN in their order; belongs into torch_private.py"},
     "strategies/fsdp.py": {"_no_split_modules": "the blocks of a model of transformers"},
     "training/checkpoint.py": {"_exit": "a public function of os"},
 }

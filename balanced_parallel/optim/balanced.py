@@ -1,7 +1,7 @@
 """``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks.
 
-Optimizers such as Muon, SOAP and Shampoo need whole matrices. One plain optimizer runs at each owner, a device or a rank, over
-the parameters that belong to it. This is exact if no update depends on another parameter, which :func:`check_exact` tries out. ::
+Optimizers such as Muon, SOAP and Shampoo need whole matrices. A plain optimizer runs over the parameters that belong to
+each owner, a device or a rank. This is exact if no update depends on another parameter, which :func:`check_exact` tries out. ::
 
     parameters   | embedding         | weight      | weight | bias |
     owners       | device 0          | device 1                    |   the largest first, each to the owner with the fewest bytes
@@ -44,6 +44,16 @@ class Recipe(NamedTuple):
     def make(self, groups: Groups) -> torch.optim.Optimizer:
         """Makes the optimizer over other tensors."""
         return self.optimizer_class(groups, **self.defaults)  # type: ignore[no-any-return]
+
+
+def _parameters_of(groups: Groups) -> list[Any]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _replaced(groups: Groups, tensors: Mapping[Tensor, Tensor]) -> Groups:
+    """Returns param groups over ``tensors`` of their parameters. Parameters that have none are left out."""
+    params = [[tensors[each] for each in group["params"] if each in tensors] for group in groups]
+    return [{**group, "params": part} for group, part in zip(groups, params, strict=True)]
 
 
 class BalancedOptimizer(torch.optim.Optimizer):
@@ -114,8 +124,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> Groups:
         """The groups of the optimizer over the shards. Gradients on other devices are moved to the owners first."""
-        if self._is_ready:
-            self.shards.collect()
+        self.shards.collect()
         return self.shards.inner.param_groups
 
     @param_groups.setter
@@ -238,24 +247,20 @@ class _ReplicaShards:
 
     def __init__(self, model: DataParallelModel, recipe: Recipe, shard: str) -> None:
         self._model, self._groups = model, recipe.groups
+        self._parameters = _parameters_of(recipe.groups)
         self._owners: list[BucketOwners] = []
         self._pieces: dict[Tensor, list[Piece]] = {}
         if len(set(model.devices)) > 1:
             self._shard(shard)
-        updated = [{**group, "params": self._updated(group["params"])} for group in recipe.groups]
-        self.inner: torch.optim.Optimizer = recipe.make(updated)
-        self._optimizers: OwnerOptimizers | None = None
-        if self._pieces and shard == "parameters":
-            by_device: dict[torch.device, dict[Tensor, Tensor]] = {}
-            for tensor in (tensor for group in updated for tensor in group["params"]):
-                by_device.setdefault(tensor.device, {})[tensor] = tensor
-            self._optimizers = OwnerOptimizers(recipe, self.inner, list(by_device.values()))
+        updated = []
+        for group in recipe.groups:
+            tensors = itertools.chain(*map(self._updated, group["params"]))
+            updated.append({**group, "params": [*tensors]})
+        self.inner = recipe.make(updated)
 
     @torch.no_grad()
     def collect(self) -> None:
         """Moves gradients that a user set on the model's own parameters to the owners."""
-        if any(piece.values.dtype != piece.parameter.dtype for owners in self._owners for piece in owners.pieces):
-            self._prepare()  # raises an error that says what to do
         if not self._pieces:
             return
         self._model.reduce_gradients()
@@ -280,15 +285,13 @@ class _ReplicaShards:
 
     def run(self, method: str) -> None:
         """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the model's own parameters."""
-        self._prepare()
+        if self._pieces:  # Follows all changes of the parameters but values that no version counter tells of.
+            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
         self.collect()
         with self._model.replicas.in_turn():
             for owners in () if self._model.replicas.are_fresh else self._owners:
                 owners.fetch()
-            if self._optimizers is None:
-                getattr(self.inner, method)()
-            else:
-                self._optimizers.run(method)
+            getattr(self.inner, method)()
             for owners in self._owners:
                 owners.publish()
 
@@ -302,52 +305,47 @@ class _ReplicaShards:
 
     def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
-        inner, numbers = self.inner.state, itertools.count()
-        state, groups = {}, []
-        for group, saved in zip(self._groups, self.inner.state_dict()["param_groups"], strict=True):
-            numbered = dict(zip(group["params"], numbers, strict=False))
-            for parameter, number in numbered.items():
-                states = [inner[tensor] for tensor in self._updated([parameter]) if tensor in inner]
-                if states:
-                    state[number] = _join(parameter, states)
-            groups.append({**saved, "params": [*numbered.values()]})
+        state, numbers = {}, itertools.count()
+        for number, parameter in enumerate(self._parameters):
+            tensors = self._updated(parameter)
+            states = [self.inner.state[tensor] for tensor in tensors if tensor in self.inner.state]
+            if states:
+                state[number] = _join(parameter, states)
+        groups = [
+            {**group, "params": [next(numbers) for _ in whole["params"]]}
+            for group, whole in zip(self.inner.state_dict()["param_groups"], self._groups, strict=True)
+        ]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over whole parameters."""
-        sizes, expected = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self._groups))
+        saved = state_dict["param_groups"]
+        sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, self._groups))
         if sizes != expected:
             raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
-        state, groups, numbers = {}, [], itertools.count()
-        inner_groups = self.inner.state_dict()["param_groups"]
-        for group, saved, inner in zip(self._groups, state_dict["param_groups"], inner_groups, strict=True):
-            for parameter, index in zip(group["params"], saved["params"], strict=True):
-                pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
-                for piece, number in zip(pieces, numbers, strict=False):
-                    if index in state_dict["state"]:
-                        state[number] = _cut(parameter, piece, state_dict["state"][index])
-            groups.append({**saved, "params": inner["params"]})
+        state, numbers = {}, itertools.count()
+        for parameter, index in zip(self._parameters, _parameters_of(saved), strict=True):
+            for piece in self._pieces.get(parameter, [None]):
+                number = next(numbers)
+                if index in state_dict["state"]:
+                    state[number] = _cut(parameter, piece, state_dict["state"][index])
+        pairs = zip(saved, self.inner.state_dict()["param_groups"], strict=True)
+        groups = [{**group, "params": present["params"]} for group, present in pairs]
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
-    def _prepare(self) -> None:
-        """Follows changes of the model's own parameters, but for values that no version counter tells of."""
-        if self._pieces:
-            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
-
-    def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def _updated(self, parameter: Tensor) -> list[Tensor]:
         """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
-        pieces = ((parameter, self._pieces.get(parameter)) for parameter in parameters)
-        return [tensor for parameter, owned in pieces for tensor in ([p.values for p in owned] if owned else [parameter])]
+        pieces = self._pieces.get(parameter)
+        return [parameter] if pieces is None else [piece.values for piece in pieces]
 
     def _shard(self, shard: str) -> None:
         model = self._model
-        parameters = [parameter for group in self._groups for parameter in group["params"]]
-        if any(parameter in shards._pieces for shards in _all_shards for parameter in parameters):
+        if any(parameter in shards._pieces for shards in _all_shards for parameter in self._parameters):
             raise ValueError(
                 "parameters of the module have a BalancedOptimizer already, expected one for each: leave them out of params=, or "
                 "delete the other optimizer first"
             )
-        buckets = model.replicas.shard(model.module, model.devices, parameters)
+        buckets = model.replicas.shard(model.module, model.devices, self._parameters)
         sharded = [parameter for bucket, _ in buckets for parameter in bucket.parameters]
         whole = assign_owners(sharded, len(set(model.devices))) if shard == "parameters" else None
         for bucket, copies in buckets:
@@ -400,7 +398,7 @@ class _ElementRanks:
         return map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        parameters = [each for group in self.inner.param_groups for each in group["params"]]
+        parameters = _parameters_of(self.inner.param_groups)
         copies = map_tensors(torch.clone, state_dict["state"])  # torch would go on with the caller's tensors
         state = {key: map_tensors(functools.partial(_distributed, like=parameters[key]), copies[key]) for key in copies}
         self.inner.load_state_dict({**state_dict, "state": state})
@@ -411,18 +409,23 @@ class _ParameterRanks(_ElementRanks):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self._parameters: list[Tensor] = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        self._parameters = _parameters_of(self.inner.param_groups)
         self._owners = assign_owners(self._parameters, world_size())
-        owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._sharded = [each for each in self._parameters if each.requires_grad and is_sharded(each)]
-        frozen = [each for each in owned if is_sharded(each) and not each.requires_grad]  # an empty tensor stands for each
-        self._gathered: dict[Tensor, Tensor] = {each: torch.empty(0, *each.shape[1:], dtype=each.dtype) for each in frozen}
-        for parameter in self._sharded:
-            value = _whole(parameter)  # an optimizer may look at values when it is made
+        self._gathered: dict[Tensor, Tensor] = {}
+        for parameter in filter(is_sharded, self._parameters):
+            if parameter.requires_grad:
+                value = _whole(parameter).requires_grad_()  # an optimizer may look at values when it is made
+            else:
+                value = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
             if self._owners[parameter] == rank():
-                self._gathered[parameter] = value.requires_grad_()
-        values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
-        self._optimizers = OwnerOptimizers(recipe, self.inner, [values] if values else [])
+                self._gathered[parameter] = value
+        owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
+        self._values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
+        # The plain optimizer of this rank. Settings and state are those of ``inner``, which has all parameters.
+        self._local = recipe.make(_replaced(self.inner.param_groups, self._values))
+        self.inner.state.clear()  # Some optimizers make it for all parameters.
+        self._keep_state()
         self._release()
 
     @torch.no_grad()
@@ -431,7 +434,12 @@ class _ParameterRanks(_ElementRanks):
             value, gradient = _whole(parameter), self.gradient(parameter)
             if parameter in self._gathered:
                 self._gathered[parameter].data, self._gathered[parameter].grad = value, gradient
-        self._optimizers.run(method)
+        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
+            group.update({**whole, "params": group["params"]})
+        self._local.state.clear()
+        self._local.state.update((self._values[each], state) for each, state in self.inner.state.items())
+        getattr(self._local, method)()
+        self._keep_state()
         for value in self._gathered.values():
             value.grad = None
         for number in range(world_size()):
@@ -446,19 +454,25 @@ class _ParameterRanks(_ElementRanks):
         for number in range(world_size()):  # one by one: a gather has a buffer per rank, of the largest state
             objects: list[Any] = [local if number == rank() else None]
             dist.broadcast_object_list(objects, group=batch_group(), group_src=number)
-            shared.append(objects[0])
-        state = {key: values for part in shared for key, values in part["state"].items()}
+            shared += objects
+        state = itertools.chain(*(part["state"].items() for part in shared))
         groups = []
         for place, group in enumerate(self.inner.param_groups):  # settings that count are those of an owner
             owner = self._owners[group["params"][0]] if group["params"] else 0
             groups.append(shared[owner]["param_groups"][place])
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": dict(sorted(state)), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         whole = map_tensors(_whole, state_dict["state"])
-        numbers = [number for number, parameter in enumerate(self._parameters) if self._owners[parameter] == rank()]
-        state = {number: map_tensors(torch.clone, whole[number]) for number in numbers if number in whole}
+        owned = [number for number, each in enumerate(self._parameters) if self._owners[each] == rank()]
+        state = {number: map_tensors(torch.clone, whole[number]) for number in owned if number in whole}
         self.inner.load_state_dict({**state_dict, "state": state})
+
+    def _keep_state(self) -> None:
+        states = self._local.state
+        self.inner.state.update((parameter, states[value]) for parameter, value in self._values.items() if value in states)
+        for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
+            whole.update({**group, "params": whole["params"]})  # Settings may count steps.
 
     def _send(self, parameters: list[Tensor], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
@@ -501,42 +515,6 @@ def assign_owners(parameters: Iterable[Tensor], count: int) -> dict[Tensor, int]
     return owners
 
 
-class OwnerOptimizers:
-    """One plain optimizer for each owner in this process. Settings and state are those of ``inner``, which has all parameters.
-
-    ``owned`` has for each owner its parameters, and the tensors that its optimizer updates: themselves, or whole values.
-    """
-
-    def __init__(self, recipe: Recipe, inner: torch.optim.Optimizer, owned: Sequence[Mapping[Tensor, Tensor]]) -> None:
-        self.inner, self.owned = inner, owned
-        self._parts = [
-            recipe.make(
-                [{**group, "params": [values[p] for p in group["params"] if p in values]} for group in inner.param_groups]
-            )
-            for values in owned
-        ]
-        inner.state.clear()  # some optimizers make it for all parameters
-        self._keep_state()
-
-    def run(self, method: str) -> None:
-        """Calls ``step()``, ``train()`` or ``eval()`` of each optimizer."""
-        for part, values in zip(self._parts, self.owned, strict=True):
-            for group, whole in zip(part.param_groups, self.inner.param_groups, strict=True):
-                group.update({**whole, "params": group["params"]})
-            part.state.clear()
-            part.state.update((values[parameter], state) for parameter, state in self.inner.state.items() if parameter in values)
-        for part in self._parts:
-            getattr(part, method)()
-        self._keep_state()
-
-    def _keep_state(self) -> None:
-        for part, values in zip(self._parts, self.owned, strict=True):
-            self.inner.state.update((parameter, part.state[value]) for parameter, value in values.items() if value in part.state)
-            for group, whole in zip(part.param_groups, self.inner.param_groups, strict=True):
-                if group["params"]:  # settings may count steps
-                    whole.update({**group, "params": whole["params"]})
-
-
 _UPDATES = 12  # D-Adaptation's first updates of small tensors hardly differ.
 
 
@@ -547,7 +525,7 @@ def check_exact(recipe: Recipe, shard: str) -> None:
     """
     name = recipe.optimizer_class.__name__
     with ThreadPoolExecutor(1) as thread:
-        for dtype in (torch.float64, torch.float32):  # many kernels and some devices have no float64
+        for dtype in (torch.float64, torch.float32):  # Many kernels and some devices have no float64.
             trial = thread.submit(_is_exact, recipe, shard, dtype)
             if trial.exception() is None:
                 break
@@ -564,46 +542,49 @@ def check_exact(recipe: Recipe, shard: str) -> None:
 
 
 def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
-    rate = inspect.signature(recipe.optimizer_class).parameters.get("lr")
-    if rate is not None and rate.default is not rate.empty:  # a small one hides that all parameters have one step size
-        groups = [{name: value for name, value in group.items() if name != "lr"} for group in recipe.groups]
-        defaults = {name: value for name, value in recipe.defaults.items() if name != "lr"}
-        recipe = Recipe(recipe.optimizer_class, groups, defaults)
-    whole, sharded = (_update_samples(recipe, shard, dtype, is_cut=is_cut) for is_cut in (False, True))
-    return whole is not None and sharded is not None and all(map(torch.equal, whole, sharded))
-
-
-def _update_samples(recipe: Recipe, shard: str, dtype: torch.dtype, *, is_cut: bool) -> list[Tensor] | None:
-    """Returns small tensors, at most two for each group, after updates by one optimizer, or sharded.
-
-    Returns None if the optimizer has state besides that of each parameter, such as a number of steps: it has no owner.
-    """
-    samples = [(place, parameter) for place, group in enumerate(recipe.groups) for parameter in group["params"][:2]][:16]
-    limit = 96 if shard == "elements" else 8  # a matrix has more elements than a block of quantized state
-    generator = torch.Generator().manual_seed(0)
+    rate = getattr(inspect.signature(recipe.optimizer_class).parameters.get("lr"), "default", None)
+    # A small rate hides that all parameters have one step size.
+    default = {"lr": rate} if isinstance(rate, float) else {}
+    generator = torch.Generator().manual_seed(3)
+    # A matrix has more elements than a block of quantized state. D-Adaptation needs steady gradients.
+    limit, noise = (64, 1.0) if shard == "elements" else (8, 0.1)
 
     def draw(parameter: Tensor) -> Tensor:
-        shape, kind = [min(size, limit) for size in parameter.shape], dtype.to_complex() if parameter.is_complex() else dtype
-        return torch.randn(shape, dtype=kind, generator=generator).to(parameter.device)
+        """Returns random values of a small parameter, a direction, and all gradients, in one tensor."""
+        shape = [2 + _UPDATES, *(min(size, limit) for size in parameter.shape)]
+        kind = dtype.to_complex() if parameter.is_complex() else dtype
+        rows = torch.randn(shape, dtype=kind, generator=generator)
+        rows[2:] = rows[1] + noise * rows[2:]
+        return rows.to(parameter.device)
 
-    def cut(tensor: Tensor) -> Sequence[Tensor]:
-        return tensor.view(-1).split(tensor.numel() // 3 + 1) if is_cut and shard == "elements" else [tensor.detach()]
+    def cut(rows: Tensor) -> Sequence[Tensor]:
+        return rows.view(len(rows), rows[0].numel()).chunk(3, 1) if shard == "elements" else [rows]
 
-    values, directions = ([draw(parameter) for _, parameter in samples] for _ in range(2))
-    noise = 1.0 if shard == "elements" else 0.1  # D-Adaptation needs steady gradients
-    leaves = [[piece.requires_grad_() for piece in cut(value)] for value in values]
-    parts = 2 if is_cut and shard == "parameters" else 1
-    groups: list[Groups] = [[{**group, "params": []} for group in recipe.groups] for _ in range(parts)]
-    for number, (place, _) in enumerate(samples):
-        groups[number % parts][place]["params"] += leaves[number]
-    optimizers = [recipe.make(part) for part in groups if any(group["params"] for group in part)]
-    for optimizer in optimizers:
+    groups, parts = [], []
+    for group in recipe.groups[:4]:
+        settings = {**group, **default}
+        samples = [*map(draw, group["params"][:4])]
+        groups.append({**settings, "params": samples})
+        parts += [[{**settings, "params": [part]}] for part in itertools.chain(*map(cut, samples))]
+    whole, sharded = _update_samples(recipe, [groups]), _update_samples(recipe, parts)
+    return whole is not None and sharded is not None and torch.equal(whole, sharded)
+
+
+def _update_samples(recipe: Recipe, parts: Sequence[Groups]) -> Tensor | None:
+    """Returns the values of all samples after the updates of one optimizer for each of ``parts``.
+
+    Returns None if an optimizer has state besides that of each parameter, such as a number of steps.
+    """
+    values = []
+    for groups in parts:
+        leaves = {rows: rows[0].clone().requires_grad_() for group in groups for rows in group["params"]}
+        optimizer = recipe.make(_replaced(groups, leaves))
         getattr(optimizer, "train", bool)()  # schedule-free optimizers have it
-    for _ in range(_UPDATES):
-        for (_, parameter), pieces, direction in zip(samples, leaves, directions, strict=True):
-            for piece, gradient in zip(pieces, cut(direction + noise * draw(parameter)), strict=True):
-                piece.grad = gradient.clone()
-        for optimizer in optimizers:
+        for number in range(_UPDATES):
+            for rows, leaf in leaves.items():
+                leaf.grad = rows[2 + number].clone()
             optimizer.step()
-    has_other_state = any(not isinstance(key, Tensor) for optimizer in optimizers for key in optimizer.state)
-    return None if has_other_state else values
+        if not all(isinstance(key, Tensor) for key in optimizer.state):
+            return None
+        values += [leaf.detach().flatten().cpu() for leaf in leaves.values()]
+    return torch.cat(values)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,32 +94,18 @@ def _torch_class(kind: type) -> type:
     return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
 
 
-def _exchange(layer: nn.Module, statistics: Any) -> None:
+def _exchange(layer: nn.Module, statistics: type) -> None:
     """Exchanges torch's forward of a batch norm for that of ``statistics``. The layer keeps the forward of its class."""
-    kind: Any = layer.parts[0] if isinstance(layer, _Subclass) else type(layer)
-    layer.__class__ = statistics if kind in (AllRowsBatchNorm, _torch_class(kind)) else _subclass(kind, statistics)
-
-
-class _Subclass(nn.Module):
-    """A layer of a user's class, whose ``super().forward`` is that of other statistics."""
-
-    parts: ClassVar[tuple[type, type]]  # the user's class, and the statistics
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies by the classes that this one was made of."""
-        return (_blank, self.parts, *super().__reduce_ex__(protocol)[2:])
+    kind: Any = getattr(layer, "converted_class", type(layer))
+    is_plain = kind in (AllRowsBatchNorm, _torch_class(kind))
+    layer.__class__ = statistics if is_plain else _subclass(kind, statistics)
 
 
 @functools.cache
-def _subclass(kind: type, statistics: Any) -> type:
+def _subclass(kind: type, statistics: type) -> type:
     """Returns a subclass of ``kind`` with ``statistics`` before the class of torch in the order of its bases."""
     base = type(statistics.__name__, (statistics, _torch_class(kind)), {})
-    return type(kind.__name__, (_Subclass, kind, base), {"parts": (kind, statistics), "__module__": kind.__module__})
-
-
-def _blank(kind: type, statistics: type) -> Any:
-    subclass: Any = _subclass(kind, statistics)
-    return subclass.__new__(subclass)
+    return type(kind.__name__, (kind, base), {"converted_class": kind, "__module__": kind.__module__})
 
 
 def use_torch_sync_batchnorm(module: nn.Module) -> None:
@@ -150,7 +136,7 @@ class AllRowsBatchNorm(BatchNorm):
             # activation checkpointing runs the forward again, without the other replicas
             raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
         if not uses_batch or (replica is None and world_size() == 1):
-            return BatchNorm.forward(self, input)  # not nn.SyncBatchNorm's, which refuses the CPU
+            return BatchNorm.forward(self, input)  # nn.SyncBatchNorm's refuses the CPU.
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count, mean, squares = _combine(_gather_statistics(values, dims))
@@ -190,7 +176,7 @@ class Statistics(NamedTuple):
 
     size: int  # values per channel, a number on the host
     moments: Tensor  # [3, channels]: mean, sum of squared differences from the mean, and the size
-    stream: torch.Stream | None = None  # that the moments are computed on, in the thread of their replica
+    stream: torch.Stream | None = None  # The thread of the replica computes the moments on it.
 
 
 def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:

@@ -24,9 +24,10 @@ sums of these. ::
 """
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,16 @@ from torch import Tensor, nn
 from ..runtime import torch_private, transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
-from ..runtime.torch_private import foreach_add, foreach_add_, hooks_of, run_after_backward, run_first, will_run
+from ..runtime.torch_private import (
+    Node,
+    foreach_add,
+    foreach_add_,
+    hooks_of,
+    run_after_backward,
+    run_first,
+    will_run,
+)
+from ..runtime.transport import MemoryLayout, layout_of
 
 Gradients = dict[int, Tensor]  # one replica's, by the place of the parameter in its bucket; none for an unused parameter
 
@@ -59,16 +69,11 @@ def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool 
 
 def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
     """Returns ``gradient`` with the strides of its leaf, as autograd does, or contiguous if the memory of the leaf has gaps."""
-    if not _is_dense(gradient) or _have_same_strides(gradient, leaf):
+    if not _is_dense(gradient) or gradient.stride() == leaf.stride():
         return gradient
-    copy = torch.empty_like(leaf, dtype=gradient.dtype)
-    return gradient if _have_same_strides(gradient, copy) else copy.copy_(gradient)
-
-
-def _have_same_strides(left: Tensor, right: Tensor) -> bool:
-    return left.stride() == right.stride() or all(
-        size <= 1 or step == other for size, step, other in zip(left.shape, left.stride(), right.stride(), strict=True)
-    )
+    if layout_of(gradient) == layout_of(leaf):
+        return gradient
+    return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
 
 
 def prepare_sums(leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_copy: bool = False) -> Callable[[], Gradients]:
@@ -78,19 +83,17 @@ def prepare_sums(leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_
     side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
     ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
     """
-    home, together = leaves[0].device, len(replicas) > 1 and not torch.is_grad_enabled()
-    places: list[int] = []
+    home, is_together = leaves[0].device, len(replicas) > 1 and not torch.is_grad_enabled()
+    candidates = replicas[0] if is_together else ()
+    places = [place for place in candidates if all(_is_dense_in(gradients, place) for gradients in replicas)]
     sums: Gradients = {}
-    for place in range(len(leaves)):
-        present = [gradients[place] for gradients in replicas if place in gradients]
-        if together and len(present) == len(replicas) and all(map(_is_dense, present)):
-            places.append(place)
-        elif present:
-            total = functools.reduce(torch.add, [move(gradient, home) for gradient in present])
-            sums[place] = total.clone() if is_copy and total is present[0] else total
+    for place in set[int]().union(*replicas).difference(places):
+        present = [move(gradients[place], home) for gradients in replicas if place in gradients]
+        total = functools.reduce(torch.add, present)
+        sums[place] = total.clone() if is_copy and total is present[0] else total
     if not places:
         return lambda: sums
-    layouts = [transport.layout_of(leaves[place]) for place in places]
+    layouts = [layout_of(leaves[place]) for place in places]
     flat = [transport.pack(layouts, [gradients[place] for place in places]) for gradients in replicas]
     result = torch.empty_like(flat[0], device=home)
 
@@ -112,6 +115,10 @@ def _is_dense(tensor: Tensor) -> bool:
     return bool(tensor.layout == torch.strided)
 
 
+def _is_dense_in(gradients: Gradients, place: int) -> bool:
+    return place in gradients and _is_dense(gradients[place])
+
+
 class Schedule(NamedTuple):
     """Settings of one forward for its own backward."""
 
@@ -119,6 +126,19 @@ class Schedule(NamedTuple):
     side: SideStreams | None  # Sums overlap with the backward there. None if devices have no streams.
     overlaps: bool  # the backward of other layers follows
     deferred: bool  # gradients stay with the replicas
+
+    @property
+    def overlapping_side(self) -> SideStreams | None:
+        """The side streams for sums that overlap with the backward."""
+        return self.side if self.overlaps else None
+
+
+Kinds = dict[int, tuple[torch.Size, torch.dtype]]
+
+
+def kinds_of(parameters: Iterable[nn.Parameter]) -> Kinds:
+    """Returns the present shape and dtype of each parameter, by its id."""
+    return {id(parameter): (parameter.shape, parameter.dtype) for parameter in parameters}
 
 
 # The buckets of all modules of the process. Two modules may share a parameter, and neither knows the other.
@@ -130,6 +150,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
+        self.kinds = kinds_of(parameters)
         self.owners: BucketOwners | None = None  # receive the gradients in place of the parameters' ``grad``
         self.held: dict[torch.device, Gradients] = {}  # Gradients of the other replicas that are not reduced yet.
         self._local: dict[int, weakref.ref[Tensor]] = {}  # The ``grad`` that others wait for, by place of the parameter.
@@ -168,8 +189,8 @@ class Bucket:
                 schedule.side.expect(schedule.streams, schedule.streams, [])
             return returned
         reduction = self._prepare(takes_local=False)
-        if schedule.side is not None and schedule.overlaps:
-            with schedule.side.entered(schedule.streams, [reduction]):
+        if side := schedule.overlapping_side:
+            with side.entered(schedule.streams, [reduction]):
                 reduction()
         else:
             reduction()
@@ -204,14 +225,16 @@ class Bucket:
         """
         with self._lock:
             self._drop_discarded()
-            grads = {place: self.parameters[place].grad for place in self._local} if takes_local else {}
-            local = {place: gradient for place, gradient in grads.items() if gradient is not None}
+            local: Gradients = {}
+            for place in self._local if takes_local else ():
+                if (gradient := self.parameters[place].grad) is not None:
+                    local[place] = gradient
             held, self.held = self.held, {}
             if takes_local or self.owners is None:
                 self._local = {}
         if local:
-            held = {self._home: {}, **held}  # the first replica comes first
-            held[self._home] = _merged(local, held[self._home])
+            first = _merged(local, held.pop(self._home, {}))
+            held = {self._home: first, **held}
         if not held:
             return lambda: None
         if self.owners is not None:
@@ -248,14 +271,12 @@ class Bucket:
                 accumulate(self.parameters, replicas.pop(self._home, {}), is_copy=True)
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device, {}))
+            waiting = dict(itertools.chain(*(gradients.items() for gradients in self.held.values())))
             for place, parameter in enumerate(self.parameters) if deferred else ():
-                local = parameter.grad
-                waiting = next((gradients[place] for gradients in self.held.values() if place in gradients), None)
-                if local is None and waiting is not None:  # the first replica has none
-                    local = torch.zeros_like(waiting, device=self._home)
-                    parameter.grad = local
-                if local is not None:
-                    self._local[place] = weakref.ref(local)
+                if parameter.grad is None and place in waiting:  # The first replica has none.
+                    parameter.grad = torch.zeros_like(waiting[place], device=self._home)
+                if parameter.grad is not None:
+                    self._local[place] = weakref.ref(parameter.grad)
 
     def _drop_discarded(self) -> None:
         """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets one if it creates a graph."""
@@ -280,24 +301,33 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         bucket: Bucket = ctx.bucket
         schedule: Schedule = ctx.schedule
-        runs = [gradients[start : start + ctx.size] for start in range(0, len(gradients), ctx.size)]
-        replicas = [{place: gradient for place, gradient in enumerate(run) if gradient is not None} for run in runs]
+        starts = range(0, len(gradients), ctx.size)
+        replicas = [_by_place(gradients[start : start + ctx.size]) for start in starts]
         with on_streams(schedule.streams):
             if schedule.side is not None:
                 schedule.side.begin()
-            on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
-            if not (schedule.deferred or bucket.owners or bucket.held or on_side_stream):  # autograd accumulates the sums
-                return None, None, None, *map(prepare_sums(bucket.parameters, replicas)().get, range(ctx.size))
-            nodes = [node for node, _ in ctx.next_functions]
-            wanted = [  # a parameter without requires_grad has no node
-                None if any(hooks_of(parameter)) else node is not None and will_run(node)
-                for parameter, node in zip(bucket.parameters, nodes, strict=True)
-            ]
-            if schedule.side is not None and schedule.overlaps and bucket.owners is None:
-                for node, want in zip(nodes, wanted, strict=True):
-                    if want:
-                        schedule.side.join_before(node)
-            return None, None, None, *map(bucket.collect(replicas, wanted, schedule).get, range(ctx.size))
+            side = schedule.overlapping_side
+            if schedule.deferred or bucket.owners or bucket.held or (side and not torch.is_grad_enabled()):
+                nodes = [node for node, _ in ctx.next_functions]
+                wanted = [*map(_is_wanted, bucket.parameters, nodes)]
+                if side and bucket.owners is None:
+                    for node in itertools.compress(nodes, wanted):
+                        side.join_before(node)
+                sums = bucket.collect(replicas, wanted, schedule)
+            else:  # Autograd accumulates the sums.
+                sums = prepare_sums(bucket.parameters, replicas)()
+            return None, None, None, *map(sums.get, range(ctx.size))
+
+
+def _by_place(gradients: Sequence[Tensor | None]) -> Gradients:
+    return {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+
+
+def _is_wanted(parameter: Tensor, node: Node) -> bool | None:
+    """Returns True if the running backward accumulates the gradient, and None if autograd passes it on."""
+    if any(hooks_of(parameter)):
+        return None
+    return node is not None and will_run(node)  # A parameter without requires_grad has no node.
 
 
 class _Receive(torch.autograd.Function):
@@ -328,6 +358,17 @@ class GradientBuckets:
         """True if owners receive the gradients of at least one bucket."""
         return any(bucket.owners is not None for bucket in self.buckets)
 
+    @property
+    def pieces(self) -> "list[Piece]":
+        """The pieces of all owners."""
+        owners = [bucket.owners for bucket in self.buckets if bucket.owners is not None]
+        return [piece for each in owners for piece in each.pieces]
+
+    @property
+    def kinds(self) -> Kinds:
+        """Shape and dtype of each parameter when its bucket was made, by its id."""
+        return {key: kind for bucket in self.buckets for key, kind in bucket.kinds.items()}
+
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold."""
         for bucket in self.buckets:
@@ -340,13 +381,15 @@ class GradientBuckets:
         if self.side is not None:  # a backward that failed did not join
             self.side.join()
 
-    def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
+    def rebuild(self, *groups: Sequence[nn.Parameter]) -> list[list[Bucket]]:
         """Makes new buckets of those parameters in each of ``groups`` that require a gradient and have no owners."""
         self.reduce()
-        sharded = [bucket for bucket in self.buckets if bucket.owners is not None]
-        owned = {id(parameter) for bucket in sharded for parameter in bucket.parameters}
+        self.buckets = [bucket for bucket in self.buckets if bucket.owners is not None]
+        owned = self.kinds
         learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
-        self.buckets = [*sharded, *(bucket for group in learning for bucket in make_buckets(group))]
+        buckets = [*map(make_buckets, learning)]
+        self.buckets += itertools.chain(*buckets)
+        return buckets
 
     def schedule(self, bucket: Bucket, streams: Streams, *, deferred: bool) -> Schedule:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
@@ -390,6 +433,27 @@ class Piece:
         self.values.data = self.places[self.owner]
 
 
+def _make_pieces(
+    parameters: Sequence[nn.Parameter],
+    copies: Sequence[Mapping[torch.device, Tensor]],
+    owners: Mapping[Tensor, int] | None,
+) -> Iterator[Piece]:
+    """Yields a bucket's pieces in the order of their owners. A parameter whose memory has gaps is not cut."""
+    devices = list(copies[0])
+    # Collectives need equal sizes.
+    share = max(-(-sum(parameter.numel() for parameter in parameters) // len(devices)), 1)
+    begin = 0
+    for index in sorted(range(len(parameters)), key=lambda index: owners[parameters[index]] if owners else 0):
+        parameter, copied = parameters[index], copies[index]
+        end = begin + parameter.numel()
+        is_cut = owners is None and all(copy.is_contiguous() for copy in copied.values())
+        cuts = range((begin // share + 1) * share, end, share) if is_cut else ()
+        for start, stop in itertools.pairwise([begin, *cuts, end]):
+            owner = min(start // share, len(devices) - 1) if owners is None else owners[parameter]
+            yield Piece(parameter, index, slice(start - begin, stop - begin), devices[owner], copied)
+        begin = end
+
+
 class BucketOwners:
     """The pieces of one bucket, in the order of their owners, which are the devices in ``copies``, the copies of each parameter.
 
@@ -402,48 +466,43 @@ class BucketOwners:
         copies: Sequence[dict[torch.device, Tensor]],
         owners: Mapping[Tensor, int] | None = None,
     ) -> None:
-        self._parameters = parameters
-        self._devices = devices = list(copies[0])
-        self.pieces: list[Piece] = []
-        self._order = sorted(range(len(parameters)), key=lambda index: owners[parameters[index]] if owners else 0)
-        share = -(-sum(parameter.numel() for parameter in parameters) // len(devices))  # collectives need equal sizes
-        position = 0
-        for index in self._order:
-            parameter, copied = parameters[index], copies[index]
-            splits = owners is None and all(copy.is_contiguous() for copy in copied.values())
-            start, size = 0, parameter.numel()
-            while True:
-                owner = min(position // max(share, 1), len(devices) - 1) if owners is None else owners[parameter]
-                stop = min(size, start + share * (owner + 1) - position) if splits else size
-                self.pieces.append(Piece(parameter, index, slice(start, stop), devices[owner], copied))
-                start, position = stop, position + stop - start
-                if start == size:
-                    break
-        self._owned = [[piece for piece in self.pieces if piece.owner == device] for device in devices]
-        self._is_cut = {piece.index for piece in self.pieces if not piece.is_whole}  # parameters of which no piece is the whole
+        self._devices = list(copies[0])
+        self.pieces = [*_make_pieces(parameters, copies, owners)]
+        self._order = [*dict.fromkeys(piece.index for piece in self.pieces)]
+        self._owned = [[piece for piece in self.pieces if piece.owner == device] for device in self._devices]
+        is_cut = {piece.index for piece in self.pieces if not piece.is_whole}
+        self._layouts = [
+            MemoryLayout(parameter.shape) if index in is_cut else layout_of(parameter)
+            for index, parameter in enumerate(parameters)
+        ]
+        sizes = [sum(piece.values.numel() for piece in owned) for owned in self._owned]
+        padded = [max(sizes)] * len(sizes)
+        is_padded = len(parameters) > 1 and sizes[:-1] == padded[:-1]
+        self._sizes = padded if is_padded else sizes
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
-        chosen = [i for i in self._order if any(i in gradients for gradients in replicas)]
-        if not chosen:
+        learned = set(itertools.chain(*replicas))
+        if not learned:
             return lambda: None
-        learned = set(chosen)
-        pieces = [[piece for piece in owned if piece.index in learned] for owned in self._owned]
-        sizes = _sizes(pieces, len(chosen))
-        layouts = [self._layout(i) for i in chosen]
+        layouts = [self._layouts[index] for index in self._order]
         flat = []
         for gradients in filter(None, replicas):
-            dense = {i: check_dense(gradient) for i, gradient in gradients.items()}
-            like = next(iter(dense.values()))
-            missing = {i: like.new_zeros(layout.shape) for i, layout in zip(chosen, layouts, strict=True) if i not in dense}
-            flat.append(transport.pack(layouts, [*map((dense | missing).__getitem__, chosen)], sum(sizes)))
-        sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)]
+            like = next(iter(gradients.values()))
+            dense = [
+                check_dense(gradients[index]) if index in gradients else like.new_zeros(layout.shape)
+                for index, layout in zip(self._order, layouts, strict=True)
+            ]
+            flat.append(transport.pack(layouts, dense, sum(self._sizes)))
+        sizes = zip(self._devices, self._sizes, strict=True)
+        sums = [flat[0].new_empty(size, device=device) for device, size in sizes]
 
         def compute() -> None:
             transport.reduce_scatter(flat, sums)
-            for owned, total in zip(pieces, sums, strict=True):
-                for piece, gradient in zip(owned, transport.unpack(self._layouts(owned), total), strict=True):
-                    piece.add_gradient(gradient)
+            for owned, total in zip(self._owned, sums, strict=True):
+                for piece, gradient in zip(owned, self._unpack(owned, total), strict=True):
+                    if piece.index in learned:
+                        piece.add_gradient(gradient)
 
         return compute
 
@@ -456,38 +515,23 @@ class BucketOwners:
     @torch.no_grad()
     def publish(self) -> None:
         """Copies each owner's values to all other devices."""
-        sizes = _sizes(self._owned, len(self._parameters))
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
-        if len(self._parameters) == 1 and all(place.is_contiguous() for row in places for place in row):
-            whole = [row[0].as_strided((sum(sizes),), (1,)) for row in places]
-            transport.all_gather(whole, sizes)
+        if len(self._layouts) == 1 and all(place.is_contiguous() for row in places for place in row):
+            whole = [row[0].as_strided((sum(self._sizes),), (1,)) for row in places]  # needs no buffers
+            transport.all_gather(whole, self._sizes)
             torch.autograd.graph.increment_version([place for row in places for place in row])
             return
-        gathered = [row[0].new_empty(sum(sizes)) for row in places]
+        gathered = [row[0].new_empty(sum(self._sizes)) for row in places]
         for number, owned in enumerate(self._owned):
-            targets = transport.unpack(self._layouts(owned), gathered[number].split(sizes)[number])
-            torch_private.foreach_copy_(targets, [piece.values for piece in owned])
-        transport.all_gather(gathered, sizes)
-        for device, row, flat in zip(self._devices, places, gathered, strict=True):
-            unpacked = transport.unpack(self._layouts(self.pieces), flat)
-            others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
-            torch_private.foreach_copy_([row[i] for i in others], [unpacked[i] for i in others])
+            sent = gathered[number].split(self._sizes)[number]
+            torch_private.foreach_copy_(self._unpack(owned, sent), [piece.values for piece in owned])
+        transport.all_gather(gathered, self._sizes)
+        for row, flat in zip(places, gathered, strict=True):
+            torch_private.foreach_copy_(row, self._unpack(self.pieces, flat))
 
-    def _layout(self, index: int) -> transport.MemoryLayout:
-        parameter = self._parameters[index]
-        return transport.MemoryLayout(parameter.shape) if index in self._is_cut else transport.layout_of(parameter)
-
-    def _layouts(self, pieces: Sequence[Piece]) -> list[transport.MemoryLayout]:
-        return [self._layout(p.index) if p.is_whole else transport.MemoryLayout(p.values.shape) for p in pieces]
-
-
-def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
-    """Returns the number of elements on each owner: equal numbers if padding suffices. A single parameter is not padded."""
-    owned = [sum(piece.values.numel() for piece in run) for run in pieces]
-    total, count = sum(owned), len(owned)
-    share = -(-total // count)
-    even = [max(0, min(share, total - share * number)) for number in range(count)]
-    return [share] * count if owned == even and (parameters > 1 or total == share * count) else owned
+    def _unpack(self, pieces: Sequence[Piece], flat: Tensor) -> list[Tensor]:
+        layouts = [self._layouts[p.index] if p.is_whole else MemoryLayout(p.values.shape) for p in pieces]
+        return transport.unpack(layouts, flat)
 
 
 def check_dense(gradient: Tensor) -> Tensor:

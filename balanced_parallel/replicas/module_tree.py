@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import leaves, map_leaves
-from ..runtime.torch_private import BUFFERS, CHILDREN, FORWARD_HOOKS, PARAMETERS, buffers_of, is_compiled, parameters_of
+from ..runtime.torch_private import (
+    BUFFERS,
+    CHILDREN,
+    FLAT_REFERENCES,
+    FLAT_WEIGHTS,
+    FORWARD_HOOKS,
+    PARAMETERS,
+    buffers_of,
+    is_compiled,
+    parameters_of,
+)
 
 
 class TreePart(NamedTuple):
@@ -24,8 +34,7 @@ class TreePart(NamedTuple):
     module: nn.Module
     children: dict[str, nn.Module | None]
     places: dict[str, int | None]  # Each of its parameters has a place among those of the tree.
-    identities: list[int]  # Its parameters have these.
-    lists: list[str]  # names of its lists
+    identities: list[int]  # the ids of its parameters
     size: int  # number of its attributes
 
 
@@ -46,41 +55,34 @@ class ModuleTree:
         self._custom = [at for at, module in enumerate(self.modules) if not type(module).__module__.startswith("torch.")]
         parameters = {id(each): each for module in self.modules for each in parameters_of(module).values() if each is not None}
         self.parameters = list(parameters.values())
-        self.note_kinds()
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
-        flat = [(rnn, [*map(id, rnn._flat_weights)]) for rnn in self.modules if isinstance(rnn, nn.RNNBase)]
-        self.rnns = [(rnn, [self.place[key] for key in keys]) for rnn, keys in flat if self.place.keys() >= {*keys}]
+        # The weights of each RNN in the order of cuDNN. Those that a hook computes have no place.
+        self._rnns = {
+            number: (rnn, [self.place.get(id(weight)) for weight in rnn.__dict__[FLAT_WEIGHTS]])
+            for number, rnn in enumerate(self.modules)
+            if isinstance(rnn, nn.RNNBase)
+        }
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)
         parameters = parameters_of(module)
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
-        lists = [name for name, value in module.__dict__.items() if type(value) is list]
-        return TreePart(
-            module, module.__dict__[CHILDREN].copy(), places, [*map(id, parameters.values())], lists, len(module.__dict__)
-        )
+        children = module.__dict__[CHILDREN].copy()
+        return TreePart(module, children, places, [*map(id, parameters.values())], len(module.__dict__))
 
     def still_is(self, root: nn.Module) -> bool:
         """Returns True if the tree under ``root`` still has the same modules and the same parameters."""
         if self.modules[0] is not root:
             return False
-        for module, children, places, identities, _, size in self._parts:
+        for module, children, places, identities, size in self._parts:
             state = module.__dict__
-            parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
+            parameters = state[PARAMETERS]  # A call for each module takes time in every forward.
             if len(state) != size or state[CHILDREN] != children or parameters.keys() != places.keys():
                 return False
             if parameters and [*map(id, parameters.values())] != identities:  # == on parameters would compare their values
                 return False
         return True
-
-    def present_kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Returns shapes and dtypes of the parameters."""
-        return [(parameter.shape, parameter.dtype) for parameter in self.parameters]
-
-    def note_kinds(self) -> None:
-        """Notes the present shapes and dtypes of the parameters."""
-        self.kinds = self.present_kinds()
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
@@ -108,7 +110,7 @@ class ModuleTree:
 
     def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
         for place in self._custom:
-            for name, value in self.modules[place].__dict__.items():  # without a call for each: this runs in every forward
+            for name, value in self.modules[place].__dict__.items():
                 if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value)):
                     yield place, name, value
 
@@ -120,11 +122,9 @@ class ModuleTree:
                 state[CHILDREN] = children.copy()
             if own_buffers := state[BUFFERS]:
                 state[BUFFERS] = {name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()}
-            if tensors is not None:
-                if part.places:
-                    state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in part.places.items()}
-                for name in part.lists:
-                    state[name] = self._swapped(state[name], tensors)
+            if tensors is not None and part.places:
+                places = part.places.items()
+                state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in places}
             # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
             # a hook needs a dictionary that lives on, as that of the skeleton does.
             hooks, registered = skeleton.__dict__[FORWARD_HOOKS], state[FORWARD_HOOKS]
@@ -132,10 +132,14 @@ class ModuleTree:
                 hooks.clear()
                 hooks.update(registered)
             state[FORWARD_HOOKS] = hooks
-            skeleton.__dict__.clear()  # without the lock of Python, a dictionary that is replaced is freed late
+            # Python without its lock frees a dictionary late that is replaced.
+            skeleton.__dict__.clear()
             skeleton.__dict__.update(state)
-            if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
+            if skeleton.__class__ is not part.module.__class__:  # Activation checkpointing changes it.
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
+        if tensors is not None:
+            for number, (rnn, weights) in self._rnns.items():
+                skeletons[number][1].__dict__.update(_flat(rnn, weights, tensors))
         for place, name, value in self._caches:
             skeletons[place][1].__dict__[name] = map_leaves(lambda leaf: buffers.get(id(leaf), leaf), value)
         return skeletons[0][1]
@@ -149,23 +153,22 @@ class ModuleTree:
         """
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries as they are, and as they were
         for part, skeleton, _ in skeletons:
-            state, of_replica = part.module.__dict__, skeleton.__dict__
-            changed += [(mapping, mapping.copy()) for mapping in (state[PARAMETERS], state[BUFFERS], state)]
-            state[PARAMETERS].update(of_replica[PARAMETERS])
-            state[BUFFERS].update(of_replica[BUFFERS])
-            for name in state.keys() - of_replica.keys():  # the first replica has set it in this forward
-                del state[name]
-            for name in of_replica.keys() - {CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS}:
-                state[name] = of_replica[name]
+            state, replica = part.module.__dict__, skeleton.__dict__
+            fixed = {key: state[key] for key in (CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS)}
+            for entries, other in (
+                (state[PARAMETERS], replica[PARAMETERS]),
+                (state[BUFFERS], replica[BUFFERS]),
+                (state, replica | fixed),
+            ):
+                changed.append((entries, entries.copy()))
+                _set_entries(entries, other)
         try:
             yield
         finally:
             for part, skeleton, _ in skeletons:
                 buffers_of(skeleton).update(buffers_of(part.module))
-            for mapping, before in changed:  # entry by entry: guards of compiled code watch the dictionaries
-                for name in mapping.keys() - before.keys():
-                    del mapping[name]
-                mapping.update((name, value) for name, value in before.items() if mapping.get(name, self) is not value)
+            for entries, before in changed:
+                _set_entries(entries, before)
 
     @torch.no_grad()
     def take_buffers(self, skeletons: Skeletons) -> None:
@@ -183,8 +186,9 @@ class ModuleTree:
             attributes = part.module.__dict__
             places = [(name, at) for name, at in part.places.items() if at is not None]
             changes += [(attributes[PARAMETERS], name, tensors[at], self.parameters[at]) for name, at in places]
-            lists = [(name, attributes[name]) for name in part.lists if name in attributes]
-            changes += [(attributes, name, self._swapped(before, tensors), before) for name, before in lists]
+        for rnn, weights in self._rnns.values():
+            flat = _flat(rnn, weights, tensors)
+            changes += [(rnn.__dict__, name, value, rnn.__dict__[name]) for name, value in flat.items()]
         try:
             for attributes, name, value, _ in changes:
                 attributes[name] = value
@@ -194,28 +198,32 @@ class ModuleTree:
                 if attributes.get(name) is value:  # else the forward has set another value, which stays
                     attributes[name] = before
 
-    def _swapped(self, value: Any, tensors: list[Tensor]) -> Any:
-        """Returns a list of parameters, or of weak references to them, with the parameters replaced. Other values stay.
-
-        An RNN has both, and flattens its weights again in every forward in which they do not agree with its parameters.
-        """
-        if type(value) is not list:
-            return value
-        places = [self.place.get(id(entry() if isinstance(entry, weakref.ref) else entry)) for entry in value]
-        if all(at is None for at in places):
-            return value
-        swapped = [entry if at is None else tensors[at] for entry, at in zip(value, places, strict=True)]
-        pairs = zip(value, swapped, strict=True)
-        return [weakref.ref(new) if isinstance(old, weakref.ref) and new is not old else new for old, new in pairs]
+    def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
+        """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
+        with torch.inference_mode(False):
+            for rnn, places in self._rnns.values():
+                if None not in places:
+                    # the method reads sizes and weights of its object, and nothing else
+                    copied: Any = SimpleNamespace(**{**vars(rnn), **_flat(rnn, places, tensors)})
+                    nn.RNNBase.flatten_parameters(copied)
 
 
-def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:
-    """Moves the copies of the weights of each RNN, at its places among ``tensors``, to one buffer, as cuDNN needs them."""
-    with torch.inference_mode(False):
-        for rnn, places in rnns:
-            # the method reads sizes and ``_flat_weights`` of its object, and nothing else
-            weights = {"_flat_weights": [tensors[at] for at in places]}
-            nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), **weights}))  # type: ignore[arg-type]
+def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Gives a dictionary the entries of another, one by one: guards of compiled code watch the dictionary."""
+    for name in entries.keys() - other.keys():
+        del entries[name]
+    entries.update((name, value) for name, value in other.items() if entries.get(name, entries) is not value)
+
+
+def _flat(rnn: nn.RNNBase, places: Sequence[int | None], tensors: Sequence[Tensor]) -> dict[str, list[Any]]:
+    """Returns the lists of an RNN with its weights.
+
+    An RNN flattens its weights again in every forward in which they are not its parameters.
+    """
+    pairs = zip(rnn.__dict__[FLAT_WEIGHTS], places, strict=True)
+    weights = [weight if at is None else tensors[at] for weight, at in pairs]
+    references = [weight if weight is None else weakref.ref(weight) for weight in weights]
+    return {FLAT_WEIGHTS: weights, FLAT_REFERENCES: references}
 
 
 def check_module(module: Any) -> None:

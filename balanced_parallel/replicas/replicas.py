@@ -29,8 +29,8 @@ from ..runtime import transport
 from ..runtime.devices import Devices, on_device
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states, versions
-from .buckets import Bucket, GradientBuckets
-from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, refuse_rescaled
+from .buckets import Bucket, GradientBuckets, kinds_of
+from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
@@ -54,7 +54,8 @@ class Replicas:
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side)
         self._skeletons: list[Skeletons] = []
-        self._turns: list[Skeletons | None] = []  # the state of each compiled replica in this forward; None is the module's own
+        # The state of each compiled replica in this forward. The module itself has an empty one.
+        self._turns: list[Skeletons] = []
         self._lock = threading.Lock()
         self.windows: list[Window] = []  # These are open. The outermost is the first.
         self._fresh_in: Window | None = None  # The window that has copied all values.
@@ -64,12 +65,12 @@ class Replicas:
 
     def run(self, work: Sequence[Callable[[], T]], devices: Devices, *, together: bool) -> list[T]:
         """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One replica runs in this thread."""
-        is_compiled = self.tree is not None and self.tree.is_compiled
-        if len(work) > 1 or is_compiled:
-            workers = self._run_in_turn if is_compiled else self._workers
-            return workers(work, devices, together=together)
+        if self.tree is not None and self.tree.is_compiled:
+            return self._run_in_turn(self.tree, work, devices, together)
+        if len(work) > 1:
+            return self._workers(work, devices, together=together)
         try:
-            with on_device(devices[0], None):  # on the thread's own stream
+            with on_device(devices[0], None):  # The stream is that of the thread.
                 return [work[0]()]
         except BaseException as error:
             error.add_note(f"in replica 0 on device {devices[0]}")
@@ -91,7 +92,7 @@ class Replicas:
                 buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
                 if tree.is_compiled:
-                    self._turns = [*[None] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
+                    self._turns = [*[[]] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
                     modules[:] = [tree.modules[0]] * len(modules)
                 shared = [
                     self.copies.by_device.get(device, tree.parameters) for device in {*devices} if devices.count(device) > 1
@@ -132,14 +133,17 @@ class Replicas:
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
         """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
         tree = self.prepare(module, devices)
-        chosen = set(map(id, parameters))
-        others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
-        self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
-        return [
-            (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
-            for bucket in self.gradients.buckets
-            if id(bucket.parameters[0]) in chosen
-        ]
+        owned = set(map(id, parameters))
+        chosen = [parameter for parameter in tree.parameters if id(parameter) in owned]
+        others = [parameter for parameter in tree.parameters if id(parameter) not in owned]
+        buckets, _ = self.gradients.rebuild(chosen, others)
+        return [(bucket, [self._everywhere(tree, each) for each in bucket.parameters]) for bucket in buckets]
+
+    def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
+        """Returns a parameter and its copies, by device."""
+        place = tree.place[id(parameter)]
+        copies = {device: tensors[place] for device, tensors in self.copies.by_device.items()}
+        return {parameter.device: parameter, **copies}
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -159,7 +163,7 @@ class Replicas:
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
             before = self.tree
-            if before is None or before.kinds != tree.kinds or [*map(id, before.parameters)] != [*map(id, tree.parameters)]:
+            if before is None or before.place != tree.place:
                 self._refuse_sharded()
                 self.gradients.rebuild()
                 self.copies, self._fresh_in = ParameterCopies(), None
@@ -171,43 +175,38 @@ class Replicas:
         return tree
 
     def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
-        copies = self.copies
-        written, moved, frozen = copies.find_changes(tree.parameters)
-        if moved or frozen:
+        copies, parameters = self.copies, tree.parameters
+        written, is_moved, is_frozen = copies.find_changes(parameters)
+        if is_moved or is_frozen:
             check_device(tree.modules[0], devices[0])
-            self._follow_buckets(tree, is_frozen=bool(frozen))
-        is_renewed = copies.refresh(tree.parameters, written, all_values=all_values and not self.are_fresh)
-        renewed = [*copies.by_device] if is_renewed else []
+            self._follow_buckets(tree)
+        copies.refresh(parameters, written, all_values=all_values and not self.are_fresh)
         self._fresh_in = self.windows[0] if self.windows and (all_values or self.are_fresh) else None
-        if not copies.by_device.keys() >= {*devices[1:]} - {devices[0]}:
-            renewed += copies.extend_to(devices[1:], tree.parameters)
-        for device in renewed:
-            flatten_weights(tree.rnns, copies.by_device[device])
-        for each in copies.by_device.values() if renewed or moved or frozen else ():
-            for copied, parameter in zip(each, tree.parameters, strict=True):
+        is_moved |= copies.extend_to(devices[1:], parameters)
+        if not (is_moved or is_frozen):
+            return
+        for each in copies.by_device.values():
+            if is_moved:
+                tree.flatten_weights(each)
+            for copied, parameter in zip(each, parameters, strict=True):
                 copied.requires_grad_(parameter.requires_grad)  # a forward under no_grad may ask for gradients
-        if moved and self.gradients.is_sharded:
-            renewed_copies = {tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved}
-            owners = [bucket.owners for bucket in self.gradients.buckets if bucket.owners is not None]
-            for piece in (piece for each in owners for piece in each.pieces if piece.parameter in renewed_copies):
-                piece.repoint(renewed_copies[piece.parameter])
+        for piece in self.gradients.pieces:
+            piece.repoint(self._everywhere(tree, piece.parameter))
 
-    def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
+    def _follow_buckets(self, tree: ModuleTree) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
-        is_other = tree.kinds != tree.present_kinds()
-        if self.gradients.is_sharded:
-            bucketed = {id(parameter) for bucket in self.gradients.buckets for parameter in bucket.parameters}
-            if is_other or any(p.requires_grad and id(p) not in bucketed for p in tree.parameters):
-                self.forget_values()  # the next forward is refused too
-                self._refuse_sharded()
-        elif is_other or is_frozen or not self.gradients.buckets:
-            tree.note_kinds()
-            self.gradients.rebuild(tree.parameters)
-            self._skeletons = []  # They have graphs of the parameters before.
+        before, present = self.gradients.kinds, kinds_of(tree.parameters)
+        trained = kinds_of(parameter for parameter in tree.parameters if parameter.requires_grad)
+        if not self.gradients.is_sharded:
+            if before != trained:
+                self.gradients.rebuild(tree.parameters)
+                self._skeletons = []  # They have graphs of the parameters before.
+        elif not trained.keys() <= before.keys() or any(present[key] != kind for key, kind in before.items()):
+            self.forget_values()  # the next forward is refused too
+            self._refuse_sharded()
 
-    def _run_in_turn(self, work: Sequence[Callable[[], Any]], devices: Devices, *, together: bool) -> list[Any]:
+    def _run_in_turn(self, tree: ModuleTree, work: Sequence[Callable[[], T]], devices: Devices, together: bool) -> list[T]:
         """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
-        tree = self.tree
         if together and len(work) > 1:
             raise TypeError(
                 "the module is compiled, and its batch norm over all rows needs all replicas at the same time, expected one of "
@@ -220,13 +219,13 @@ class Replicas:
                 "a process for each device: start torchrun. Under torch.no_grad() a call by hand is right"
             )
 
-        def call(run: Callable[[], Any], skeletons: Skeletons | None) -> Any:
-            with nullcontext() if tree is None or skeletons is None else tree.state_of(skeletons):
+        def call(run: Callable[[], T], skeletons: Skeletons) -> T:
+            with tree.state_of(skeletons):
                 return run()
 
-        turns = self._turns or [None] * len(work)
+        turns = zip(work, self._turns or [[]] * len(work), strict=True)
         with graphs_for(1 + len(self.copies.by_device)):
-            return run_in_turn([functools.partial(call, *turn) for turn in zip(work, turns, strict=True)], devices, None)
+            return run_in_turn([functools.partial(call, *turn) for turn in turns], devices, None)
 
     def _refuse_sharded(self) -> None:
         if self.gradients.is_sharded:
@@ -315,7 +314,7 @@ def inference(*modules: nn.Module) -> Iterator[None]:
             submodule.training = training
 
 
-_UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter
+_UNKNOWN = (0, 0, torch.Size([-1]), torch.float32, False)  # state of a parameter
 
 
 class ParameterCopies:
@@ -329,52 +328,62 @@ class ParameterCopies:
         """Marks every copy as outdated."""
         self._states: list[ParameterState] = []
 
-    def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int], list[int]]:
-        """Returns the places of the parameters that torch saw written or moved, moved or resized, and frozen or unfrozen."""
+    def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], bool, bool]:
+        """Returns the places of the parameters that torch saw written.
+
+        It also returns if any was moved, resized or converted, and if any was frozen or unfrozen.
+        """
         before, self._states = self._states, parameter_states(parameters)
         if before == self._states:
-            return [], [], []
-        pairs = list(enumerate(zip(self._states, before or itertools.repeat(_UNKNOWN), strict=False)))
-        written = [i for i, (now, then) in pairs if now[:3] != then[:3]]
-        moved = [i for i, (now, then) in pairs if now[:2] != then[:2]]
-        return written, moved, [i for i, (now, then) in pairs if now[3] != then[3]]
+            return [], False, False
+        pairs = list(itertools.zip_longest(self._states, before, fillvalue=_UNKNOWN))
+        written = [place for place, (now, then) in enumerate(pairs) if now[:4] != then[:4]]
+        is_moved, is_frozen = (any(now[at] != then[at] for now, then in pairs) for at in (slice(1, 4), 4))
+        return written, is_moved, is_frozen
 
     @torch.no_grad()
-    def refresh(self, parameters: Sequence[nn.Parameter], written: Sequence[int], *, all_values: bool) -> bool:
-        """Copies the parameters to all devices: all, or those at ``written``. Returns True if any copy has new memory.
+    def refresh(
+        self,
+        parameters: Sequence[nn.Parameter],
+        written: Sequence[int],
+        *,
+        all_values: bool,
+    ) -> None:
+        """Copies the parameters to all devices: all, or those at ``written``.
 
         Only the version counters of the copies at ``written`` move: a graph of an earlier forward may still run backward.
         """
         self.by_device.pop(parameters[0].device, None)
         places = range(len(parameters)) if all_values else written
         if not (self.by_device and places):
-            return False
-        recorded, targets, is_renewed = set(written), [], False
+            return
+        recorded, targets = set(written), []
         try:
             for device, copies in self.by_device.items():
                 for i in written:
                     if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
-                        copies[i], is_renewed = torch.empty_like(parameters[i], device=device), True
+                        copies[i] = torch.empty_like(parameters[i], device=device)
                 targets.append([copies[i] if i in recorded else copies[i].data for i in places])
             transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
-        except BaseException:  # for example, memory runs out: some devices have the new values
+        except BaseException:  # Some devices have the new values if, for example, memory runs out.
             self.forget_values()
             raise
-        return is_renewed
 
-    def extend_to(self, devices: Devices, parameters: Sequence[nn.Parameter]) -> list[torch.device]:
-        """Makes copies on those of ``devices`` that have none, and returns these."""
-        missing = [device for device in dict.fromkeys(devices) if device not in (parameters[0].device, *self.by_device)]
+    def extend_to(self, devices: Devices, parameters: Sequence[nn.Parameter]) -> bool:
+        """Makes copies on those of ``devices`` that have none. Returns True if there are such devices."""
+        missing = {*devices} - {parameters[0].device, *self.by_device}
+        if not missing:
+            return False
         with torch.inference_mode(False), torch.no_grad():
-            copies = {device: [torch.empty_like(each, device=device) for each in parameters] for device in missing}
+            copies = {
+                device: [torch.empty_like(each, device=device) for each in parameters]
+                for device in dict.fromkeys(devices)
+                if device in missing
+            }
             # each by itself: buffers would need more memory than the copies
             transport.copy_coalesced(list(copies.values()), [parameter.detach() for parameter in parameters], buffer_bytes=0)
         self.by_device |= copies
-        return missing
-
-    def everywhere(self, parameter: nn.Parameter, place: int) -> dict[torch.device, Tensor]:
-        """Returns a parameter and its copies, by device."""
-        return {parameter.device: parameter, **{device: copies[place] for device, copies in self.by_device.items()}}
+        return True
 
 
 def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, Tensor]]:
@@ -382,10 +391,14 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, 
     if not buffers:
         return [{}] * len(devices)
     # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
-    plain = [each for each in buffers if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)]
-    others = set(map(id, buffers)) - set(map(id, plain))
-    copied = transport.copies([buffer.detach() for buffer in plain], devices, transport.BUFFER_BYTES)
-    copies = [dict(zip(map(id, plain), tensors, strict=True)) for tensors in copied]
-    for device, by_buffer in zip(devices, copies, strict=True) if others else ():
-        by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in buffers if id(buffer) in others)
-    return copies
+    plain = {
+        id(each): each.detach()
+        for each in buffers
+        if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)
+    }
+    others = [each for each in buffers if id(each) not in plain]
+    copied = transport.copies([*plain.values()], devices, transport.BUFFER_BYTES)
+    return [
+        dict(zip(plain, tensors, strict=True)) | {id(each): each.to(device, copy=True) for each in others}
+        for device, tensors in zip(devices, copied, strict=True)
+    ]

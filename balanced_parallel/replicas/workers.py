@@ -25,7 +25,7 @@ from ..runtime.devices import Devices, accelerators, on_device
 from ..runtime.streams import current_streams, on_streams
 from ..runtime.torch_private import DeviceContext
 
-_JOIN_SECONDS = 5.0  # at exit, for a thread whose call does not end
+_JOIN_SECONDS = 5.0  # The interpreter waits as long for a thread whose call does not end.
 Call = Callable[[], object]
 
 
@@ -35,7 +35,8 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Call, Call] | None] = SimpleQueue()
         self.thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
-        contextvars.Context().run(self.thread.start)  # without the lock of Python, a thread keeps the context of its start
+        # Python without its lock keeps the context in which a thread was started.
+        contextvars.Context().run(self.thread.start)
         _workers.add(self)
 
     def start(self, call: Call, then: Call) -> None:
@@ -171,7 +172,7 @@ class Replica:
         return self.meeting(self.index, value)
 
 
-_running: contextvars.ContextVar[Replica | None] = contextvars.ContextVar("replica", default=None)  # in this thread
+_running: contextvars.ContextVar[Replica | None] = contextvars.ContextVar("replica", default=None)
 
 
 def current_replica() -> Replica | None:
@@ -179,7 +180,7 @@ def current_replica() -> Replica | None:
     return _running.get()
 
 
-INTERRUPTED_SECONDS = 5.0  # after Ctrl-C, for replicas that do not end
+INTERRUPTED_SECONDS = 5.0  # Ctrl-C waits as long for replicas that do not end.
 T = TypeVar("T")
 Workers = Callable[..., list[Any]]  # takes the arguments of run_replicas, but for the pool
 _CPU = {torch.device("cpu")}
@@ -207,21 +208,21 @@ def run_replicas(
     state = ThreadState(devices)
     meeting = Meeting([None] * len(work) if state.needs_turns else devices)
     results: dict[int, T] = {}
-    failures: list[BaseException] = []  # in order of time; list.append is atomic
+    failures: list[BaseException] = []  # The first one is the cause. list.append is atomic.
 
     def call(index: int) -> None:
         device = devices[index]
         try:
             if not meeting.begin(index) or failures:
                 return
-            _running.set(Replica(index, meeting.exchange))  # in a context of this call alone
+            _running.set(Replica(index, meeting.exchange))  # The context is that of this call alone.
             with on_streams(others), on_device(device, streams.get(device)), state.enter():
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit must reach the caller too
             error.add_note(f"in replica {index} on device {device}")
             failures.append(error)
         finally:
-            meeting.leave(index)  # after the failure was recorded, so replicas that wait for this one fail second
+            meeting.leave(index)  # Replicas that wait for this one fail second, as its failure is recorded.
 
     calls = [functools.partial(contextvars.copy_context().run, call, index) for index in range(len(work))]
     _run_in_workers(calls, devices, meeting, pool())
@@ -263,7 +264,7 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Devices, meeting: Exch
             if len(work) > 1:
                 _running.set(Replica(index, meeting))
             try:
-                with on_device(device, None):  # on the thread's own stream
+                with on_device(device, None):  # The stream is that of the thread.
                     results.append(call())
             except BaseException as error:
                 error.add_note(f"in replica {index} on device {device}")
@@ -281,7 +282,7 @@ class ThreadState:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         self.autocast_cache = torch.is_autocast_cache_enabled()  # autocast keeps the parameters that it has cast
-        self.threads = torch.get_num_threads()  # of an operator on the CPU: OpenMP has a number per thread
+        self.threads = torch.get_num_threads()  # OpenMP has a number for each thread.
         self.saved_tensor_hooks = torch_private.saved_tensor_hooks()
         self.function_modes = torch_private.function_modes()  # the last one called first; the default device is one
         self.dispatch_modes = torch_private.dispatch_modes()

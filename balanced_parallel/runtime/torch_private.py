@@ -138,12 +138,17 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-ParameterState = tuple[int, torch.Size, int, bool]  # address, shape, version counter, requires_grad
+# Version counter, address, shape, dtype, and requires_grad.
+ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]
 
 
-def parameter_states(parameters: Iterable[Tensor]) -> list[ParameterState]:
+def parameter_states(parameters: Sequence[Tensor]) -> list[ParameterState]:
     """Returns all that torch records of a write to each of ``parameters``. See :func:`versions`."""
-    return [(p.data_ptr(), p.shape, 0 if p.is_inference() else p._version, p.requires_grad) for p in parameters]
+    counters = versions(parameters)
+    return [
+        (version, parameter.data_ptr(), parameter.shape, parameter.dtype, parameter.requires_grad)
+        for version, parameter in zip(counters, parameters, strict=True)
+    ]
 
 
 def is_differentiable(tensor: Tensor) -> bool:
@@ -208,6 +213,8 @@ StorageReference = StorageWeakRef  # a key that does not keep the memory; while 
 
 # Keys of ``module.__dict__``, for code that copies modules in every forward, without a call for each entry.
 CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS = "_modules", "_parameters", "_buffers", "_forward_hooks"
+# Keys of an RNN: its weights in cuDNN's order, and weak references that it compares with its parameters.
+FLAT_WEIGHTS, FLAT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 _COMPILED = "_orig_mod"  # the child of the module that torch.compile returns
 
 # A module's own entries, without those of its submodules. Changes to the dictionary change the module.

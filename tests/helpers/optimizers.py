@@ -21,12 +21,8 @@ def plain(net, make, steps=4, clip=None):
     """The plain program on a copy: the net and its optimizer."""
     net = copy.deepcopy(net)
     optimizer = make(net)
-    for x, target in batches(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), target).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
+    clips = clip and (lambda: nn.utils.clip_grad_norm_(net.parameters(), clip))
+    train(net, optimizer, steps, clips, nn.CrossEntropyLoss())
     return net, optimizer
 
 
@@ -40,14 +36,18 @@ def assert_same_state(found, expected):
     torch.testing.assert_close(found["state"], expected["state"], rtol=1e-10, atol=1e-10)
 
 
-def train(model, optimizer, steps=4, clip=None):
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+def train(model, optimizer, steps=4, clip=None, criterion=None):
+    criterion = criterion or DataParallelCriterion(nn.CrossEntropyLoss())
     for x, target in batches(steps):
         optimizer.zero_grad()
         criterion(model(x), target).backward()
         if clip:
             clip()
         optimizer.step()
+
+
+def train_plain(net, optimizer, steps=2):
+    train(net, optimizer, steps, None, nn.CrossEntropyLoss())
 
 
 class ToStart(torch.optim.Optimizer):

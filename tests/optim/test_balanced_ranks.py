@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.optimizers import ROWS, assert_same, assert_same_state, batches, plain, train
+from helpers.optimizers import ROWS, assert_same, assert_same_state, batches, plain, train, train_plain
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from torch import nn
@@ -37,10 +37,7 @@ def test_checkpoints_move_between_ranks_and_replicas():
         torch.testing.assert_close(found["net"], dict(expected.state_dict()), rtol=1e-10, atol=1e-10)
         assert_same_state(found["optimizer"], reference.state_dict())
         assert 0 < found["mine"] < 4  # its part alone
-    for x, target in batches(2):
-        reference.zero_grad()
-        nn.functional.cross_entropy(expected(x), target).backward()
-        reference.step()
+    train_plain(expected, reference)
     saved = copy.deepcopy(first[0])  # tensors that go to another process are shared with it
     for found in run_ranks(2, _train_on_ranks, {"net": first[0]["net"], "optimizer": first[0]["optimizer"]}):
         torch.testing.assert_close(found["net"], dict(expected.state_dict()), rtol=1e-10, atol=1e-10)

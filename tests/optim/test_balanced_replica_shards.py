@@ -14,8 +14,9 @@ import pickle
 
 import pytest
 import torch
-from helpers.optimizers import ROWS, assert_same, assert_same_state, batches, plain, train
+from helpers.optimizers import ROWS, assert_same, assert_same_state, batches, plain, train, train_plain
 from helpers.problems import CLASSES, build_net
+from helpers.slow import slow_but
 from helpers.updates import assert_equal, random_batches, values_of
 from torch import nn
 
@@ -31,26 +32,20 @@ def layout(name, net):
     if name == "plain":
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
 
-        def go_on():
-            for x, target in batches(2):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(net(x), target).backward()
-                optimizer.step()
-
-        return optimizer, go_on
+        return optimizer, lambda: train_plain(net, optimizer)
     model = DataParallelModel(net, list(range({"one": 1, "three": 3, "four": 4}[name.split()[0]])))
     optimizer = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
     return optimizer, lambda: train(model, optimizer, 2)
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(LAYOUTS, LAYOUTS)))
+MOVES = [("plain", "three devices"), ("three devices", "plain"), ("three devices", "four devices")]
+
+
+@pytest.mark.parametrize(("first", "second"), slow_but([*itertools.product(LAYOUTS, LAYOUTS)], *MOVES))
 def test_checkpoint_moves_between_numbers_of_devices(first, second):
     start = build_net()
     expected, reference = plain(start, lambda net: torch.optim.Adam(net.parameters(), lr=0.1), steps=2)
-    for x, target in batches(2):
-        reference.zero_grad()
-        nn.functional.cross_entropy(expected(x), target).backward()
-        reference.step()
+    train_plain(expected, reference)
     file = io.BytesIO()
     with simulate(4):
         net = copy.deepcopy(start)
@@ -90,10 +85,7 @@ def test_parameters_changed_between_steps_keep_their_values():
             expected = copy.deepcopy(net).cpu()
             train(model, optimizer, 2)
             reference = torch.optim.SGD(expected.parameters(), lr=1.0)
-            for x, target in batches(2):
-                reference.zero_grad()
-                nn.functional.cross_entropy(expected(x), target).backward()
-                reference.step()
+            train_plain(expected, reference)
             assert_same(net, expected)
 
 
@@ -492,10 +484,7 @@ def test_parameter_hooks_can_change_gradients_by_hand():
     expected = copy.deepcopy(net)
     expected[0].weight.register_hook(lambda gradient: gradient * 2)
     reference = torch.optim.SGD(expected.parameters(), lr=1.0)
-    for x, target in batches(2):
-        reference.zero_grad()
-        nn.functional.cross_entropy(expected(x), target).backward()
-        reference.step()
+    train_plain(expected, reference)
     calls = []
     net[0].weight.register_hook(lambda gradient: gradient * 2)
     net[2].bias.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.shape))

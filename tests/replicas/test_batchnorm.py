@@ -24,7 +24,6 @@ from balanced_parallel import (
     convert_sync_batchnorm,
     gather,
     parallelize,
-    simulate,
     verify,
 )
 from balanced_parallel.replicas.batchnorm import use_torch_sync_batchnorm
@@ -208,19 +207,6 @@ def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
     assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)
 
 
-def test_sync_batch_norm_uses_the_rows_of_all_devices(double):
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
-    inputs, targets = torch.randn(11, 4), torch.randint(5, (11,))
-    loss, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), inputs, targets)
-    with simulate(3):
-        converted = convert_sync_batchnorm(net).to("sim:0")
-        model, criterion = parallelize(converted, nn.CrossEntropyLoss())
-        found = criterion(model(inputs), targets)
-        found.backward()
-        torch.testing.assert_close(found.detach().cpu(), loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients([parameter.grad.cpu() for parameter in converted.parameters()], expected)
-
-
 def check_order(rank):
     """Rank 0 starts a sum before the forward and before the backward of the layer, rank 1 after them."""
     parallelize(nn.Linear(2, 2))
@@ -393,12 +379,12 @@ def test_a_forward_of_one_layer_is_refused():
 
 
 @pytest.mark.parametrize("exchange", [convert_sync_batchnorm, use_torch_sync_batchnorm])
-def test_a_converted_subclass_is_copied_and_pickled(exchange):
+def test_a_converted_subclass_is_copied(exchange):
     net = convert_sync_batchnorm(Net(Steeper(4)))
     exchange(net)
-    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert type(copied.norm) is type(net.norm)
-        assert isinstance(copied.norm, Steeper)
-        assert isinstance(copied.norm, nn.SyncBatchNorm) == (exchange is use_torch_sync_batchnorm)
-        x = torch.randn(3, 2, 5, 5)
-        torch.testing.assert_close(copied.eval()(x), net.eval()(x))
+    copied = copy.deepcopy(net)
+    assert type(copied.norm) is type(net.norm)
+    assert isinstance(copied.norm, Steeper)
+    assert isinstance(copied.norm, nn.SyncBatchNorm) == (exchange is use_torch_sync_batchnorm)
+    x = torch.randn(3, 2, 5, 5)
+    torch.testing.assert_close(copied.eval()(x), net.eval()(x))

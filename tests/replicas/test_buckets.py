@@ -87,20 +87,6 @@ def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(doub
 
 
 @pytest.mark.usefixtures("buckets")
-def test_no_grad_and_inference_mode_build_no_graph():
-    with simulate(3):
-        net = build_net()
-        model = DataParallelModel(net.to("sim:0"))
-        x = torch.randn(6, 4)
-        with torch.inference_mode():
-            assert all(output.is_inference() for output in model(x))
-        with torch.no_grad():
-            assert not any(output.requires_grad for output in model(x))
-        gather(model(x)).sum().backward()
-        assert all(parameter.grad is not None for parameter in net.parameters())
-
-
-@pytest.mark.usefixtures("buckets")
 def test_gradients_are_bitwise_reproducible():
     class Twice(nn.Module):
         def __init__(self):
@@ -156,21 +142,6 @@ def test_reentrant_and_other_checkpointing_equal_the_plain_program(double):
 
 
 CPUS = ["cpu"] * 3
-
-
-@pytest.mark.usefixtures("double")
-def test_gradient_penalty_on_shared_devices_equals_the_plain_program():
-    net, x = build_net(), torch.randn(6, 4)
-
-    def penalty(forward):
-        found = torch.autograd.grad(forward(x).pow(2).sum(), list(net.parameters()), create_graph=True)
-        return sum(gradient.pow(2).sum() for gradient in found)
-
-    penalty(net).backward()
-    expected = gradients(net)
-    net.zero_grad()
-    penalty(lambda x: gather(DataParallelModel(net, CPUS)(x))).backward()
-    assert_same_gradients(gradients(net), expected)
 
 
 @pytest.mark.usefixtures("buckets")

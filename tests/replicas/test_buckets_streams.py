@@ -11,7 +11,7 @@ from helpers.releases import released_at_once
 from helpers.streams import TOO_EARLY, stream_on
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, simulate
 from balanced_parallel.runtime import transport
 from balanced_parallel.runtime.streams import SideStreams, on_streams
 
@@ -23,28 +23,6 @@ def on_other_streams(streams):
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
     with on_streams({stream.device: stream for stream in streams}):
         yield
-
-
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("balanced", [False, True])
-def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, balanced, micro_batch_size):
-    inputs, targets = torch.randn(14, 4), class_targets(14, ignored=5)
-    plain = build_net()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(inputs), targets).backward()
-        optimizer.step()
-    with simulate(3), on_other_streams([stream_on(index) for index in range(3)]):
-        model = DataParallelModel(build_net())
-        kind = torch.optim.AdamW
-        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=micro_batch_size)
-        for _ in range(3):
-            step(inputs, targets)
-        assert len(model.replicas.gradients.buckets) == 4
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
 
 
 OTHER_GRADIENTS = {

@@ -1,8 +1,6 @@
 """``DataParallelModel``: outputs, arguments, devices, errors, copies."""
 
-import copy
 import dataclasses
-import pickle
 import warnings
 from typing import Any
 
@@ -123,29 +121,9 @@ def test_split_gives_unequal_shards():
         DataParallelModel(build_net(), CPUS, split="sped")
 
 
-def test_errors_name_the_replica():
-    class Fails(nn.Module):
-        def forward(self, x):
-            if 2.0 in x:
-                raise LookupError("no such row")
-            return x
-
-    with pytest.raises(LookupError, match=r"no such row\nin replica 2 on device cpu"):
-        DataParallelModel(Fails(), CPUS)(torch.arange(3.0))
-
-
 def test_dim_sets_the_dimension_of_the_batch():
     outputs = DataParallelModel(nn.RNN(4, 6), CPUS, dim=1)(torch.randn(5, 7, 4))
     assert [output.shape for output, _ in outputs] == [(5, 3, 6), (5, 2, 6), (5, 2, 6)]
-
-
-def test_model_can_be_copied_and_pickled():
-    model, x = DataParallelModel(build_net(), CPUS), torch.randn(4, 4)
-    expected = gather(model(x))
-    assert torch.equal(gather(copy.deepcopy(model)(x)), expected)
-    assert torch.equal(gather(pickle.loads(pickle.dumps(model))(x)), expected)
-    outputs = model(x)
-    assert copy.copy(outputs).sizes == pickle.loads(pickle.dumps(outputs)).sizes == (2, 1, 1)
 
 
 def test_forward_emits_no_warning():

@@ -274,16 +274,6 @@ def test_flat_copies_follow_the_parameters(flattened, is_sharded):
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.usefixtures("double")
-def test_modules_that_cannot_be_replicated_raise_an_error():
-    with pytest.raises(ValueError, match=r"weight is not initialised yet: run the module once"):
-        DataParallelModel(nn.LazyLinear(3), CPUS)(torch.randn(3, 4))
-    model = DataParallelModel(build_net(), CPUS)
-    model.module.to("meta")
-    with pytest.raises(ValueError, match=r"0.weight is on meta, expected .* on the first device, cpu.*\.to\('cpu'\)"):
-        model(torch.randn(3, 4))
-
-
 def with_max_norm():
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(7, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 2)).double()

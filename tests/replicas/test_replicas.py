@@ -29,7 +29,7 @@ from balanced_parallel import (
     savings,
     simulate,
 )
-from balanced_parallel.replicas.replicas import Replicas, window
+from balanced_parallel.replicas.replicas import window
 
 CPUS = ["cpu"] * 3
 RESIZED = "a parameter of another size"  # needs that the graph of the forward before is gone
@@ -184,35 +184,6 @@ def test_copies_and_pickles_of_the_model_have_no_replicas():
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.usefixtures("double")
-def test_batch_norm_statistics_are_those_of_the_first_replica():
-    norm = nn.BatchNorm1d(2)
-    x = torch.randn(9, 2)
-    DataParallelModel(norm, CPUS)(x)
-    torch.testing.assert_close(norm.running_mean, 0.1 * x[:3].mean(0))
-    assert norm.num_batches_tracked == 1
-
-
-@pytest.mark.usefixtures("double")
-def test_replicas_after_the_first_have_their_own_buffers():
-    module = nn.BatchNorm1d(2)
-    with Replicas().of(module, [CPU, CPU], CPU) as (first, second):
-        assert first is module
-        assert second is not module
-        assert type(second) is nn.BatchNorm1d
-        assert second.running_mean is not module.running_mean
-        assert [name for name, _ in second.named_parameters()] == ["weight", "bias"]
-
-
-@pytest.mark.usefixtures("double")
-def test_replicas_have_the_mode_and_hooks_of_the_module():
-    net, calls = build_net(), []
-    net[0].register_forward_hook(lambda module, inputs, output: calls.append(module.training))
-    net.eval()
-    DataParallelModel(net, CPUS)(torch.randn(3, 4))
-    assert calls == [False] * 3
 
 
 def record_devices(net, seen):

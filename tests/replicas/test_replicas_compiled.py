@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import warnings
 from unittest import mock
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from helpers import caches
 from helpers.compiled import ROWS, Graphs, Net, assert_same_run, batches, build, plain_run
-from helpers.slow import slow
+from helpers.slow import slow, slow_but
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.utils.rnn import pad_sequence
@@ -111,6 +112,7 @@ def test_steps_on_several_devices(way):
     assert graphs.count <= 2 * (2 * 3 + 1)
 
 
+@pytest.mark.slow
 def test_threads_of_autograd_are_on_after_a_backward_that_fails():
     with simulate(2) as cluster:
         net = build()
@@ -150,6 +152,7 @@ def test_evaluations_by_hand_on_several_devices():
             torch.testing.assert_close(model(inputs).gather("cpu"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler imports it
 def test_estimates_of_several_devices():
     net, batch = build().float(), (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long))
@@ -158,6 +161,7 @@ def test_estimates_of_several_devices():
     assert memory.estimate(torch.compile(net), nn.CrossEntropyLoss(), *batch, **settings).allocated == expected.allocated
 
 
+@pytest.mark.slow
 def test_devices_have_a_limit_of_graphs_each():
     """Eight graphs are torch's limit for a function, which several devices would reach: then it runs without the compiler."""
     graphs = Graphs()
@@ -186,8 +190,7 @@ def as_in_a_step(model):
         yield
 
 
-@pytest.mark.parametrize("kind", caches.KINDS)
-@pytest.mark.parametrize("rows", caches.ROWS)
+@pytest.mark.parametrize(("kind", "rows"), slow_but([*itertools.product(caches.KINDS, caches.ROWS)], (caches.Rotary, (1, 7))))
 def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
     caches.check_caches(kind, rows, lambda net: net.compile(backend="eager"), as_in_a_step)
 

@@ -284,32 +284,6 @@ def test_fake_tensors_are_made_in_other_threads_too():
     assert made.fake_mode is mode
 
 
-def test_hooks_of_saved_tensors_are_carried():
-    packed = []
-
-    def pack(tensor):
-        packed.append(threading.get_ident())
-        return tensor
-
-    x = torch.ones(2, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert not ThreadState(CPU).needs_turns
-        in_thread(x.exp)
-    assert len(packed) == 1
-    assert packed[0] != threading.get_ident()
-    in_thread(x.exp)
-    assert len(packed) == 1
-
-
 def test_the_default_device_needs_no_turns():
     with torch.device("meta"):
         assert not ThreadState(CPU).needs_turns
-
-
-def test_new_threads_do_not_inherit_autocast():
-    found = {}
-    with torch.autocast("cpu", torch.bfloat16):
-        thread = threading.Thread(target=lambda: found.update(current_state()))
-        thread.start()
-        thread.join()
-    assert not found["autocast"]
