@@ -57,12 +57,7 @@ class ModuleTree:
         self.parameters = list(parameters.values())
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
-        # The weights of each RNN in the order of cuDNN. Those that a hook computes have no place.
-        self._rnns = {
-            number: (rnn, [self.place.get(id(weight)) for weight in rnn.__dict__[FLAT_WEIGHTS]])
-            for number, rnn in enumerate(self.modules)
-            if isinstance(rnn, nn.RNNBase)
-        }
+        self._lists = [(number, name) for number, module in enumerate(self.modules) for name in self._find_lists(module)]
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)
@@ -70,6 +65,24 @@ class ModuleTree:
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
         children = module.__dict__[CHILDREN].copy()
         return TreePart(module, children, places, [*map(id, parameters.values())], len(module.__dict__))
+
+    def _find_lists(self, module: nn.Module) -> list[str]:
+        """Returns the names of the lists of parameters. An RNN has one, in the order of cuDNN."""
+        lists = [(name, value) for name, value in module.__dict__.items() if type(value) is list]
+        return [name for name, value in lists if any(id(entry) in self.place for entry in value)]
+
+    def _replace_lists(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, str, list[Any]]]:
+        """Returns number of the module, name and value of each list, with ``tensors`` in place of the parameters."""
+        for number, name in self._lists:
+            entries = self.modules[number].__dict__.get(name)
+            if type(entries) is not list:  # A forward has replaced it.
+                continue
+            places = [self.place.get(id(entry)) for entry in entries]
+            replaced = [entry if at is None else tensors[at] for entry, at in zip(entries, places, strict=True)]
+            yield number, name, replaced
+            if name == FLAT_WEIGHTS:
+                # An RNN flattens its weights again in every forward in which they are not its parameters.
+                yield number, FLAT_REFERENCES, [weight if weight is None else weakref.ref(weight) for weight in replaced]
 
     def still_is(self, root: nn.Module) -> bool:
         """Returns True if the tree under ``root`` still has the same modules and the same parameters."""
@@ -138,8 +151,8 @@ class ModuleTree:
             if skeleton.__class__ is not part.module.__class__:  # Activation checkpointing changes it.
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         if tensors is not None:
-            for number, (rnn, weights) in self._rnns.items():
-                skeletons[number][1].__dict__.update(_flat(rnn, weights, tensors))
+            for number, name, value in self._replace_lists(tensors):
+                skeletons[number][1].__dict__[name] = value
         for place, name, value in self._caches:
             skeletons[place][1].__dict__[name] = map_leaves(lambda leaf: buffers.get(id(leaf), leaf), value)
         return skeletons[0][1]
@@ -186,9 +199,9 @@ class ModuleTree:
             attributes = part.module.__dict__
             places = [(name, at) for name, at in part.places.items() if at is not None]
             changes += [(attributes[PARAMETERS], name, tensors[at], self.parameters[at]) for name, at in places]
-        for rnn, weights in self._rnns.values():
-            flat = _flat(rnn, weights, tensors)
-            changes += [(rnn.__dict__, name, value, rnn.__dict__[name]) for name, value in flat.items()]
+        for number, name, value in self._replace_lists(tensors):
+            attributes = self.modules[number].__dict__
+            changes.append((attributes, name, value, attributes.get(name)))
         try:
             for attributes, name, value, _ in changes:
                 attributes[name] = value
@@ -201,10 +214,12 @@ class ModuleTree:
     def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
         """Moves the weights of each RNN among ``tensors`` to one buffer, as cuDNN needs them."""
         with torch.inference_mode(False):
-            for rnn, places in self._rnns.values():
-                if None not in places:
-                    # the method reads sizes and weights of its object, and nothing else
-                    copied: Any = SimpleNamespace(**{**vars(rnn), **_flat(rnn, places, tensors)})
+            for number, name, weights in self._replace_lists(tensors):
+                rnn = self.modules[number]
+                # A weight that a hook computes is not a parameter.
+                if isinstance(rnn, nn.RNNBase) and all(id(weight) in self.place for weight in rnn.__dict__[name]):
+                    # The method reads sizes and weights of its object, and nothing else.
+                    copied: Any = SimpleNamespace(**{**vars(rnn), name: weights})
                     nn.RNNBase.flatten_parameters(copied)
 
 
@@ -213,17 +228,6 @@ def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
     for name in entries.keys() - other.keys():
         del entries[name]
     entries.update((name, value) for name, value in other.items() if entries.get(name, entries) is not value)
-
-
-def _flat(rnn: nn.RNNBase, places: Sequence[int | None], tensors: Sequence[Tensor]) -> dict[str, list[Any]]:
-    """Returns the lists of an RNN with its weights.
-
-    An RNN flattens its weights again in every forward in which they are not its parameters.
-    """
-    pairs = zip(rnn.__dict__[FLAT_WEIGHTS], places, strict=True)
-    weights = [weight if at is None else tensors[at] for weight, at in pairs]
-    references = [weight if weight is None else weakref.ref(weight) for weight in weights]
-    return {FLAT_WEIGHTS: weights, FLAT_REFERENCES: references}
 
 
 def check_module(module: Any) -> None:

@@ -52,6 +52,30 @@ def test_gradients_of_buffers_are_summed_over_replicas(double, devices):
         assert_same_gradients([gradient.cpu() for gradient in (*gradients(parallel), parallel.prompt.grad)], expected)
 
 
+class WithLists(nn.Module):
+    """Parameters that a forward reads from a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.both = [self.weight, self.bias]
+
+    def forward(self, x):
+        return x @ self.both[0] + self.both[1]
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
+def test_lists_of_parameters_have_those_of_their_replica(double, devices):
+    x = torch.randn(7, 4)
+    net = WithLists()
+    net(x).square().sum().backward()
+    with simulate(3):
+        parallel = copy.deepcopy(net)
+        parallel.zero_grad()
+        gather(DataParallelModel(parallel, devices)(x)).square().sum().backward()
+        assert_same_gradients([gradient.cpu() for gradient in gradients(parallel)], gradients(net))
+
+
 CPU = torch.device("cpu")
 CPUS = ["cpu"] * 3
 

@@ -149,6 +149,48 @@ class Plain:
         return outputs
 
 
+class Averages:
+    """An average of the parameters, as torch_ema writes one."""
+
+    def __init__(self, parameters, decay=0.8):
+        self.decay = decay
+        self.shadow = [parameter.clone().detach() for parameter in parameters]
+
+    def update(self, parameters):
+        with torch.no_grad():
+            for shadow, parameter in zip(self.shadow, parameters, strict=True):
+                shadow.sub_((1 - self.decay) * (shadow - parameter))
+
+    def store(self, parameters):
+        self.stored = [parameter.clone() for parameter in parameters]
+
+    def copy_to(self, parameters):
+        for shadow, parameter in zip(self.shadow, parameters, strict=True):
+            parameter.data.copy_(shadow.data)
+
+    def restore(self, parameters):
+        for stored, parameter in zip(self.stored, parameters, strict=True):
+            parameter.data.copy_(stored.data)
+
+
+def average_copied_for_evaluation(run):
+    net = build_net().to(run.device)
+    model, optimizer, averages = run.wrap(net), torch.optim.Adam(net.parameters(), 0.05), Averages([*net.parameters()])
+    seen = []
+    for number, (x, y) in enumerate(random_batches(30)):
+        if number % 7 == 6:
+            averages.store(net.parameters())
+            averages.copy_to(net.parameters())
+            with torch.no_grad():
+                seen.append(run.whole(model(x)).cpu())
+            averages.restore(net.parameters())
+        optimizer.zero_grad()
+        run.loss(nn.MSELoss(), model(x), y).backward()
+        optimizer.step()
+        averages.update(net.parameters())
+    return [*seen, *values_of(net)]
+
+
 def average_swapped_for_evaluation(run):
     net, average = build_net().to(run.device), build_net().to(run.device)
     model, optimizer = run.wrap(net), torch.optim.Adam(net.parameters(), 0.05)
@@ -198,6 +240,22 @@ def averaged_teacher(run):
         for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
             mine.data.mul_(0.7).add_(theirs.data, alpha=0.3)
     return [*seen, *values_of(student, teacher)]
+
+
+def delayed_target_network(run):
+    critic, target = build_net().to(run.device), build_net().to(run.device)
+    value, target_value = run.wrap(critic), run.wrap(target)
+    optimizer = torch.optim.Adam(critic.parameters(), 0.05)
+    for number, (x, y) in enumerate(random_batches(24)):
+        with torch.no_grad():
+            wanted = y + 0.9 * run.whole(target_value(x)).cpu()
+        optimizer.zero_grad()
+        run.loss(nn.MSELoss(), value(x), wanted).backward()
+        optimizer.step()
+        if number % 5 == 4:
+            for mine, theirs in zip(critic.parameters(), target.parameters(), strict=True):
+                theirs.data.copy_(0.3 * mine.data + 0.7 * theirs.data)
+    return values_of(critic, target)
 
 
 def write_between_two_forwards(run):
@@ -274,9 +332,11 @@ def clamped_criterion(run):
 
 Split.wrap_criterion = lambda self, head: DataParallelCriterion(head, weight=lambda x, y: x.size(0))
 LOOPS = [
+    average_copied_for_evaluation,
     average_swapped_for_evaluation,
     clamped_critic,
     averaged_teacher,
+    delayed_target_network,
     write_between_two_forwards,
     views_kept_over_steps,
     tensor_assigned_to_data,
