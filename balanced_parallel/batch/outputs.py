@@ -331,7 +331,7 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     """Concatenates tensors on ``device`` along ``dim``; 0-dim tensors are stacked."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([move(tensor, device) for tensor in tensors])
-    layouts = {_layout(tensor, dim) for tensor in tensors}
+    layouts = {layout_of(tensor, dim) for tensor in tensors}
     if len(layouts) > 1:
         shapes = " and ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
         raise ValueError(
@@ -346,7 +346,7 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
 
 
-def _layout(tensor: Tensor, dim: int) -> tuple[int, ...]:
+def layout_of(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """Returns the shape with -1 in place of the number of rows."""
     return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
 
@@ -366,7 +366,7 @@ class _Header(containers.Leaf):
         if isinstance(leaf, Tensor):
             dim = dim if leaf.dim() > 1 or dim is None else 0
             rows = 0 if dim is None else leaf.size(dim)
-            return cls(leaf.dtype, dim, _layout(leaf, leaf.dim() if dim is None else dim), rows)
+            return cls(leaf.dtype, dim, layout_of(leaf, leaf.dim() if dim is None else dim), rows)
         if leaf is None or containers.is_row_list(leaf):
             return cls(type(leaf).__name__, dim, (), leaf)
         raise TypeError(

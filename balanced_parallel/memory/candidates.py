@@ -15,6 +15,7 @@ from torch import nn
 
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import batch_norms
+from ..replicas.batchnorm import AllRowsBatchNorm
 from ..runtime.values import format_bytes
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
@@ -115,11 +116,10 @@ BASE = 2  # rows per device in the first of two traces
 
 def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
     """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of the batch."""
-    if devices > 1 and batch_norms(module, over_all_rows=False):
+    norms = batch_norms(module)
+    if devices > 1 and not all(isinstance(layer, AllRowsBatchNorm) for layer in norms.values()):
         return "replica"
-    if micro_batches > 1 and any(batch_norms(module, over_all_rows=over_all) for over_all in (False, True)):
-        return "micro-batch"
-    return None
+    return "micro-batch" if micro_batches > 1 and norms else None
 
 
 class Option:
