@@ -220,6 +220,12 @@ def leaf_dims(node: object, dims: Dims, default: int | None, place: str = "") ->
         yield from leaf_dims(child, entry, default, place + key)
 
 
+def map_rows(function: Callable[[Any, int | None], object], node: Nested, dims: Dims, place: str = "output") -> Nested:
+    """Returns a copy of ``node`` with ``function(leaf, dim)`` in place of each leaf, from the dimension of its rows."""
+    dims_of_leaves = leaf_dims(node, dims, 0, place)
+    return map_leaves(lambda leaf: function(leaf, next(dims_of_leaves)), node)
+
+
 def dims_at(node: object, dims: Dims, key: object) -> Dims:
     """Returns the part of ``dims`` for the entry ``key`` of ``node``, or 0 if ``dims`` has none."""
     if dims is None or isinstance(dims, int):
