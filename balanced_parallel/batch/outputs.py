@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.collectives import by_value, explain_unwatched, gather_objects, gather_rows, world_size
-from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
+from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
-from .plan import consecutive
+from .plan import RowNumbers, consecutive
 
 
 def _no_operator(outputs: "PerReplica", *others: object) -> NoReturn:
@@ -193,15 +193,7 @@ def _narrow(entry: Nested, part: range, dims: Dims, size: int) -> Nested:
         return entry
     if part and (refusal := repeated_rows([entry], [size], dims)):
         raise ValueError(refusal)
-
-    def narrow(leaf: object, dim: int | None) -> object:
-        if dim is None:
-            return leaf
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.narrow(dim, part.start, len(part))
-        return leaf[part.start : part.stop] if containers.is_row_list(leaf) else leaf
-
-    return map_rows(narrow, entry, dims)
+    return map_rows(lambda leaf, dim: leaf if dim is None else take_rows(leaf, part, dim), entry, dims)
 
 
 def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int | None = None, *, ranks: bool = True) -> Any:
@@ -360,6 +352,25 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
 
 
+def take_rows(leaf: Any, part: RowNumbers, dim: int) -> Any:
+    """Returns some rows of a tensor, or of a list of plain values. A range of a tensor is a view."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf)(leaf[row] for row in part) if leaf and containers.is_row_list(leaf) else leaf
+    if leaf.layout != torch.strided or leaf.is_nested:
+        layout = "nested" if leaf.is_nested else str(leaf.layout)
+        raise TypeError(
+            f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
+            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it. "
+            "Nested tensors of a list of samples are made on each device by TrainStep(cut=ByCost(..., collate=...))"
+        )
+    if not leaf.dim():
+        return leaf
+    if isinstance(part, range):
+        return leaf.narrow(dim, part.start, len(part))
+    index = torch.tensor(part, dtype=torch.long)
+    return leaf.index_select(dim, move(index if leaf.is_cpu else pin(index), leaf.device))
+
+
 def layout_of(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """Returns the shape with -1 in place of the number of rows."""
     return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
@@ -429,23 +440,19 @@ def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -
     """Returns gathered outputs in the order of the batch. Values with one entry for each of the ``replicas`` stay."""
     positions = sorted(range(len(order)), key=order.__getitem__)
 
-    def put(leaf: object, dim: int | None) -> object:
+    def put(leaf: Any, dim: int | None) -> object:
         if leaf is None or dim is None:
             return leaf
-        if containers.is_row_list(leaf):
-            kind: Any = type(leaf)
-            return kind(leaf[position] for position in positions) if len(leaf) == len(order) else leaf
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{containers.describe(leaf)} cannot be put in order: select tensors, as in outputs.logits.gather()")
-        if leaf.dim() == 1 and len(leaf) == replicas != len(order):
+        is_flat = not isinstance(leaf, Tensor) or leaf.dim() == 1
+        rows = leaf.size(dim) if isinstance(leaf, Tensor) else len(leaf)
+        if is_flat and rows == replicas != len(order):
             return leaf
-        if leaf.size(dim) != len(order):
+        if rows != len(order):
             raise ValueError(
-                f"an output has {leaf.size(dim)} rows for {len(order)} rows of the batch, expected as many: they are not in the "
-                "order of the batch, since rows were cut by cost"
+                f"an output has {rows} rows for {len(order)} rows of the batch, expected as many: they are not in the order "
+                "of the batch, since rows were cut by cost"
             )
-        index = torch.tensor(positions, dtype=torch.long)
-        return leaf.index_select(dim, move(index if leaf.is_cpu else index.pin_memory(), leaf.device))
+        return take_rows(leaf, positions, dim)
 
     return map_rows(put, gathered, dims)
 

@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
 from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
-from .outputs import PerReplica
+from .outputs import PerReplica, take_rows
 from .plan import Plan, RowNumbers, check_split, consecutive, equal_rows, scaled, split_sizes
 
 
@@ -98,11 +98,11 @@ def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of marks, which stay."""
 
     def apply(leaf: object) -> object:
-        if isinstance(leaf, Whole):
-            return Whole(map_marked(function, leaf.value))
-        if isinstance(leaf, Rows):
-            return Rows(map_marked(function, leaf.entries))
-        return Along(map_marked(function, leaf.leaf), leaf.dim) if type(leaf) is Along else function(leaf)
+        if isinstance(leaf, Along):
+            return Along(map_marked(function, leaf.leaf), leaf.dim)
+        if isinstance(leaf, (Whole, Rows)):
+            return type(leaf)(map_marked(function, without_mark(leaf)))
+        return function(leaf)
 
     return containers.map_leaves(apply, node)
 
@@ -116,26 +116,31 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., object], *, f
     """
     if dims is None:
         return arguments
+    names = None if isinstance(dims, int) else _names(function)
     count = first + len(arguments.inputs)
-    of_place: dict[int | str, Dims] = {}
-    if isinstance(dims, int):
-        of_place = dict.fromkeys([*range(first, count), *arguments.kwargs], dims)
-    elif isinstance(dims, Mapping):
-        names = _names(function)
-        of_place = {_place_of(key, names, unnamed, count, arguments.kwargs): entry for key, entry in dims.items()}
-    elif len(dims) <= count:
-        of_place = dict(enumerate(dims))
-    else:
-        raise ValueError(
-            f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give the others "
-            "by name, as in {'mask': None}"
-        )
+    if isinstance(dims, Mapping):
+        _check_keys(dims, names, unnamed, arguments.kwargs)
+    elif not isinstance(dims, int):
+        if len(dims) > count:
+            raise ValueError(
+                f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give the "
+                "others by name, as in {'mask': None}"
+            )
+        dims = dict(enumerate(dims))
 
-    def mark_value(value: object, place: int | str, name: str) -> object:
-        return mark_leaves(value, of_place[place], name) if place in of_place else value
+    def mark_value(value: object, label: str, *keys: int | str) -> object:
+        given = [dims] if isinstance(dims, int) else [dims[key] for key in keys if key in dims]
+        return mark_leaves(value, given[0], label) if given else value
 
-    inputs = [mark_value(value, first + place, f"inputs[{place}]") for place, value in enumerate(arguments.inputs)]
-    kwargs = {name: mark_value(value, name, f"kwargs[{name!r}]") for name, value in arguments.kwargs.items()}
+    positions = {name: position - unnamed for position, name in enumerate(names or ())}
+    named = {position: name for name, position in positions.items()}
+    inputs = [
+        mark_value(value, f"inputs[{place}]", first + place, named.get(first + place, ""))
+        for place, value in enumerate(arguments.inputs)
+    ]
+    kwargs = {
+        name: mark_value(value, f"kwargs[{name!r}]", name, positions.get(name, "")) for name, value in arguments.kwargs.items()
+    }
     return Arguments(tuple(inputs), kwargs)
 
 
@@ -153,17 +158,14 @@ def mark_inputs(arguments: Arguments, dims: Dims, module: torch.nn.Module, metho
     return mark(arguments, dims, function)
 
 
-def _place_of(key: object, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, object]) -> int | str:
-    """Returns the position of an argument in the call, or its name if it is passed by name."""
-    if names is None or key in kwargs:
-        return key if isinstance(key, int) else str(key)
-    if isinstance(key, str) and key in names:
-        return names.index(key) - unnamed
-    if not isinstance(key, int) or not 0 <= key + unnamed < len(names):
-        raise ValueError(
-            f"dimensions are given for {key!r}, expected one of the arguments {', '.join(names)}, or the position of one"
-        )
-    return names[key + unnamed] if key >= count else key
+def _check_keys(dims: Mapping[Any, Any], names: list[str] | None, unnamed: int, kwargs: Mapping[str, object]) -> None:
+    """Raises ``ValueError`` for dimensions of an argument that a function does not have. Without ``names`` it has any."""
+    for key in dims.keys() - {*kwargs, *(names or dims)}:
+        if not isinstance(key, int) or not 0 <= key + unnamed < len(names or ()):
+            raise ValueError(
+                f"dimensions are given for {key!r}, expected one of the arguments {', '.join(names or ())}, or the position "
+                "of one"
+            )
 
 
 def _names(function: Callable[..., object]) -> list[str] | None:
@@ -270,15 +272,12 @@ def _described(leaf: object) -> str:
 
 def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
     if isinstance(leaf, Along):
-        value, dim = leaf.leaf, leaf.dim
-        if not isinstance(value, Tensor):
-            return len(value)
-        leaf = value
+        leaf, dim = leaf.leaf, leaf.dim
     if isinstance(leaf, Tensor):
         if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments with "
-                "rows in another dimension, or wrap it in Whole(...)"
+                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments "
+                "with rows in another dimension, or wrap it in Whole(...)"
             )
         return leaf.size(dim) if leaf.dim() else None
     if isinstance(leaf, Rows):
@@ -287,19 +286,23 @@ def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
         return None if None in leaf.sizes else sum(size or 0 for size in leaf.sizes)
     if containers.is_row_list(leaf):
         return len(leaf) or None
+    _refuse_objects(leaf, place)
+    return None
+
+
+def _refuse_objects(leaf: object, place: str) -> None:
+    """Raises ``TypeError`` for an object with tensors that have rows."""
     if isinstance(leaf, PackedSequence):
         raise TypeError(f"{place} is a PackedSequence, which cannot be split by rows: pass the padded tensor and the lengths")
     if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
-        raise TypeError(
-            f"{place} is an array of shape {tuple(getattr(leaf, 'shape', ()))}, expected a tensor: use torch.as_tensor"
-        )
+        shape = tuple(getattr(leaf, "shape", ()))
+        raise TypeError(f"{place} is an array of shape {shape}, expected a tensor: use torch.as_tensor")
     if _holds_tensors(leaf, 3):
         raise TypeError(
-            f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, or a "
-            "dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to pass it whole to "
-            "every replica"
+            f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, "
+            "or a dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to pass it "
+            "whole to every replica"
         )
-    return None
 
 
 def _holds_tensors(value: object, depth: int) -> bool:
@@ -321,39 +324,23 @@ def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]
 def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
     """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay."""
     if isinstance(node, Arguments) and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is Tensor:
-        tensor = node.inputs[0]  # shortcut for the most frequent arguments
-        return cast(Nested, Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {}))
+        # This is a shortcut for the most frequent arguments.
+        return cast(Nested, Arguments((take_rows(node.inputs[0], part, dim),), {}))
 
     def take_leaf(leaf: object) -> object:
-        if isinstance(leaf, Tensor):
-            return _rows_of_tensor(leaf, part, dim) if leaf.dim() else leaf
-        if type(leaf) is Along:
-            return Along(take(leaf.leaf, part, leaf.dim), leaf.dim)
-        if containers.is_row_list(leaf):
-            kind: Any = type(leaf)
-            return kind(leaf[row] for row in part if leaf)
+        if isinstance(leaf, Along):
+            return Along(take_rows(leaf.leaf, part, leaf.dim), leaf.dim)
         if isinstance(leaf, Rows):
             return Rows([leaf.entries[row] for row in part])
-        if not isinstance(leaf, PerReplica) or None in leaf.sizes:
+        if not isinstance(leaf, PerReplica):
+            return take_rows(leaf, part, dim)
+        if None in leaf.sizes:
             return leaf
         if not isinstance(part, range):
             raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
         return leaf.narrow(part.start, len(part))
 
     return containers.map_leaves(take_leaf, node)
-
-
-def _rows_of_tensor(tensor: Tensor, part: RowNumbers, dim: int) -> Tensor:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout)
-        raise TypeError(
-            f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
-            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it. Nested "
-            "tensors of a list of samples are made on each device by TrainStep(cut=ByCost(..., collate=...))"
-        )
-    if isinstance(part, range):
-        return tensor.narrow(dim, part.start, len(part))
-    return tensor.index_select(dim, torch.tensor(part, dtype=torch.long, device=tensor.device))
 
 
 def move_leaves(node: object, device: torch.device | None) -> Any:
@@ -409,34 +396,15 @@ class MicroBatch(NamedTuple):
     shards: Sequence[Shard]
 
 
-class ParallelModel(Protocol):
-    """The model of a :class:`TrainStep`: over the devices of a process, or over ranks."""
+class ParallelModel(nn.Module):
+    """The model of a :class:`TrainStep`. Subclasses run it on the devices of a process, or on that of a rank."""
 
     module: nn.Module
     devices: list[torch.device]  # of this process
     split: Sequence[float] | None  # the weight of each device; None for equal parts
     dim: int
-    out_dims: Dims
-    runs: Mapping[tuple[str | None, bool], bool]
-
-    def __call__(self, shards: MicroBatch, /) -> PerReplica:
-        """Runs the module on the shards of a micro-batch."""
-
-    def mark(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments marked with the dimensions of their rows."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Returns all modules, as of an ``nn.Module``."""
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Returns all modules with their names."""
-
-
-class ModelOfRows(nn.Module):
-    """A wrapper that runs its module on rows. Subclasses run it on the devices of a process, or on that of a rank."""
-
-    module: nn.Module
     in_dims: Dims
+    out_dims: Dims
     # Methods that have run over ranks, and the mode of the module, with True for those that communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
 
