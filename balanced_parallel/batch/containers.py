@@ -99,21 +99,23 @@ def leaves(node: object, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, place + key)
 
 
-def map_leaves(function: Callable[[Any], object], node: Nested) -> Nested:
+def map_leaves(function: Callable[[Any], Any], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf."""
-    mapped: object
+    part: Any = node
     # Shortcuts for the most frequent leaf and the two most frequent containers come first.
-    if type(node) is Tensor:
-        mapped = function(node)
-    elif isinstance(node, tuple) and type(node) is tuple and not is_row_list(node):
-        mapped = tuple([map_leaves(function, child) for child in node])
-    elif isinstance(node, dict) and type(node) is dict:
-        mapped = {key: map_leaves(function, child) for key, child in node.items()}
-    elif (container := open_container(node)) is None:
-        mapped = function(node)
+    if type(part) is Tensor:
+        part = function(part)
+    elif type(part) is tuple and not is_row_list(part):
+        part = tuple([map_leaves(function, child) for child in part])
+    elif type(part) is dict:
+        part = {key: map_leaves(function, child) for key, child in part.items()}
     else:
-        mapped = container.rebuild([map_leaves(function, child) for child in container.children])
-    return cast(Nested, mapped)
+        container = open_container(part)
+        if container is None:
+            part = function(part)
+        else:
+            part = container.rebuild([map_leaves(function, child) for child in container.children])
+    return cast(Nested, part)
 
 
 _LISTS = (

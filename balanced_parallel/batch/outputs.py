@@ -5,8 +5,8 @@ exchange the layouts of their outputs. So sizes may differ, and a mismatch raise
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -115,11 +115,11 @@ class PerReplica(list[Any], containers.Leaf):
         entries: list[object] = []
         sizes: list[int] = []
         for entry, part in zip(self, consecutive([size or 0 for size in self.sizes]), strict=True):
-            kept = range(max(start, part.start), min(start + rows, part.stop))
-            if kept or (rows == 0 and not entries):
-                first = kept.start - part.start if kept else 0
-                entries.append(_narrow(entry, range(first, first + len(kept)), self.dim, len(part)))
-                sizes.append(len(kept))
+            common = range(max(start, part.start), min(start + rows, part.stop))
+            if common or (rows == 0 and not entries):
+                first = common.start - part.start if common else 0
+                entries.append(_narrow(entry, range(first, first + len(common)), self.dim, len(part)))
+                sizes.append(len(common))
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
@@ -223,10 +223,9 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
         >>> gather(outputs)
         {'loss': tensor([1., 2.]), 'names': ['a', 'b', 'c']}
     """
-    _check_outputs(outputs)
+    replicas = _as_per_replica(outputs)
     check_type("ranks", ranks, bool, "True or False")
     check_dim(dim)
-    replicas = outputs if isinstance(outputs, PerReplica) else PerReplica(outputs, [None] * len(outputs))
     dims, order = replicas.dim if dim is None else dim, replicas.order
     is_local = not ranks or world_size() == 1
     refusal = None
@@ -236,9 +235,7 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
         refusal = "gather was given no outputs, expected at least one"
     if is_local and refusal:
         raise ValueError(refusal)
-    local = [join(outputs, device, dims, pads=order is not None)] if outputs else []
-    if order is not None:
-        local = [reorder(output, order, dims, len(outputs)) for output in local]
+    local = [_join_in_order(replicas, device, dims)] if outputs else []
     if is_local:
         return local[0]
     if torch.is_grad_enabled():
@@ -247,7 +244,7 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
     return _gather_ranks(local, dims, on, refusal, pads=order is not None)
 
 
-def _check_outputs(outputs: object) -> None:
+def _as_per_replica(outputs: object) -> PerReplica:
     if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs):
         raise TypeError(f"gather was given {containers.describe(outputs)}, expected a list: gather([output]) for one replica")
     if any(isinstance(output, containers.Leaf) for output in outputs):
@@ -255,6 +252,13 @@ def _check_outputs(outputs: object) -> None:
             f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: "
             "gather each, as in [outputs.gather() for outputs in calls], and join the results with torch.cat"
         )
+    return outputs if isinstance(outputs, PerReplica) else PerReplica(outputs, [None] * len(outputs))
+
+
+def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> Any:
+    if outputs.order is None:
+        return join(outputs, device, dims)
+    return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))
 
 
 def repeated_rows(outputs: Sequence[object], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
@@ -299,7 +303,8 @@ def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pa
 def padded(values: list[Any], dim: int | None) -> list[Any]:
     """Pads tensors with zeros to the longest, in all dimensions but that of the rows. Returns other values as they are."""
     shapes = [value.shape for value in values if isinstance(value, Tensor)]
-    if dim is None or len(shapes) < len(values) or len({*map(len, shapes)}) > 1:
+    numbers_of_dims = {len(shape) for shape in shapes}
+    if dim is None or len(shapes) < len(values) or len(numbers_of_dims) > 1 or 0 in numbers_of_dims:
         return values
     longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
     return [_pad(value, longest, dim) for value in values]
@@ -307,8 +312,7 @@ def padded(values: list[Any], dim: int | None) -> list[Any]:
 
 def _pad(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     missing = [size - length for size, length in zip(sizes, tensor.shape, strict=True)]
-    if missing:
-        missing[dim] = 0
+    missing[dim] = 0
     return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
 
 
@@ -321,11 +325,12 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
         return type(values[0])(entry for value in values for entry in value)
     if all(containers.is_plain(value) for value in values):
         return values
-    if len({type(value) for value in values}) == 1 and isinstance(values[0], Iterable):
+    if len({*map(type, values)}) == 1 and isinstance(values[0], Iterable):
         # Entries are joined one by one, as in torch's gather. Caches rely on it (huggingface/transformers#36373).
-        kind, columns = cast(Any, type(values[0])), zip(*values, strict=True)
-        join_leaves = functools.partial(containers.zip_leaves, lambda at, leaves: _join(at, leaves, device, dim), place=place)
-        return kind([join_leaves(list(column)) for column in columns])
+        kind: Any = type(values[0])
+        join_leaves = functools.partial(_join, device=device, dim=dim)
+        columns = zip(*values, strict=True)
+        return kind([containers.zip_leaves(join_leaves, list(column), place) for column in columns])
     raise TypeError(
         f"{place} is {', '.join(dict.fromkeys(map(containers.describe, values)))}: expected tensors, plain values, lists of "
         "plain values, or containers of them, of the same type in every replica; select these before gathering, as in "
@@ -388,25 +393,30 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
     first = next((layouts for layouts in of_ranks if layouts), None)
     if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    dims_of_leaves = leaf_dims(first[0], dims, 0)
-
-    def join_ranks(place: str, column: list[Any]) -> object:
-        dim = next(dims_of_leaves)
-        if dim is not None and isinstance(column[0], Tensor) and column[0].dim() < 2:
-            dim = 0  # numbers of the replicas are stacked
-        own, *leaves = padded(column, dim) if any(pads_of_ranks) else column
-        described = [_describe_layout(leaf, dim) for leaf in leaves]
-        if len({*described}) > 1:
-            raise ValueError(f"the outputs of the ranks differ: {place} is {by_value(described)}; expected the same layout")
-        if isinstance(own, Tensor) and dim is not None:
-            return gather_rows(own, [leaf.size(dim) for leaf in leaves], dim)
-        kind: Any = type(own)
-        return kind(entry for leaf in leaves for entry in leaf) if containers.is_row_list(own) else own
-
+    join_leaves = functools.partial(_join_ranks, dims=leaf_dims(first[0], dims, 0), pads=any(pads_of_ranks))
     without_rows = map_rows(functools.partial(_without_rows, device=device), first[0], dims)
     layout_without_rows = containers.map_leaves(_layout_of_leaf, without_rows)
+    local_leaf = local[0] if local else without_rows
     leaves = [layouts[0] if layouts else layout_without_rows for layouts in of_ranks]
-    return containers.zip_leaves(join_ranks, [local[0] if local else without_rows, *leaves], "output")
+    return containers.zip_leaves(join_leaves, [local_leaf, *leaves], "output")
+
+
+def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pads: bool) -> object:
+    """Joins a leaf of all ranks, from that of this rank and the layouts of all."""
+    dim = next(dims)
+    if dim is not None and isinstance(column[0], Tensor) and column[0].dim() < 2:
+        dim = 0  # numbers of the replicas are stacked
+    local_leaf, *leaves = padded(column, dim) if pads else column
+    described = [_describe_layout(leaf, dim) for leaf in leaves]
+    if len({*described}) > 1:
+        layouts = by_value(described)
+        raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
+    if isinstance(local_leaf, Tensor) and dim is not None:
+        return gather_rows(local_leaf, [leaf.size(dim) for leaf in leaves], dim)
+    if not containers.is_row_list(local_leaf):
+        return local_leaf
+    kind: Any = type(local_leaf)
+    return kind(entry for leaf in leaves for entry in leaf)
 
 
 def _layout_of_leaf(leaf: object) -> object:

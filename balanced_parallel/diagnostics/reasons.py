@@ -192,24 +192,25 @@ def _written(before: object, after: object) -> Iterator[str]:
 def _same(before: object, after: object) -> bool:
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape == after.shape and bool(torch.equal(before.cpu(), after.cpu()))
+    if type(before) is not type(after):
+        return False
     if isinstance(before, list) and isinstance(after, list):
         return len(before) == len(after) and all(map(_same, before, after))
     if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_same(value, after[key]) for key, value in before.items())
-    is_compared = is_plain(before) or before is None
-    return type(before) is type(after) and (not is_compared or before == after)
+        return [*before] == [*after] and _same([*before.values()], [*after.values()])
+    return before == after if is_plain(before) else True  # other objects are not compared
 
 
 def compare_state(plain: Program, split: Program, limit: float) -> tuple[dict[str, float], list[str]]:
     """Returns the relative error of each buffer and parameter that differs between two programs, and a line for each number."""
     errors, lines = {}, []
     models, criteria = ("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)
-    for prefix, expected, found in (models, criteria):
-        earlier, numbers = _registered(expected), _attributes(expected)
-        for name, tensor in _registered(found).items():
+    for prefix, plain_part, split_part in (models, criteria):
+        earlier, numbers = _registered(plain_part), _attributes(plain_part)
+        for name, tensor in _registered(split_part).items():
             is_comparable = name in earlier and earlier[name].shape == tensor.shape
             errors[f"{prefix}{name}"] = relative_error(tensor, earlier[name]) if is_comparable else math.inf
-        for name, value in _attributes(found).items():
+        for name, value in _attributes(split_part).items():
             before = numbers.get(name)
             if type(before) in (int, float) and type(value) in (int, float) and before != value:
                 values = f"{value} after the split steps, {before} after the plain ones"

@@ -26,7 +26,7 @@ from ..runtime import row_random
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Copied = TypeVar("Copied")
-Calls = list[tuple[str, list[Tensor]]]  # name and type of each module, as forwards end, with its tensors
+ModuleCalls = list[tuple[str, list[Tensor]]]  # name and type of each module, as forwards end, with its tensors
 
 
 class Program:
@@ -42,19 +42,19 @@ class Program:
             layer.register_forward_hook(functools.partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
         self.dtype = next((parameter.dtype for parameter in self.module.parameters()), torch.float32)
-        self.optimizer = NoUpdate([*self.learning().values()] or [torch.zeros(())])
+        self.optimizer = _NoUpdate([*self.learning().values()] or [torch.zeros(())])
         self.begin(0)
 
     def begin(self, seed: int) -> None:
         """Deletes the calls and gradients of the previous step, and seeds the next."""
-        self._calls: dict[tuple[int, int], Calls] = {}
+        self._calls: dict[tuple[int, int], ModuleCalls] = {}
         self._running: set[int] = set()  # replicas in a forward, not in a recomputation by a checkpoint
         self._forwards: collections.Counter[int] = collections.Counter()  # per replica
         self.optimizer.zero_grad()
         torch.manual_seed(seed)
 
     @property
-    def calls(self) -> list[Calls]:
+    def calls(self) -> list[ModuleCalls]:
         """The calls of each shard, in the order of the rows."""
         return [self._calls[place] for place in sorted(self._calls)]
 
@@ -101,14 +101,17 @@ class Program:
 
     def learning(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers that require gradients, those of the criterion with the prefix ``criterion.``."""
-        tensors: dict[str, Tensor] = {}
-        for prefix, part in (("", self.module), ("criterion.", self.criterion)):
-            if isinstance(part, nn.Module):
-                tensors |= {f"{prefix}{name}": tensor for name, tensor in (*part.named_parameters(), *part.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        parts = {"": self.module, "criterion.": self.criterion}
+        return {
+            f"{prefix}{name}": tensor
+            for prefix, part in parts.items()
+            if isinstance(part, nn.Module)
+            for name, tensor in (*part.named_parameters(), *part.named_buffers())
+            if tensor.requires_grad
+        }
 
 
-class NoUpdate(torch.optim.Optimizer):
+class _NoUpdate(torch.optim.Optimizer):
     """An optimizer without updates. SGD with a learning rate of 0 would write nan for nan."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -179,7 +182,7 @@ def first_difference(plain: Program, split: Program, dim: int, tolerance: float)
     return None
 
 
-def errors_of_calls(expected: Calls, parts: Sequence[Calls], dim: int) -> Iterator[tuple[str, float | None]]:
+def errors_of_calls(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int) -> Iterator[tuple[str, float | None]]:
     """Yields the relative error of the joined outputs of each module, or None if they cannot be joined.
 
     It is infinite for a module that the replicas did not run in the same order.

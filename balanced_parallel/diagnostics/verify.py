@@ -96,7 +96,7 @@ class VerificationReport:
 
 
 _WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
-Weight = Callable[..., Any] | str | None
+WeightSetting = Callable[..., Any] | str | None
 
 
 def verify(
@@ -107,7 +107,7 @@ def verify(
     *,
     device_ids: Sequence[DeviceLike] | None = None,
     micro_batch_size: int | None = None,
-    weight: Weight = None,
+    weight: WeightSetting = None,
     dim: int | None = None,
     in_dims: Dims = None,
     tolerance: float | None = None,
@@ -237,7 +237,7 @@ def _wrap_criterion(
     like: Criterion,
     dim: int | None,
     model_dim: int,
-    weight: Weight,
+    weight: WeightSetting,
 ) -> DataParallelCriterion:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and precision."""
     settings: dict[str, Any] = {"dim": model_dim}
@@ -246,6 +246,6 @@ def _wrap_criterion(
     return DataParallelCriterion(module, **_replaced(settings, dim=dim, weight=weight))
 
 
-def _replaced(settings: dict[str, Any], **given: object) -> dict[str, Any]:
-    """Returns settings with those that are given in their place."""
-    return settings | {name: value for name, value in given.items() if value is not None}
+def _replaced(settings: dict[str, Any], **others: object) -> dict[str, Any]:
+    """Returns settings with others in their place, but None."""
+    return settings | {name: value for name, value in others.items() if value is not None}
