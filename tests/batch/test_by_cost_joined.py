@@ -170,12 +170,11 @@ class Normed(Packed):
 def test_no_samples_in_one_process_change_nothing():
     net, samples = Normed().double(), make_samples()
     plain = copy.deepcopy(net)
-    expected = packed_program(samples, plain)
     plain(**join(samples)[0])
     step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=["cpu"])
     step.add(samples)
     step.add([])
-    assert_equal(step.apply(), net, expected)
+    assert_equal(step.apply(), net, packed_program(samples, Normed().double()))
     torch.testing.assert_close(net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10)
     with pytest.warns(UserWarning, match="no target of this batch was counted"):
         _, outputs = step([], return_outputs=True)
@@ -325,13 +324,10 @@ def test_jagged_tensors_are_made_on_each_device(double):
     loss.backward()
     cut = ByCost(lambda sample: len(sample[0]), collate=join_nested, combine=sum, limit=12)
     assert_equal(make_step(net, cut)(samples), net, (loss.detach(), gradients(plain)))
+    criterion = DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows")
     for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 3), rows)):
         with pytest.raises(TypeError, match=r"a nested tensor cannot be split by rows.*collate="):
-            TrainStep(
-                DataParallelModel(net, ["cpu"] * 2),
-                DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows"),
-                torch.optim.SGD(net.parameters()),
-            )(inputs, targets)
+            make_step(net, None, criterion)(inputs, targets)
 
 
 class Movable:
@@ -345,14 +341,9 @@ class Movable:
         return self
 
 
-class OfObject(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(3, TAGS)
-
+class OfObject(nn.Linear):
     def forward(self, batch):
-        return self.layer(batch.x)
+        return super().forward(batch.x)
 
 
 def test_objects_are_moved_to_the_device_of_their_replica():
@@ -362,18 +353,12 @@ def test_objects_are_moved_to_the_device_of_their_replica():
         rows, targets = zip(*samples, strict=True)
         return Whole((Movable(torch.stack(rows)), torch.tensor(targets)))
 
-    batch, net = collate(samples).value[0], OfObject()
+    batch, net = collate(samples).value[0], OfObject(3, TAGS)
     expected = net(batch).detach()
     with simulate(2) as cluster:
-        model = DataParallelModel(net, cluster.devices)
-        (output,) = model(Whole(batch))
+        (output,) = DataParallelModel(net, cluster.devices)(Whole(batch))
         assert output.device == cluster.devices[0]
-        step = TrainStep(
-            model,
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            cut=ByCost(lambda sample: 1, collate=collate),
-        )
+        step = make_step(net, ByCost(lambda sample: 1, collate=collate), devices=cluster.devices)
         _, outputs = step(samples, return_outputs=True)
         assert [output.device for output in outputs] == cluster.devices
         torch.testing.assert_close(outputs.gather("cpu"), expected)
