@@ -138,7 +138,7 @@ def test_an_empty_list_goes_to_every_replica():
     assert (first["names"], second["names"], len(first["x"])) == ([], [], 3)
 
     class Hints(torch.nn.Linear):
-        def forward(self, x, hints, names=(), extra=None):
+        def forward(self, x, hints, extra=None):
             assert hints == extra["hints"] == []
             return super().forward(x)
 

@@ -145,50 +145,37 @@ def test_a_coupled_loss_is_never_told_to_be_whole():
 
 
 class JsdCrossEntropy(nn.Module):
-    """The loss of AugMix in timm: clean rows first, then as many rows of each augmentation."""
+    """The loss of AugMix in timm: clean rows first, then as many rows of each of two augmentations."""
 
-    def __init__(self, splits=3):
-        super().__init__()
-        self.splits = splits
-
-    def __call__(self, output, target):
-        rows = len(output) // self.splits
-        assert rows * self.splits == len(output)
-        parts = [part.softmax(1) for part in output.split(rows)]
+    def forward(self, output, target):
+        parts = [part.softmax(1) for part in output.view(3, -1, output.size(1))]  # raises an error for other numbers of rows
         mixture = torch.stack(parts).mean(0).log()
-        divergence = sum(F.kl_div(mixture, part, reduction="batchmean") for part in parts) / self.splits
-        return F.cross_entropy(output[:rows], target[:rows]) + 12 * divergence
+        divergence = sum(F.kl_div(mixture, part, reduction="batchmean") for part in parts) / 3
+        return F.cross_entropy(output[: len(output) // 3], target[: len(output) // 3]) + 12 * divergence
 
 
 class Splits(JsdCrossEntropy):
     """The same, with a name that says nothing."""
 
 
-def verify_splits(criterion, **settings):
-    targets = class_targets(6).repeat(3)
-    return verify(build_net(), DataParallelCriterion(criterion, **settings), torch.randn(18, 4), targets, device_ids=CPUS)
-
-
 def test_a_loss_of_several_splits_is_refused_or_named():
     with pytest.raises(TypeError, match="JsdCrossEntropy appears to be a loss whose rows depend on each other.*whole=True"):
         DataParallelCriterion(JsdCrossEntropy())(DataParallelModel(build_net(), CPUS)(torch.randn(9, 4)), class_targets(9))
-    for criterion, settings in ((JsdCrossEntropy(), {}), (JsdCrossEntropy(), {"weight": "rows"}), (Splits(), {"weight": "rows"})):
-        report = verify_splits(criterion, **settings)
+    program = torch.randn(18, 4), class_targets(6).repeat(3)
+    for loss, settings in ((JsdCrossEntropy(), {}), (JsdCrossEntropy(), {"weight": "rows"}), (Splits(), {"weight": "rows"})):
+        report = verify(build_net(), DataParallelCriterion(loss, **settings), *program, device_ids=CPUS)
         assert not report.equal
         assert report.reasons == (REASON,)
-    assert verify_splits(JsdCrossEntropy(), whole=True).equal
+    assert verify(build_net(), DataParallelCriterion(JsdCrossEntropy(), whole=True), *program, device_ids=CPUS).equal
 
 
 # Outputs that are tuples
 
 
-class TwoOutputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-
+class TwoOutputs(nn.Linear):
     def forward(self, x):
-        return self.net(x), self.net(x).pow(2).mean(1)
+        scores = super().forward(x)
+        return scores, scores.pow(2).mean(1)
 
 
 def two_losses(scores, norms, target):
@@ -201,7 +188,7 @@ def of_a_pair(output, *targets):
 
 @pytest.mark.parametrize(("rows", "equal"), [(7, False), (6, True)])
 def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
-    report = verify(TwoOutputs(), two_losses, torch.randn(rows, 4), class_targets(rows), device_ids=CPUS, weight=of_a_pair)
+    report = verify(TwoOutputs(4, 5), two_losses, torch.randn(rows, 4), class_targets(rows), device_ids=CPUS, weight=of_a_pair)
     reason = (
         f"weight= does not add up: it returned 5 for {rows} rows, 5 for the first of them and 5 for the others, expected the "
         "number of terms that the mean divides by; the output is a tuple, whose 2 entries fill its first 2 arguments"
@@ -209,6 +196,6 @@ def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
     assert report.equal == equal  # equal replicas hide it
     assert reason in (report.warnings if equal else report.reasons)
     settings = {"device_ids": CPUS, "weight": lambda scores, norms, target: len(norms)}
-    report = verify(TwoOutputs(), two_losses, torch.randn(rows, 4), class_targets(rows), **settings)
+    report = verify(TwoOutputs(4, 5), two_losses, torch.randn(rows, 4), class_targets(rows), **settings)
     assert report.equal
     assert not report.warnings
