@@ -13,6 +13,7 @@ from ..batch.containers import Dims
 from ..batch.rows import as_arguments, spread
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
+from ..loss.kinds import MeansInside
 from ..loss.means import UnknownMeanError
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
@@ -169,6 +170,8 @@ def verify(
             try:
                 split_loss = _run_step(split, step, inputs, targets)
             except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.
+                if not isinstance(step.criterion.kind, MeansInside):
+                    raise
                 refusal, weight = str(error), "rows"
                 step = make_split(wrap(split.criterion, weight=weight))
                 split_loss = _run_step(split, step, inputs, targets)
