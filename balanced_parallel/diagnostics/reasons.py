@@ -66,7 +66,7 @@ def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
             "too; compute a loss of several parts, such as one with a router loss, in the criterion (docs/huggingface.md)"
         ]
     is_half = plain.dtype.itemsize < 4  # The tolerance hides many a wrong loss, whose gradients are over it.
-    difference = first_difference(plain, comparison.split, model.dim, limit)
+    difference = first_difference(plain.calls[0], comparison.split.calls, model.dim, limit)
     if error_of_loss <= limit and difference is None and not is_half:
         reason = "a hook or an autograd function changes gradients (docs/exactness.md)"
         return [f"loss and outputs equal, gradients not: {reason}"]
@@ -96,11 +96,9 @@ def _reasons_of_forward(comparison: Comparison) -> Iterator[str]:
 
 def _random_place(module: nn.Module, comparison: Comparison) -> str | None:
     """Returns the place in ``module`` that draws random numbers, or None if two seeds give one output."""
-    programs = Program(module), Program(module)
-    for seed, program in enumerate(programs):
-        program.begin(seed)
-        program.forward(comparison.inputs, comparison.model.devices[0])
-    difference = first_difference(*programs, 0, comparison.limit)
+    device = comparison.model.devices[0]
+    first, second = (Program(module).forward(comparison.inputs, device, seed) for seed in range(2))
+    difference = first_difference(first, [second], 0, comparison.limit)
     return None if difference is None else difference.place
 
 
@@ -110,15 +108,12 @@ def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
         return  # they have a reason of their own
     model, limit = comparison.model, comparison.limit
     batch = Batch(model.mark(comparison.inputs), dims=(model.dim, 0))
-    whole, halves = Program(module), Program(module)
-    for shard in batch.split(model.devices[:1] * 2, None):
-        whole.forward(batch.inputs, shard.device)
-        halves.forward(shard.inputs, shard.device)
-    *_, (_, change) = errors_of_calls(whole.calls[0], whole.calls[1:], model.dim)
-    *_, (_, error) = errors_of_calls(whole.calls[0], halves.calls, model.dim)
+    whole = Program(module).forward(batch.inputs, model.devices[0])
+    shards = batch.split(model.devices[:1] * 2, None)
+    halves = [Program(module).forward(shard.inputs, shard.device) for shard in shards]
+    *_, (_, error) = errors_of_calls(whole, halves, model.dim)
     difference = first_difference(whole, halves, model.dim, limit)
-    is_written = (change or 0.0) > limit  # The state that a forward writes changes the next one.
-    if difference is not None and (error or 0.0) > limit and not is_written:
+    if difference is not None and (error or 0.0) > limit:
         yield (
             f"forward mixes rows, in {difference.place}: the output of a row depends on the other rows of its "
             "batch, or rows are in another order: move this part into the criterion, with whole=True if rows are "
@@ -201,18 +196,13 @@ def _same(before: object, after: object) -> bool:
     return before == after if is_plain(before) else True  # other objects are not compared
 
 
-def compare_state(plain: Program, split: Program, limit: float) -> tuple[dict[str, float], list[str]]:
-    """Returns the relative error of each buffer and parameter that differs between two programs, and a line for each number."""
-    errors, lines = {}, []
+def errors_of_state(plain: Program, split: Program) -> dict[str, float]:
+    """Returns the relative error of each buffer and parameter between two programs."""
+    errors = {}
     models, criteria = ("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)
     for prefix, plain_part, split_part in (models, criteria):
-        earlier, numbers = _registered(plain_part), _attributes(plain_part)
+        earlier = _registered(plain_part)
         for name, tensor in _registered(split_part).items():
             is_comparable = name in earlier and earlier[name].shape == tensor.shape
             errors[f"{prefix}{name}"] = relative_error(tensor, earlier[name]) if is_comparable else math.inf
-        for name, value in _attributes(split_part).items():
-            before = numbers.get(name)
-            if type(before) in (int, float) and type(value) in (int, float) and before != value:
-                values = f"{value} after the split steps, {before} after the plain ones"
-                lines.append(f"{prefix}{name} is {values}: {_WRITTEN}")
-    return {name: error for name, error in errors.items() if error > limit}, lines
+    return errors

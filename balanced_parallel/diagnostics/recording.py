@@ -80,14 +80,15 @@ class Program:
             tensors = [tensor.detach().clone() for tensor in tensors_in(output)]
             self._calls.setdefault((self._forwards[replica], replica), []).append((label, tensors))
 
-    def forward(self, arguments: Arguments, device: torch.device) -> None:
-        """Runs the model on one device."""
+    def forward(self, arguments: Arguments, device: torch.device, seed: int = 0) -> ModuleCalls:
+        """Runs the model on one device, and returns its calls."""
+        self.begin(seed)
         inputs, kwargs = move_arguments(arguments, device)
         self.module.to(device)(*inputs, **kwargs)
+        return self.calls[0]
 
     def run(self, arguments: Arguments, targets: tuple[object, ...], device: torch.device) -> Tensor:
         """Runs a step of the plain program on one device. Returns the loss."""
-        self.begin(0)
         self.forward(arguments, device)
         criterion = self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
         loss = scalar_of(call_spread(criterion, self.output, move_leaves(targets, device), {}))
@@ -172,10 +173,10 @@ class Difference(NamedTuple):
         return f"{self.label}: relative error {self.error:.1e}; equal up to {self.previous}"
 
 
-def first_difference(plain: Program, split: Program, dim: int, tolerance: float) -> Difference | None:
-    """Returns the first module, in the order in which forwards end, whose joined outputs differ from the plain output."""
+def first_difference(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int, tolerance: float) -> Difference | None:
+    """Returns the first module, in the order in which forwards end, whose joined outputs differ."""
     previous = "the inputs"
-    for label, error in errors_of_calls(plain.calls[0], split.calls, dim):
+    for label, error in errors_of_calls(expected, parts, dim):
         if error is not None and error > tolerance:
             return Difference(label, error, previous)
         previous = previous if error is None else label

@@ -20,7 +20,7 @@ from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
 from ..runtime.values import check_number
 from ..training.step import TrainStep
-from .reasons import compare_state, find_reasons, without_errors
+from .reasons import errors_of_state, find_reasons, without_errors
 from .recording import (
     TOLERANCES,
     Comparison,
@@ -52,7 +52,7 @@ class VerificationReport:
         step: number of the step that the errors belong to: the first of two that differs, else the second.
         state_errors: relative error of each buffer, and of each parameter that a forward has written, that differs after the
             steps, except those of batch norms.
-        warnings: numbers that differ after the steps although results are equal; a batch that was not split.
+        warnings: what equal results do not show: a batch that was not split, a ``weight=`` that does not add up.
     """
 
     devices: tuple[str, ...]
@@ -178,13 +178,13 @@ def verify(
             errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
         losses = wrap(copy_of(inner), weight=weight)
         comparison = Comparison(module, plain, split, wrapped, losses, *batch, limit)
-        state, numbers = compare_state(plain, split, limit)
+        state = {name: error for name, error in errors_of_state(plain, split).items() if error > limit}
         reasons = find_reasons(comparison, errors, state, reproducible=reproducible)
         difference, hidden = None, list[str]()
         if max(errors.values()) > limit:
-            difference = first_difference(plain, split, wrapped.dim, limit)
+            difference = first_difference(plain.calls[0], split.calls, wrapped.dim, limit)
         else:
-            hidden = [refusal, *numbers, *without_errors(weight_in_parts(comparison))]
+            hidden = [refusal, *without_errors(weight_in_parts(comparison))]
             if len(split.calls) == 1:
                 hidden.append(_WHOLE)
     return VerificationReport(

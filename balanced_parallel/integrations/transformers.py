@@ -105,9 +105,6 @@ class BalancedTrainer(Trainer):
     def _prepare_input(self, data: object) -> object:
         return super()._prepare_input(data) if len(self.devices) == 1 else data  # replicas move their rows
 
-    def _get_num_items_in_batch(self, batch_samples: object, device: object = None) -> Tensor:
-        return torch.tensor(self._divisors[0])
-
     def _count_items(self, inputs: Inputs) -> Tensor | float:
         """Returns the number of labels, if the loss may be divided by it, or 1."""
         labels = inputs.get("labels")
@@ -216,7 +213,7 @@ class BalancedTrainer(Trainer):
             self._divisors = [count or 1.0 for count in counts]
             total = 0.0 if all(counts) else math.nan  # a mean of nothing
             self._terms = torch.tensor([total, 0.0], device=self.args.device)
-        return batches, self._get_num_items_in_batch(batches)
+        return batches, torch.tensor(self._divisors[0])
 
     def _split(self, inputs: Inputs) -> list[tuple[Inputs, float]]:
         """Returns the rows of a batch with weight 1, and those that a sampler has repeated with weight 0."""
