@@ -248,7 +248,7 @@ class _Padded(CostBatch):
         """Returns copies of some rows, cut to the longest of them."""
         length, trims = max((int(self.costs[row]) for row in part), default=1), iter(self._trims)
 
-        def shorten(leaf: Any) -> object:
+        def shorten(leaf: object) -> object:
             dim = next(trims, None)
             if dim is None:
                 return leaf

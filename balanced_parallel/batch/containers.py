@@ -57,8 +57,7 @@ def open_container(node: object) -> Container | None:
     if is_named_tuple(node):
         return Container([f".{name}" for name in node._fields], list(node), lambda new: type(node)._make(new))
     if isinstance(node, (tuple, list)):
-        kind: Any = type(node)
-        return Container([f"[{index}]" for index in range(len(node))], list(node), lambda new: kind(new))
+        return Container([f"[{index}]" for index in range(len(node))], list(node), type(node))
     return None
 
 
@@ -99,7 +98,7 @@ def leaves(node: object, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, place + key)
 
 
-def map_leaves(function: Callable[[Any], Any], node: Nested) -> Nested:
+def map_leaves(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf."""
     part: Any = node
     # Shortcuts for the most frequent leaf and the two most frequent containers come first.
@@ -219,7 +218,7 @@ def leaf_dims(node: object, dims: Dims, default: int | None, place: str = "") ->
 
 
 def _dims_of_entries(
-    container: Container, dims: Sequence[Any] | Mapping[Any, Any], default: int | None, place: str
+    container: Container, dims: "Sequence[Dims] | Mapping[object, Dims]", default: int | None, place: str
 ) -> dict[str, Dims]:
     names = entry_names(container)
     if not isinstance(dims, Mapping):

@@ -255,7 +255,7 @@ def _as_per_replica(outputs: object) -> PerReplica:
     return outputs if isinstance(outputs, PerReplica) else PerReplica(outputs, [None] * len(outputs))
 
 
-def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> Any:
+def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> object:
     if outputs.order is None:
         return join(outputs, device, dims)
     return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))
@@ -300,14 +300,14 @@ def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pa
     return containers.zip_leaves(join_leaves, list(outputs), "output")
 
 
-def padded(values: list[Any], dim: int | None) -> list[Any]:
+def padded(values: Sequence[object], dim: int | None) -> list[Any]:
     """Pads tensors with zeros to the longest, in all dimensions but that of the rows. Returns other values as they are."""
-    shapes = [value.shape for value in values if isinstance(value, Tensor)]
-    numbers_of_dims = {len(shape) for shape in shapes}
-    if dim is None or len(shapes) < len(values) or len(numbers_of_dims) > 1 or 0 in numbers_of_dims:
-        return values
-    longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    return [_pad(value, longest, dim) for value in values]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    numbers_of_dims = {tensor.dim() for tensor in tensors}
+    if dim is None or len(tensors) < len(values) or len(numbers_of_dims) > 1 or 0 in numbers_of_dims:
+        return [*values]
+    longest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    return [_pad(tensor, longest, dim) for tensor in tensors]
 
 
 def _pad(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
@@ -357,10 +357,10 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
 
 
-def take_rows(leaf: Any, part: RowNumbers, dim: int) -> Any:
+def take_rows(leaf: object, part: RowNumbers, dim: int) -> object:
     """Returns some rows of a tensor, or of a list of plain values. A range of a tensor is a view."""
     if not isinstance(leaf, Tensor):
-        return type(leaf)(leaf[row] for row in part) if leaf and containers.is_row_list(leaf) else leaf
+        return type(leaf)(leaf[row] for row in part) if containers.is_row_list(leaf) and leaf else leaf
     if leaf.layout != torch.strided or leaf.is_nested:
         layout = "nested" if leaf.is_nested else str(leaf.layout)
         raise TypeError(
@@ -430,7 +430,7 @@ def _layout_of_leaf(leaf: object) -> object:
     )
 
 
-def _without_rows(leaf: Any, dim: int | None, device: torch.device) -> object:
+def _without_rows(leaf: object, dim: int | None, device: torch.device) -> object:
     """Returns a leaf of this layout without rows."""
     if not isinstance(leaf, Tensor):
         return None if leaf is None else type(leaf)()

@@ -305,7 +305,7 @@ def _refuse_objects(leaf: object, place: str) -> None:
 def _holds_tensors(value: object, depth: int) -> bool:
     if isinstance(value, Tensor):
         return True
-    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)):
+    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or inspect.isroutine(value):
         return False
     # The state of an object is its attributes, or also those in slots.
     is_container = isinstance(value, (Mapping, list, tuple))

@@ -196,8 +196,8 @@ def _same(before: object, after: object) -> bool:
     return before == after if is_plain(before) else True  # other objects are not compared
 
 
-def errors_of_state(plain: Program, split: Program) -> dict[str, float]:
-    """Returns the relative error of each buffer and parameter between two programs."""
+def errors_of_state(plain: Program, split: Program, limit: float) -> dict[str, float]:
+    """Returns the relative error of each buffer and parameter that differs between two programs."""
     errors = {}
     models, criteria = ("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)
     for prefix, plain_part, split_part in (models, criteria):
@@ -205,4 +205,4 @@ def errors_of_state(plain: Program, split: Program) -> dict[str, float]:
         for name, tensor in _registered(split_part).items():
             is_comparable = name in earlier and earlier[name].shape == tensor.shape
             errors[f"{prefix}{name}"] = relative_error(tensor, earlier[name]) if is_comparable else math.inf
-    return errors
+    return {name: error for name, error in errors.items() if error > limit}

@@ -118,7 +118,7 @@ class _NoUpdate(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         pass
 
 

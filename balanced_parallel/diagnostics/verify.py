@@ -147,7 +147,8 @@ def verify(
     check_is_module(model, "model")
     if tolerance is not None:
         check_number("tolerance", tolerance, "a number that is not negative, or None", at_least=0)
-    module, inner = _without_wrapper(model), _without_wrapper(criterion)
+    module = model.module if isinstance(model, DataParallelModel) else model
+    inner: Criterion = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
     with keep_random_state(), without_tf32(), warnings.catch_warnings():
         plain, split = Program(module, inner), Program(module, inner)
         limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
@@ -178,7 +179,7 @@ def verify(
             errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
         losses = wrap(copy_of(inner), weight=weight)
         comparison = Comparison(module, plain, split, wrapped, losses, *batch, limit)
-        state = {name: error for name, error in errors_of_state(plain, split).items() if error > limit}
+        state = errors_of_state(plain, split, limit)
         reasons = find_reasons(comparison, errors, state, reproducible=reproducible)
         difference, hidden = None, list[str]()
         if max(errors.values()) > limit:
@@ -203,10 +204,6 @@ def verify(
     )
 
 
-def _without_wrapper(part: Any) -> Any:
-    return part.module if isinstance(part, (DataParallelModel, DataParallelCriterion)) else part
-
-
 def _errors_of_gradients(plain: Program, split: Program) -> dict[str, float]:
     expected, gradients = plain.gradients(), split.gradients()
     sizes = (float(gradient.abs().max()) for gradient in expected.values() if gradient.numel())
@@ -215,7 +212,7 @@ def _errors_of_gradients(plain: Program, split: Program) -> dict[str, float]:
     return {name: relative_error(gradients[name], expected[name], floor) for name in expected}
 
 
-def _run_step(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:
+def _run_step(program: Program, step: TrainStep, inputs: object, targets: object) -> Tensor:
     program.begin(1)
     return step(inputs, targets)
 
