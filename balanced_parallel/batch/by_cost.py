@@ -98,9 +98,9 @@ class ByCost(Cut):
     ) -> "CostBatch":
         """Takes a batch apart: padded tensors, or with ``collate`` a list of samples."""
         limit = LimitKind(unit, is_strict)
-        if self.collate is None:
-            return _Padded(self, limit, inputs, targets, mark, forward)
-        return _Samples(self, self.collate, limit, inputs, targets, mark)
+        if self.collate is not None:
+            return _Samples(self, self.collate, limit, inputs, targets, mark)
+        return _Padded(self, limit, mark(inputs, targets), _costs_of_rows(self.cost(inputs)), forward)
 
 
 def check_limit(name: str, cost: object) -> None:
@@ -227,31 +227,36 @@ class _Padded(CostBatch):
         self,
         cut: ByCost,
         limit: LimitKind,
-        inputs: object,
-        targets: tuple[object, ...],
-        mark: Mark,
+        batch: tuple[Arguments, Arguments, tuple[int, int]],
+        costs: Sequence[float],
         forward: Callable[..., object],
     ) -> None:
-        costs = cut.cost(inputs)
-        if not isinstance(costs, Iterable) or (isinstance(costs, Tensor) and costs.dim() == 0):
-            raise TypeError(f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs")
-        super().__init__(cut, limit, *mark(inputs, targets), costs.tolist() if isinstance(costs, Tensor) else list(costs))
-        if self.rows is None or any(isinstance(cost, (list, Tensor)) for cost in self.costs) or len(self.costs) != self.rows:
+        super().__init__(cut, limit, *batch, costs)
+        if self.rows is None or len(costs) != self.rows:
             count = self.rows or "no"
-            raise ValueError(f"cost= returned {len(self.costs)} costs for {count} rows, expected one number for each row")
+            raise ValueError(f"cost= returned {len(costs)} costs for {count} rows, expected one number for each row")
         if self.target_rows not in (None, self.rows):
             raise ValueError(
                 f"the targets have {self.target_rows} rows and the inputs {self.rows}, expected as many for a cut by cost"
             )
-        self._trims = [] if cut.trim is None else _trims(self.inputs, self.targets, cut.trim, forward, self.costs)
+        self._trims: list[int | None] = []  # the dimension to cut of each leaf of inputs and targets
+        if cut.trim is not None:
+            self._trims, longest = _trims(self.inputs, self.targets, cut.trim, forward)
+            _check_lengths(costs, longest)
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns copies of some rows, cut to the longest of them."""
-        nodes = self.inputs, self.targets
-        if self._trims:
-            length, trims = max(int(max((self.costs[row] for row in part), default=1)), 1), iter(self._trims)
-            nodes = containers.map_leaves(lambda leaf: _shorten(leaf, next(trims), length), nodes)
-        return _rows_of(*nodes, self.dims, part, device)
+        length, trims = max((int(self.costs[row]) for row in part), default=1), iter(self._trims)
+
+        def shorten(leaf: object) -> object:
+            dim = next(trims, None)
+            if dim is None:
+                return leaf
+            tensor = without_mark(leaf)
+            tensor = tensor.narrow(dim, 0, min(max(length, 1), tensor.size(dim)))
+            return Along(tensor, leaf.dim) if isinstance(leaf, Along) else tensor
+
+        return _rows_of(*containers.map_leaves(shorten, (self.inputs, self.targets)), self.dims, part, device)
 
     def check_weight(self, weigh: Callable[..., Any]) -> None:
         """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the padding."""
@@ -272,42 +277,36 @@ def _rows_of(inputs: Arguments, targets: Arguments, dims: tuple[int, int], part:
     return Shard(take(inputs, rows, dims[0]), take(targets, rows, dims[1]), rows, len(rows), device)
 
 
-def _shorten(leaf: Any, dim: int | None, length: int) -> object:
-    """Returns the first ``length`` entries of a tensor along ``dim``."""
-    if dim is None or type(leaf) is Along:
-        return leaf if dim is None else Along(_shorten(leaf.leaf, dim, length), leaf.dim)
-    return leaf.narrow(dim, 0, min(length, leaf.size(dim)))
+def _costs_of_rows(costs: object) -> list[float]:
+    """Returns the costs of the rows of padded tensors as numbers."""
+    numbers = costs.tolist() if isinstance(costs, Tensor) else costs
+    if not isinstance(numbers, Iterable):
+        raise TypeError(f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs")
+    return [*numbers]
 
 
 def _trims(
-    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., object], costs: Sequence[float]
-) -> list[int | None]:
-    """Returns the dimension to cut of each leaf of inputs and targets, or None."""
-    values = [*_named(inputs, forward), ("targets", targets)]
-    if isinstance(trim, Mapping) and (unknown := trim.keys() - {name for name, _ in values}):
-        names = [name for name, _ in values]
-        raise ValueError(f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(names)}, which were passed")
+    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., object]
+) -> tuple[list[int | None], int | None]:
+    """Returns the dimension to cut of each leaf of inputs and targets, or None, and the padded length."""
+    names = [parameter.name for parameter in parameters_of(forward) or ()]
+    names += map(str, range(len(names), len(inputs.inputs)))
+    values = [*zip(names, inputs.inputs, strict=False), *inputs.kwargs.items(), ("targets", targets)]
+    is_named, passed = isinstance(trim, Mapping), [name for name, _ in values]
+    of_argument = trim if isinstance(trim, Mapping) else dict.fromkeys(passed, trim)
+    if unknown := of_argument.keys() - passed:
+        names_of_trim = ", ".join(map(str, unknown))
+        raise ValueError(f"trim= names {names_of_trim}, expected some of {', '.join(passed)}, which were passed")
     dims: list[int | None] = []
-    length: int | None = None
+    longest: int | None = None
     for name, value in values:
-        dim = trim.get(name) if isinstance(trim, Mapping) else trim
+        dim = of_argument.get(name)
         for _, leaf in containers.leaves(value):
             tensor = without_mark(leaf)
-            if dim is None or not isinstance(tensor, Tensor) or tensor.dim() <= dim:
-                dims.append(None)
-                continue
-            length = tensor.size(dim) if length is None else length
-            is_long = isinstance(trim, Mapping) or tensor.size(dim) == length
-            dims.append(dim if is_long else None)
-    _check_lengths(costs, length)
-    return dims
-
-
-def _named(inputs: Arguments, forward: Callable[..., object]) -> list[tuple[str, object]]:
-    """Returns the arguments of a call with their names in the signature, or their positions."""
-    names = [parameter.name for parameter in parameters_of(forward) or ()]
-    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs.inputs))]
-    return [*zip(positions, inputs.inputs, strict=True), *inputs.kwargs.items()]
+            is_padded = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
+            longest = tensor.size(dim) if is_padded and longest is None else longest
+            dims.append(dim if is_padded and (is_named or tensor.size(dim) == longest) else None)
+    return dims, longest
 
 
 def _check_lengths(costs: Sequence[float], length: int | None) -> None:

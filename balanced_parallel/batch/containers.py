@@ -46,11 +46,7 @@ def is_row_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
 
 def open_container(node: object) -> Container | None:
     """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
-    if type(node) is tuple and not is_row_list(node):  # This is the most frequent container, so it skips the slower checks below
-        return _open_sequence(node)
-    if isinstance(node, (Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
-        return None
-    if hasattr(type(node), "batch_dims"):  # tensordict: a mapping that iterates over rows, and classes that keep their size
+    if _is_leaf(node):
         return None
     if isinstance(node, Mapping):  # A ModelOutput is a dataclass too, but its mapping has no entries that are None.
         return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
@@ -60,11 +56,15 @@ def open_container(node: object) -> Container | None:
         return Container([f".{name}" for name in names], children, lambda new: _with_fields(node, names, new))
     if is_named_tuple(node):
         return Container([f".{name}" for name in node._fields], list(node), lambda new: type(node)._make(new))
-    return _open_sequence(node) if isinstance(node, (tuple, list)) else None
+    if isinstance(node, (tuple, list)):
+        return Container([f"[{index}]" for index in range(len(node))], list(node), type(node))
+    return None
 
 
-def _open_sequence(node: list[object] | tuple[object, ...]) -> Container:
-    return Container([f"[{index}]" for index in range(len(node))], list(node), lambda new: type(node)(new))
+def _is_leaf(node: object) -> bool:
+    # The fields of a PackedSequence have no rows. A tensordict iterates over rows, and its classes keep their size.
+    is_other = isinstance(node, (Tensor, PackedSequence, Leaf)) or hasattr(type(node), "batch_dims")
+    return is_other or is_row_list(node)
 
 
 def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
@@ -100,19 +100,21 @@ def leaves(node: object, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def map_leaves(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf."""
-    mapped: object
+    part: Any = node
     # Shortcuts for the most frequent leaf and the two most frequent containers come first.
-    if type(node) is Tensor:
-        mapped = function(node)
-    elif isinstance(node, tuple) and type(node) is tuple and not is_row_list(node):
-        mapped = tuple([map_leaves(function, child) for child in node])
-    elif isinstance(node, dict) and type(node) is dict:
-        mapped = {key: map_leaves(function, child) for key, child in node.items()}
-    elif (container := open_container(node)) is None:
-        mapped = function(node)
+    if type(part) is Tensor:
+        part = function(part)
+    elif type(part) is tuple and not is_row_list(part):
+        part = tuple([map_leaves(function, child) for child in part])
+    elif type(part) is dict:
+        part = {key: map_leaves(function, child) for key, child in part.items()}
     else:
-        mapped = container.rebuild([map_leaves(function, child) for child in container.children])
-    return cast(Nested, mapped)
+        container = open_container(part)
+        if container is None:
+            part = function(part)
+        else:
+            part = container.rebuild([map_leaves(function, child) for child in container.children])
+    return cast(Nested, part)
 
 
 _LISTS = (
@@ -123,21 +125,20 @@ _LISTS = (
 
 def zip_leaves(function: Callable[[str, list[Any]], object], nodes: Sequence[object], place: str = "") -> Any:
     """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place."""
-    first = nodes[0]
-    containers = [open_container(node) for node in nodes]
-    opened = [container for container in containers if container is not None]
-    if not opened:
-        return function(place, list(nodes))
-    for index, (node, container) in enumerate(zip(nodes[1:], containers[1:], strict=True), 1):
-        if containers[0] is None or container is None or type(node) is not type(first) or container.places != opened[0].places:
-            hint = _LISTS if type(first) is type(node) is list else ""
+    opened = [open_container(node) for node in nodes]
+    forms = [container and (type(node), container.places) for node, container in zip(nodes, opened, strict=True)]
+    for index, (node, form) in enumerate(zip(nodes, forms, strict=True)):
+        if form != forms[0]:
+            hint = _LISTS if type(nodes[0]) is type(node) is list else ""
             raise ValueError(
-                f"the structures differ at {place or 'the top'}: {describe(first)} in the first, {describe(node)} in number "
-                f"{index}; expected the same type with the same entries in each{hint}"
+                f"the structures differ at {place or 'the top'}: {describe(nodes[0])} in the first, {describe(node)} in "
+                f"number {index}; expected the same type with the same entries in each{hint}"
             )
-    columns = zip(*(container.children for container in opened), strict=True)
-    merged = [zip_leaves(function, list(column), place + key) for key, column in zip(opened[0].places, columns, strict=True)]
-    return opened[0].rebuild(merged)
+    if opened[0] is None:
+        return function(place, list(nodes))
+    columns = zip(*(container.children for container in opened if container), strict=True)
+    pairs = zip(opened[0].places, columns, strict=True)
+    return opened[0].rebuild([zip_leaves(function, list(column), place + key) for key, column in pairs])
 
 
 def tensors_in(node: object) -> list[Tensor]:
@@ -180,14 +181,19 @@ def check_dim(dim: object) -> None:
 
 def check_dims(dims: object, name: str) -> None:
     """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and mappings."""
-    if isinstance(dims, (Mapping, Sequence)) and not isinstance(dims, (str, bytes)):
-        for entry in dims.values() if isinstance(dims, Mapping) else dims:
-            check_dims(entry, name)
-    elif dims is not None and (isinstance(dims, bool) or not isinstance(dims, int)):
-        raise TypeError(
-            f"{name} contains {dims!r}, expected the dimension of the rows, None for a value without rows, or a sequence or a "
-            "mapping of these"
-        )
+    for dim in _single_dims(dims):
+        if isinstance(dim, bool) or not isinstance(dim, int | None):
+            raise TypeError(
+                f"{name} contains {dim!r}, expected the dimension of the rows, None for a value without rows, or a sequence "
+                "or a mapping of these"
+            )
+
+
+def _single_dims(dims: object) -> list[object]:
+    if isinstance(dims, (str, bytes)) or not isinstance(dims, (Mapping, Sequence)):
+        return [dims]
+    entries = dims.values() if isinstance(dims, Mapping) else dims
+    return [dim for entry in entries for dim in _single_dims(entry)]
 
 
 def leaf_dims(node: object, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
@@ -200,35 +206,29 @@ def leaf_dims(node: object, dims: Dims, default: int | None, place: str = "") ->
         >>> list(leaf_dims({"x": 1, "state": (2, 3)}, {"state": (1, None)}, 0))
         [0, 1, None]
     """
-    container = open_container(node)
     if dims is None or isinstance(dims, int):
         yield from [dims] * sum(1 for _ in leaves(node))
         return
+    container = open_container(node)
     if container is None:
         raise ValueError(f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container")
-    names = entry_names(container)
-    if isinstance(dims, Mapping):
-        by_name = {str(key): entry for key, entry in dims.items()}
-        if unknown := by_name.keys() - set(names):
-            raise ValueError(f"{place or 'the value'} has entries {', '.join(names)}, but dims are given for {min(unknown)!r}")
-        entries = [by_name.get(name, default) for name in names]
-    elif len(dims) != len(names):
-        raise ValueError(f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are for {len(dims)}")
-    else:
-        entries = list(dims)
-    for key, child, entry in zip(container.places, container.children, entries, strict=True):
+    entries = _dims_of_entries(container, dims, default, place or "the value")
+    for key, child, entry in zip(container.places, container.children, entries.values(), strict=True):
         yield from leaf_dims(child, entry, default, place + key)
 
 
-def dims_at(node: object, dims: Dims, key: object) -> Dims:
-    """Returns the part of ``dims`` for the entry ``key`` of ``node``, or 0 if ``dims`` has none."""
-    if dims is None or isinstance(dims, int):
-        return dims
-    if isinstance(dims, Mapping):
-        return cast(Dims, dims.get(key, 0))
-    container = open_container(node)
-    names = [] if container is None else entry_names(container)
-    return dims[names.index(str(key))] if str(key) in names else 0
+def _dims_of_entries(
+    container: Container, dims: "Sequence[Dims] | Mapping[object, Dims]", default: int | None, place: str
+) -> dict[str, Dims]:
+    names = entry_names(container)
+    if not isinstance(dims, Mapping):
+        if len(dims) != len(names):
+            raise ValueError(f"{place} has {len(names)} entries, but the dimensions {dims!r} are for {len(dims)}")
+        return dict(zip(names, dims, strict=True))
+    by_name = {str(key): entry for key, entry in dims.items()}
+    if unknown := by_name.keys() - set(names):
+        raise ValueError(f"{place} has entries {', '.join(names)}, but dims are given for {min(unknown)!r}")
+    return {name: by_name.get(name, default) for name in names}
 
 
 def entry_names(container: Container) -> list[str]:
@@ -236,8 +236,20 @@ def entry_names(container: Container) -> list[str]:
     return [place.strip(".[]'\"") for place in container.places]
 
 
+def map_rows(function: Callable[[Any, int | None], object], node: Nested, dims: Dims, place: str = "output") -> Nested:
+    """Returns a copy of ``node`` with ``function(leaf, dim)`` in place of each leaf, from the dimension of its rows."""
+    dims_of_leaves = leaf_dims(node, dims, 0, place)
+    return map_leaves(lambda leaf: function(leaf, next(dims_of_leaves)), node)
+
+
+def dims_at(node: object, dims: Dims, key: object) -> Dims:
+    """Returns the part of ``dims`` for the entry ``key`` of ``node``, or 0 if ``dims`` has none."""
+    if dims is None or isinstance(dims, int):
+        return dims
+    container = open_container(node)
+    return 0 if container is None else _dims_of_entries(container, dims, 0, "the output").get(str(key), 0)
+
+
 def is_first(dims: Dims) -> bool:
     """Returns True if all rows are in dimension 0."""
-    if dims is None or isinstance(dims, int):
-        return not dims
-    return all(map(is_first, dims.values() if isinstance(dims, Mapping) else dims))
+    return not any(_single_dims(dims))

@@ -4,26 +4,24 @@ torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather
 exchange the layouts of their outputs. So sizes may differ, and a mismatch raises the same error on all ranks instead of a hang.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.collectives import by_value, explain_unwatched, gather_objects, gather_rows, world_size
-from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
+from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
-from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims
-from .plan import consecutive
+from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
+from .plan import RowNumbers, consecutive
 
 
-def _operator(symbol: str) -> Callable[..., NoReturn]:
-    """Returns a method for an operator that a list does not have, with an error that explains it."""
-    return lambda self, *others: _refuse(symbol, TypeError)
+def _no_operator(outputs: "PerReplica", *others: object) -> NoReturn:
+    _refuse("an operator", TypeError)
 
 
 class PerReplica(list[Any], containers.Leaf):
@@ -54,29 +52,30 @@ class PerReplica(list[Any], containers.Leaf):
     def __init__(self, entries: Iterable[object], sizes: Sequence[int | None] | None = None, dim: Dims = 0) -> None:
         if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):  # an output is made in every forward
             check_type("entries", entries, Iterable, "one entry per replica")
-            check_type("sizes", [] if sizes is None else sizes, Iterable, "the number of rows of each entry")
+            check_type("sizes", sizes, Iterable | None, "the number of rows of each entry")
         if type(dim) is not int:
             check_dims(dim, "dim")
         super().__init__(entries)
         self.has_sizes = sizes is not None
-        if sizes is None:
-            if isinstance(self, _PlacedOutputs):
-                raise TypeError(
-                    "a PerReplica was made of entries alone, perhaps by another library that applies a function to "
-                    "all tensors. These outputs have their rows in another dimension or order than the batch, which would be "
-                    "lost: call gather() before, or leave precision and devices to this library"
-                )
-            tensors = [containers.first_tensor(entry) for entry in self]
-            sizes = [None if tensor is None or not tensor.dim() else tensor.size(0) for tensor in tensors]
-        self.sizes = tuple(sizes)
+        self.sizes = self._sizes_of_first_tensors() if sizes is None else tuple(sizes)
         if len(self.sizes) != len(self):
             raise ValueError(f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry")
         if self and not isinstance(dim, int):
-            list(leaf_dims(list.__getitem__(self, 0), dim, 0, "the entry, or the result of map(function, dim=...),"))  # a check
+            list(leaf_dims(self[0], dim, 0, "the entry, or the result of map(function, dim=...),"))  # a check
         self.dim = dim
         self.order: list[int] | None = None
         if dim != 0:
             self.__class__ = _PlacedOutputs
+
+    def _sizes_of_first_tensors(self) -> tuple[int | None, ...]:
+        if isinstance(self, _PlacedOutputs):
+            raise TypeError(
+                "a PerReplica was made of entries alone, perhaps by another library that applies a function to all "
+                "tensors. These outputs have their rows in another dimension or order than the batch, which would be "
+                "lost: call gather() before, or leave precision and devices to this library"
+            )
+        tensors = map(containers.first_tensor, self)
+        return tuple(tensor.size(0) if tensor is not None and tensor.dim() else None for tensor in tensors)
 
     def in_order(self, order: Sequence[int] | None) -> "PerReplica":
         """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
@@ -94,7 +93,7 @@ class PerReplica(list[Any], containers.Leaf):
 
         ``dim`` is the dimension of the rows in the results. ``None`` means that of the entries.
         """
-        return PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim).in_order(self.order)
+        return self._of_same_rows(map(function, self), self.dim if dim is None else dim)
 
     def unzip(self) -> tuple["PerReplica", ...]:
         """Splits outputs that are tuples or lists into one ``PerReplica`` per part.
@@ -107,7 +106,7 @@ class PerReplica(list[Any], containers.Leaf):
         """
         parts = list(zip(*self, strict=True))
         dims = [dims_at(self[0], self.dim, index) for index in range(len(parts))]
-        return tuple(PerReplica(part, self.sizes, dim).in_order(self.order) for part, dim in zip(parts, dims, strict=True))
+        return tuple(map(self._of_same_rows, parts, dims))
 
     def narrow(self, start: int, rows: int) -> "PerReplica":
         """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
@@ -116,10 +115,11 @@ class PerReplica(list[Any], containers.Leaf):
         entries: list[object] = []
         sizes: list[int] = []
         for entry, part in zip(self, consecutive([size or 0 for size in self.sizes]), strict=True):
-            first, count = max(start, part.start), max(min(start + rows, part.stop) - max(start, part.start), 0)
-            if count or (rows == 0 and not entries):
-                entries.append(_narrow(entry, first - part.start if count else 0, count, self.dim, len(part)))
-                sizes.append(count)
+            common = range(max(start, part.start), min(start + rows, part.stop))
+            if common or (rows == 0 and not entries):
+                first = common.start - part.start if common else 0
+                entries.append(_narrow(entry, range(first, first + len(common)), self.dim, len(part)))
+                sizes.append(len(common))
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
@@ -149,7 +149,10 @@ class PerReplica(list[Any], containers.Leaf):
         return values
 
     def _select(self, key: object, select: Callable[[Any], object]) -> "PerReplica":
-        return PerReplica(map(select, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0).in_order(self.order)
+        return self._of_same_rows(map(select, self), dims_at(self[0], self.dim, key) if self else 0)
+
+    def _of_same_rows(self, entries: Iterable[object], dim: Dims) -> "PerReplica":
+        return PerReplica(entries, self.sizes, dim).in_order(self.order)
 
     @classmethod
     def __torch_function__(
@@ -169,15 +172,9 @@ class PerReplica(list[Any], containers.Leaf):
             _refuse("==", TypeError)
         return list.__eq__(self, other)
 
-    __hash__ = None  # type: ignore[assignment]  # like list
-    __add__ = _operator("+")
-    __mul__ = __rmul__ = _operator("*")
-    __sub__ = __rsub__ = _operator("-")
-    __truediv__ = __rtruediv__ = _operator("/")
-    __matmul__ = __rmatmul__ = _operator("@")
-    __pow__ = _operator("**")
-    __neg__ = _operator("-")
-    __gt__, __ge__, __lt__, __le__ = _operator(">"), _operator(">="), _operator("<"), _operator("<=")
+    __hash__ = None  # type: ignore[assignment]  # A list has none.
+    __add__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = _no_operator
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __gt__ = __ge__ = __lt__ = __le__ = _no_operator
 
 
 class _PlacedOutputs(PerReplica):
@@ -191,22 +188,12 @@ def _refuse(operation: str, error: type[Exception]) -> NoReturn:
     )
 
 
-def _narrow(entry: Nested, start: int, rows: int, dims: Dims, size: int) -> Nested:
-    if rows == size:
+def _narrow(entry: Nested, part: range, dims: Dims, size: int) -> Nested:
+    if len(part) == size:
         return entry
-    if rows and (refusal := repeated_rows([entry], [size], dims)):
+    if part and (refusal := repeated_rows([entry], [size], dims)):
         raise ValueError(refusal)
-    dims_of_leaves = leaf_dims(entry, dims, 0, "output")
-
-    def narrow(leaf: object) -> object:
-        dim = next(dims_of_leaves)
-        if dim is None:
-            return leaf
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.narrow(dim, start, rows)
-        return leaf[start : start + rows] if containers.is_row_list(leaf) else leaf
-
-    return containers.map_leaves(narrow, entry)
+    return map_rows(lambda leaf, dim: leaf if dim is None else take_rows(leaf, part, dim), entry, dims)
 
 
 def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int | None = None, *, ranks: bool = True) -> Any:
@@ -236,33 +223,42 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
         >>> gather(outputs)
         {'loss': tensor([1., 2.]), 'names': ['a', 'b', 'c']}
     """
-    if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs):
-        raise TypeError(f"gather was given {containers.describe(outputs)}, expected a list: gather([output]) for one replica")
-    if any(isinstance(output, containers.Leaf) for output in outputs):
-        raise TypeError(
-            f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: gather "
-            "each, as in [outputs.gather() for outputs in calls], and join the results with torch.cat"
-        )
+    replicas = _as_per_replica(outputs)
     check_type("ranks", ranks, bool, "True or False")
-    is_local = not ranks or world_size() == 1
-    if not outputs and is_local:
-        raise ValueError("gather was given no outputs, expected at least one")
     check_dim(dim)
-    dims = getattr(outputs, "dim", 0) if dim is None else dim
-    order: list[int] | None = getattr(outputs, "order", None)
-    sizes = getattr(outputs, "sizes", None)
-    refusal = repeated_rows(outputs, sizes, dims) if order is None and (len(outputs) > 1 or not is_local) else None
-    if refusal and is_local:
+    dims, order = replicas.dim if dim is None else dim, replicas.order
+    is_local = not ranks or world_size() == 1
+    refusal = None
+    if order is None and (len(outputs) > 1 or not is_local):
+        refusal = repeated_rows(outputs, replicas.sizes, dims)
+    if is_local and not outputs:
+        refusal = "gather was given no outputs, expected at least one"
+    if is_local and refusal:
         raise ValueError(refusal)
-    local = [join(outputs, device, dims, pads=order is not None)] if outputs else []
-    if order is not None:
-        local = [reorder(output, order, dims, len(outputs)) for output in local]
+    local = [_join_in_order(replicas, device, dims)] if outputs else []
     if is_local:
         return local[0]
     if torch.is_grad_enabled():
         refusal = refusal or explain_unwatched(containers.tensors_in(local))
     on = visible_devices()[0] if device is None else resolve_device(device)
     return _gather_ranks(local, dims, on, refusal, pads=order is not None)
+
+
+def _as_per_replica(outputs: object) -> PerReplica:
+    if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs):
+        raise TypeError(f"gather was given {containers.describe(outputs)}, expected a list: gather([output]) for one replica")
+    if any(isinstance(output, containers.Leaf) for output in outputs):
+        raise TypeError(
+            f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: "
+            "gather each, as in [outputs.gather() for outputs in calls], and join the results with torch.cat"
+        )
+    return outputs if isinstance(outputs, PerReplica) else PerReplica(outputs, [None] * len(outputs))
+
+
+def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> object:
+    if outputs.order is None:
+        return join(outputs, device, dims)
+    return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))
 
 
 def repeated_rows(outputs: Sequence[object], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
@@ -290,20 +286,34 @@ def repeated_rows(outputs: Sequence[object], sizes: Sequence[int | None] | None,
 
 
 def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pads: bool = False) -> Any:
-    """Gathers the outputs of this process only, as :func:`gather` does. With ``pads``, shorter tensors are padded with zeros."""
+    """Gathers the outputs of this process, as :func:`gather` does. ``pads`` fills up shorter tensors with zeros."""
     first = containers.first_tensor(list(outputs))
-    target = resolve_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+    target = torch.device("cpu") if first is None else first.device
+    if device is not None:
+        target = resolve_device(device)
     dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
 
     def join_leaves(place: str, values: list[Any]) -> object:
         dim = next(dims_of_leaves)
-        shapes = [value.shape for value in values if pads and isinstance(value, Tensor)]
-        if dim is not None and len(shapes) == len(values) and len(set(map(len, shapes))) == 1:
-            longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-            values = [pad_to(value, longest, dim) for value in values]
-        return _join(place, values, target, dim)
+        return _join(place, padded(values, dim) if pads else values, target, dim)
 
     return containers.zip_leaves(join_leaves, list(outputs), "output")
+
+
+def padded(values: Sequence[object], dim: int | None) -> list[Any]:
+    """Pads tensors with zeros to the longest, in all dimensions but that of the rows. Returns other values as they are."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    numbers_of_dims = {tensor.dim() for tensor in tensors}
+    if dim is None or len(tensors) < len(values) or len(numbers_of_dims) > 1 or 0 in numbers_of_dims:
+        return [*values]
+    longest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    return [_pad(tensor, longest, dim) for tensor in tensors]
+
+
+def _pad(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    missing = [size - length for size, length in zip(sizes, tensor.shape, strict=True)]
+    missing[dim] = 0
+    return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
 
 
 def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> object:
@@ -315,11 +325,12 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
         return type(values[0])(entry for value in values for entry in value)
     if all(containers.is_plain(value) for value in values):
         return values
-    if len({type(value) for value in values}) == 1 and isinstance(values[0], Iterable):
+    if len({*map(type, values)}) == 1 and isinstance(values[0], Iterable):
         # Entries are joined one by one, as in torch's gather. Caches rely on it (huggingface/transformers#36373).
-        kind, columns = cast(Any, type(values[0])), zip(*values, strict=True)
-        join_leaves = functools.partial(containers.zip_leaves, lambda at, leaves: _join(at, leaves, device, dim), place=place)
-        return kind([join_leaves(list(column)) for column in columns])
+        kind: Any = type(values[0])
+        join_leaves = functools.partial(_join, device=device, dim=dim)
+        columns = zip(*values, strict=True)
+        return kind([containers.zip_leaves(join_leaves, list(column), place) for column in columns])
     raise TypeError(
         f"{place} is {', '.join(dict.fromkeys(map(containers.describe, values)))}: expected tensors, plain values, lists of "
         "plain values, or containers of them, of the same type in every replica; select these before gathering, as in "
@@ -331,7 +342,7 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     """Concatenates tensors on ``device`` along ``dim``; 0-dim tensors are stacked."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([move(tensor, device) for tensor in tensors])
-    layouts = {_layout(tensor, dim) for tensor in tensors}
+    layouts = {layout_of(tensor, dim) for tensor in tensors}
     if len(layouts) > 1:
         shapes = " and ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
         raise ValueError(
@@ -346,43 +357,28 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
 
 
-def _layout(tensor: Tensor, dim: int) -> tuple[int, ...]:
+def take_rows(leaf: object, part: RowNumbers, dim: int) -> object:
+    """Returns some rows of a tensor, or of a list of plain values. A range of a tensor is a view."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf)(leaf[row] for row in part) if containers.is_row_list(leaf) and leaf else leaf
+    if leaf.layout != torch.strided or leaf.is_nested:
+        layout = "nested" if leaf.is_nested else str(leaf.layout)
+        raise TypeError(
+            f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
+            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it. "
+            "Nested tensors of a list of samples are made on each device by TrainStep(cut=ByCost(..., collate=...))"
+        )
+    if not leaf.dim():
+        return leaf
+    if isinstance(part, range):
+        return leaf.narrow(dim, part.start, len(part))
+    index = torch.tensor(part, dtype=torch.long)
+    return leaf.index_select(dim, move(index if leaf.is_cpu else pin(index), leaf.device))
+
+
+def layout_of(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """Returns the shape with -1 in place of the number of rows."""
     return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
-
-
-@dataclasses.dataclass
-class _Header(containers.Leaf):
-    """Description of a leaf of one rank's outputs, which the ranks exchange before the rows."""
-
-    kind: str | torch.dtype  # A tensor's kind is its dtype.
-    dim: int | None  # The dimension of the rows is None if the leaf is the same in all replicas.
-    layout: tuple[int, ...]  # The shape has -1 in place of the number of rows.
-    rows: Any  # The number of rows of a tensor, or the list itself. Ranks may differ in it.
-
-    @classmethod
-    def of(cls, leaf: object, dim: int | None) -> "_Header":
-        """Describes a leaf."""
-        if isinstance(leaf, Tensor):
-            dim = dim if leaf.dim() > 1 or dim is None else 0
-            rows = 0 if dim is None else leaf.size(dim)
-            return cls(leaf.dtype, dim, _layout(leaf, leaf.dim() if dim is None else dim), rows)
-        if leaf is None or containers.is_row_list(leaf):
-            return cls(type(leaf).__name__, dim, (), leaf)
-        raise TypeError(
-            f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
-        )
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.layout}"
-
-    def make_empty(self, device: torch.device) -> object:
-        """Returns a leaf of this layout without rows."""
-        if not isinstance(self.kind, torch.dtype):
-            return None if self.rows is None else type(self.rows)()
-        if self.dim is None:
-            raise ValueError(f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out")
-        return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
 
 
 def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
@@ -390,75 +386,85 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
 
     ``local`` has the joined outputs of this rank, if it has any. All ranks raise the ``refusal`` of one.
     """
-
-    def make_headers(output: object) -> object:
-        dims_of_leaves = leaf_dims(output, dims, 0)
-        return containers.map_leaves(lambda leaf: _Header.of(leaf, next(dims_of_leaves)), output)
-
-    all_headers, refusals, all_pads = zip(*gather_objects(([*map(make_headers, local)], refusal, pads)), strict=True)
+    layouts = containers.map_leaves(_layout_of_leaf, local)
+    of_ranks, refusals, pads_of_ranks = zip(*gather_objects((layouts, refusal, pads)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    first = next((headers[0] for headers in all_headers if headers), None)
+    first = next((layouts for layouts in of_ranks if layouts), None)
     if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    columns: list[list[_Header]] = []  # Each leaf has the headers of all ranks.
-
-    def compare(place: str, column: list[_Header]) -> None:
-        if any(all_pads) and len({len(header.layout) for header in column}) == 1:
-            longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
-            column = [dataclasses.replace(header, layout=longest) for header in column]
-        if len({*map(str, column)}) > 1:
-            layouts = by_value([*map(str, column)])
-            raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
-        columns.append(column)
-
-    without_rows = functools.partial(containers.map_leaves, lambda header: header.make_empty(device), first)
-    headers = [headers[0] if headers else make_headers(without_rows()) for headers in all_headers]
-    containers.zip_leaves(compare, headers, "output")
-    in_order = iter(columns)
-
-    def join_ranks(leaf: object) -> object:
-        column = next(in_order)
-        if isinstance(leaf, Tensor) and (dim := column[0].dim) is not None:
-            return gather_rows(pad_to(leaf, column[0].layout, dim), [header.rows for header in column], dim)
-        kind: Any = type(leaf)
-        return kind(entry for header in column for entry in header.rows) if containers.is_row_list(leaf) else leaf
-
-    return containers.map_leaves(join_ranks, local[0] if local else without_rows())
+    join_leaves = functools.partial(_join_ranks, dims=leaf_dims(first[0], dims, 0), pads=any(pads_of_ranks))
+    without_rows = map_rows(functools.partial(_without_rows, device=device), first[0], dims)
+    layout_without_rows = containers.map_leaves(_layout_of_leaf, without_rows)
+    local_leaf = local[0] if local else without_rows
+    leaves = [layouts[0] if layouts else layout_without_rows for layouts in of_ranks]
+    return containers.zip_leaves(join_leaves, [local_leaf, *leaves], "output")
 
 
-def pad_to(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    """Returns a tensor padded with zeros to ``sizes``, in all dimensions but that of the rows."""
-    rows = dim % max(tensor.dim(), 1)
-    missing = [0 if at == rows else size - length for at, (size, length) in enumerate(zip(sizes, tensor.shape, strict=True))]
-    return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
+def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pads: bool) -> object:
+    """Joins a leaf of all ranks, from that of this rank and the layouts of all."""
+    dim = next(dims)
+    if dim is not None and isinstance(column[0], Tensor) and column[0].dim() < 2:
+        dim = 0  # numbers of the replicas are stacked
+    local_leaf, *leaves = padded(column, dim) if pads else column
+    described = [_describe_layout(leaf, dim) for leaf in leaves]
+    if len({*described}) > 1:
+        layouts = by_value(described)
+        raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
+    if isinstance(local_leaf, Tensor) and dim is not None:
+        return gather_rows(local_leaf, [leaf.size(dim) for leaf in leaves], dim)
+    if not containers.is_row_list(local_leaf):
+        return local_leaf
+    kind: Any = type(local_leaf)
+    return kind(entry for leaf in leaves for entry in leaf)
+
+
+def _layout_of_leaf(leaf: object) -> object:
+    """Returns what ranks exchange of a leaf before its rows: a tensor without memory, or a list of plain values."""
+    if isinstance(leaf, Tensor):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    if leaf is None or containers.is_row_list(leaf):
+        return leaf
+    raise TypeError(
+        f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
+    )
+
+
+def _without_rows(leaf: object, dim: int | None, device: torch.device) -> object:
+    """Returns a leaf of this layout without rows."""
+    if not isinstance(leaf, Tensor):
+        return None if leaf is None else type(leaf)()
+    if dim is None:
+        layout = _describe_layout(leaf, dim)
+        raise ValueError(f"{layout} is the same in all replicas, but a rank without outputs does not have it: leave it out")
+    return torch.empty_like(leaf, device=device).narrow(dim if leaf.dim() > 1 else 0, 0, 0)
+
+
+def _describe_layout(leaf: object, dim: int | None) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return f"{leaf.dtype} {layout_of(leaf, leaf.dim() if dim is None else dim)}"
 
 
 def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -> Nested:
     """Returns gathered outputs in the order of the batch. Values with one entry for each of the ``replicas`` stay."""
     positions = sorted(range(len(order)), key=order.__getitem__)
-    dims_of_leaves = leaf_dims(gathered, dims, 0, "output")
 
-    def put(leaf: object) -> object:
-        dim = next(dims_of_leaves)
+    def put(leaf: Any, dim: int | None) -> object:
         if leaf is None or dim is None:
             return leaf
-        if containers.is_row_list(leaf):
-            kind: Any = type(leaf)
-            return kind(leaf[position] for position in positions) if len(leaf) == len(order) else leaf
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{containers.describe(leaf)} cannot be put in order: select tensors, as in outputs.logits.gather()")
-        if leaf.dim() == 1 and len(leaf) == replicas != len(order):
+        is_flat = not isinstance(leaf, Tensor) or leaf.dim() == 1
+        rows = leaf.size(dim) if isinstance(leaf, Tensor) else len(leaf)
+        if is_flat and rows == replicas != len(order):
             return leaf
-        if leaf.size(dim) != len(order):
+        if rows != len(order):
             raise ValueError(
-                f"an output has {leaf.size(dim)} rows for {len(order)} rows of the batch, expected as many: they are not in the "
-                "order of the batch, since rows were cut by cost"
+                f"an output has {rows} rows for {len(order)} rows of the batch, expected as many: they are not in the order "
+                "of the batch, since rows were cut by cost"
             )
-        index = torch.tensor(positions, dtype=torch.long)
-        return leaf.index_select(dim, move(index if leaf.is_cpu else index.pin_memory(), leaf.device))
+        return take_rows(leaf, positions, dim)
 
-    return containers.map_leaves(put, gathered)
+    return map_rows(put, gathered, dims)
 
 
 def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:

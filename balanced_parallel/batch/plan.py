@@ -150,7 +150,24 @@ def cut_by_cost(
         raise ValueError(f"{len(ordered)} rows in {shards} shards of at most {limit}, expected {shards * limit} rows at most")
     if shards <= 1:
         return [order] if order else []
-    low = max(cost_of_shard(ordered[:1], combine), sum(ordered) / shards if combine in (None, sum) else 0.0)
+    best = _fill_evenly(ordered, shards, combine, limit, budget)
+    full = len(best) // together * together
+    if 0 < full < len(best) < shards:  # Shards that run last need not fill the capacity, and can be more even.
+        rest = sorted(place for run in best[full:] for place in run)
+        last = cut_by_cost([ordered[place] for place in rest], shards - full, combine, most_rows=most_rows)
+        best[full:] = [[rest[place] for place in run] for run in last]
+    else:
+        best = _use_all(best, shards, ordered, combine)
+    return [[order[place] for place in run] for run in best]
+
+
+def _fill_evenly(
+    ordered: Sequence[float], shards: int, combine: Combine | None, limit: int, budget: float | None
+) -> list[RowNumbers]:
+    """Splits sorted rows into at most so many runs, whose largest cost is as small as possible."""
+    low = cost_of_shard(ordered[:1], combine)
+    if combine in (None, sum):
+        low = max(low, sum(ordered) / shards)
     high = cost_of_shard(ordered, combine) if budget is None else budget
     best, capacity = list(_fill(ordered, high, combine, limit)), low
     while high - low > _PRECISION * high:
@@ -160,14 +177,7 @@ def cut_by_cost(
         else:
             low = capacity
         capacity = (low + high) / 2
-    full = len(best) // together * together if len(best) < shards else len(best)
-    if 0 < full < len(best):  # Shards that run last need not fill the capacity, and can be more even.
-        rest = sorted(place for run in best[full:] for place in run)
-        last = cut_by_cost([ordered[place] for place in rest], shards - full, combine, most_rows=most_rows)
-        best[full:] = [[rest[place] for place in run] for run in last]
-    else:
-        best = _use_all(best, shards, ordered, combine)
-    return [[order[place] for place in run] for run in best]
+    return best
 
 
 def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None = None) -> list[list[int]]:
@@ -235,15 +245,14 @@ def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[li
 def _use_all(runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], combine: Combine | None) -> list[RowNumbers]:
     """Splits the runs of the highest cost until there is one for each shard."""
 
-    def cost(run: Sequence[int]) -> float:
+    def cost(run: RowNumbers) -> float:
         return cost_of_shard([ordered[place] for place in run], combine)
 
     split = [*runs]
     while len(split) < shards:
-        run = max(split, key=lambda run: (len(run) > 1, cost(run), len(run), -run[0]))
-        parts = range(1, len(run) - 1)
-        above = 1 + bisect.bisect_left(parts, 1, key=lambda rows: (cost(run[:rows]), 2 * rows) >= (cost(run[rows:]), len(run)))
-        rows = min(max(above - 1, 1), above, key=lambda rows: (max(cost(run[:rows]), cost(run[rows:])), abs(2 * rows - len(run))))
+        run = max((run for run in split if len(run) > 1), key=cost)
+        above = 1 + bisect.bisect_left(range(1, len(run) - 1), True, key=lambda at: cost(run[:at]) >= cost(run[at:]))
+        rows = min(max(above - 1, 1), above, key=lambda at: max(cost(run[:at]), cost(run[at:])))
         split.remove(run)
         split += [run[:rows], run[rows:]]
     return sorted(split, key=lambda run: run[0])

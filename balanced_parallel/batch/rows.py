@@ -14,11 +14,10 @@ each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per dev
 
 import contextlib
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,8 @@ from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
 from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
-from .outputs import PerReplica
-from .plan import Plan, RowNumbers, check_split, consecutive, equal_rows, scaled, split_sizes
+from .outputs import PerReplica, take_rows
+from .plan import Plan, RowNumbers, check_split, equal_rows, scaled
 
 
 class Arguments(NamedTuple):
@@ -98,11 +97,11 @@ def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
     """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of marks, which stay."""
 
     def apply(leaf: object) -> object:
-        if isinstance(leaf, Whole):
-            return Whole(map_marked(function, leaf.value))
-        if isinstance(leaf, Rows):
-            return Rows(map_marked(function, leaf.entries))
-        return Along(map_marked(function, leaf.leaf), leaf.dim) if type(leaf) is Along else function(leaf)
+        if isinstance(leaf, Along):
+            return Along(map_marked(function, leaf.leaf), leaf.dim)
+        if isinstance(leaf, (Whole, Rows)):
+            return type(leaf)(map_marked(function, without_mark(leaf)))
+        return function(leaf)
 
     return containers.map_leaves(apply, node)
 
@@ -116,25 +115,35 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., object], *, f
     """
     if dims is None:
         return arguments
-    count = first + len(arguments.inputs)
-    of_place: dict[int | str, Dims] = {}
-    if isinstance(dims, int):
-        of_place = dict.fromkeys([*range(first, count), *arguments.kwargs], dims)
-    elif isinstance(dims, Mapping):
-        names = _names(function)
-        of_place = {_place_of(key, names, unnamed, count, arguments.kwargs): entry for key, entry in dims.items()}
+    names, count = _names(function), first + len(arguments.inputs)
+
+    def key_at(position: int) -> int | str:
+        place = position + unnamed
+        return names[place] if 0 <= place < len(names) else position
+
+    by_key: Mapping[int | str, Dims] = {}
+    if isinstance(dims, Mapping):
+        by_key = {key_at(key) if isinstance(key, int) else key: entry for key, entry in dims.items()}
+        if names and (unknown := by_key.keys() - {*names, *arguments.kwargs}):
+            raise ValueError(
+                f"dimensions are given for {unknown.pop()!r}, expected one of the arguments {', '.join(names)}, or "
+                "the position of one"
+            )
+    elif isinstance(dims, int):
+        by_key = dict.fromkeys([*map(key_at, range(first, count)), *arguments.kwargs], dims)
     elif len(dims) <= count:
-        of_place = dict(enumerate(dims))
+        by_key = {key_at(position): entry for position, entry in enumerate(dims)}
     else:
         raise ValueError(
-            f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give the others "
-            "by name, as in {'mask': None}"
+            f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give "
+            "the others by name, as in {'mask': None}"
         )
 
-    def mark_value(value: object, place: int | str, name: str) -> object:
-        return mark_leaves(value, of_place[place], name) if place in of_place else value
+    def mark_value(value: object, key: int | str, label: str) -> object:
+        return mark_leaves(value, by_key[key], label) if key in by_key else value
 
-    inputs = [mark_value(value, first + place, f"inputs[{place}]") for place, value in enumerate(arguments.inputs)]
+    positions = enumerate(arguments.inputs)
+    inputs = [mark_value(value, key_at(first + at), f"inputs[{at}]") for at, value in positions]
     kwargs = {name: mark_value(value, name, f"kwargs[{name!r}]") for name, value in arguments.kwargs.items()}
     return Arguments(tuple(inputs), kwargs)
 
@@ -149,28 +158,15 @@ def mark_inputs(arguments: Arguments, dims: Dims, module: torch.nn.Module, metho
                 "as in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
             )
         names = _names(function)
-        dims = {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
+        dims = {key: of_argument for key, of_argument in dims.items() if not names or key in names}
     return mark(arguments, dims, function)
 
 
-def _place_of(key: object, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, object]) -> int | str:
-    """Returns the position of an argument in the call, or its name if it is passed by name."""
-    if names is None or key in kwargs:
-        return key if isinstance(key, int) else str(key)
-    if isinstance(key, str) and key in names:
-        return names.index(key) - unnamed
-    if not isinstance(key, int) or not 0 <= key + unnamed < len(names):
-        raise ValueError(
-            f"dimensions are given for {key!r}, expected one of the arguments {', '.join(names)}, or the position of one"
-        )
-    return names[key + unnamed] if key >= count else key
-
-
-def _names(function: Callable[..., object]) -> list[str] | None:
-    """Returns the names of a function's arguments, or None if it accepts any arguments or has no signature."""
-    parameters = parameters_of(function)
-    if parameters is None or any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters):
-        return None
+def _names(function: Callable[..., object]) -> list[str]:
+    """Returns the names of a function's arguments, or none if it accepts any or has no signature."""
+    parameters = parameters_of(function) or []
+    if any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters):
+        return []
     return [parameter.name for parameter in parameters]
 
 
@@ -200,65 +196,68 @@ def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
     return containers.map_leaves(mark_leaf, value)
 
 
-ListAround = tuple[str, list[object]]  # a list around a leaf, with its key path
-
-
 def count_rows(node: object, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
     """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the inputs of ``node``."""
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
-    if type(only) is Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
+    if type(only) is Tensor and 0 <= dim < only.dim():  # This is a shortcut for the most frequent input.
         return only.size(dim)
-    if isinstance(node, Arguments):
-        leaves = [*_leaves(node.inputs, name), *_leaves(node.kwargs, "kwargs")]
-    else:
-        leaves = [*_leaves(node, name)]
-    return _common_rows(leaves, dim, expected, name)
+    parts = [(name, node.inputs), ("kwargs", node.kwargs)] if isinstance(node, Arguments) else [(name, node)]
+    counts: dict[str, tuple[object, int]] = {}
+    lists: dict[str, list[object]] = {}
+    for label, part in parts:
+        for place, leaf in containers.leaves(part, label):
+            place = place.removeprefix(".")
+            if (rows := _leaf_rows(leaf, dim, place)) is not None:
+                counts[place] = leaf, rows
+        lists |= {place.removeprefix("."): entries for place, entries in _lists_of_one_type(part, label)}
+    return _common_rows(counts, lists, expected, f"the {name} have different numbers of rows along dimension {dim}")
 
 
 def _common_rows(
-    leaves: Sequence[tuple[str, object, ListAround | None]], dim: int, expected: int | None, name: str
+    counts: Mapping[str, tuple[object, int]], lists: Mapping[str, list[object]], expected: int | None, difference: str
 ) -> int | None:
-    first: tuple[str, object, int] | None = None
-    ambiguous: dict[str, list[object]] = {}
-    for place, leaf, holder in leaves:
-        rows = _leaf_rows(leaf, dim, place)
-        if rows is None:
-            continue
-        if holder is not None and type(leaf) is not Along:
-            ambiguous[holder[0]] = holder[1]
-        if first is not None and first[2] != rows:
-            raise ValueError(
-                f"the {name} have different numbers of rows along dimension {dim}: {first[0]} is {_described(first[1])} "
-                f"({first[2]} rows), {place} is {_described(leaf)} ({rows} rows); give all the same number of rows, wrap an "
-                "input that every replica needs whole in Whole(...), a list with one entry per row in Rows(...), or give in_dims="
-            )
-        if first is None or first[0].startswith(tuple(ambiguous)):
-            first = place, leaf, rows
+    """Returns the number of rows of all leaves, from their places and those of the lists around them."""
+    unmarked = [place for place, (leaf, _) in counts.items() if type(leaf) is not Along]
+    ambiguous = {key: lists[key] for key in lists if any(place.startswith(key) for place in unmarked)}
+    clear = [place for place in counts if not place.startswith(tuple(ambiguous))]
+    first = next(iter([*clear, *counts]), None)
     if first is None:
         return None
-    for place, entries in ambiguous.items():
-        if (first[0].startswith(place) and first[2] != expected) or len(entries) == first[2]:
+    leaf, rows = counts[first]
+    for place, (other, count) in counts.items():
+        if count != rows:
             raise ValueError(
-                f"{place} is a list of {len(entries)} entries of one type (the first is {containers.describe(entries[0])}): each "
-                "entry may be a row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or "
-                "give in_dims= if each entry has all rows, or wrap it in Whole(...)"
+                f"{difference}: {first} is {_described(leaf)} ({rows} rows), {place} is {_described(other)} ({count} "
+                "rows); give all the same number of rows, wrap an input that every replica needs whole in Whole(...), a "
+                "list with one entry per row in Rows(...), or give in_dims="
             )
-    return first[2]
+    for place, entries in ambiguous.items():
+        if (first.startswith(place) and rows != expected) or len(entries) == rows:
+            entry = containers.describe(entries[0])
+            raise ValueError(
+                f"{place} is a list of {len(entries)} entries of one type (the first is {entry}): each entry may be a "
+                "row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or give "
+                "in_dims= if each entry has all rows, or wrap it in Whole(...)"
+            )
+    return rows
 
 
-def _leaves(node: object, name: str, holder: ListAround | None = None) -> Iterator[tuple[str, object, ListAround | None]]:
-    """Yields each leaf with its key path, and with the outermost list around it whose entries could be rows."""
+def _lists_of_one_type(node: object, name: str) -> Iterator[tuple[str, list[object]]]:
+    """Yields the outermost lists whose entries could be rows, with their key paths."""
     container = containers.open_container(node)
     if container is None:
-        yield name.removeprefix("."), node, holder
         return
-    if holder is None and isinstance(node, list):  # entries of one type, and tensors of one number of dimensions and dtype
-        kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry) for entry in node}
-        if len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}:
-            holder = name.removeprefix("."), node
+    if isinstance(node, list) and _are_alike(node):
+        yield name, node
+        return
     for place, child in zip(container.places, container.children, strict=True):
-        yield from _leaves(child, name + place, holder)
+        yield from _lists_of_one_type(child, name + place)
+
+
+def _are_alike(entries: list[object]) -> bool:
+    kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry) for entry in entries}
+    return len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}
 
 
 def _described(leaf: object) -> str:
@@ -270,15 +269,12 @@ def _described(leaf: object) -> str:
 
 def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
     if isinstance(leaf, Along):
-        value, dim = leaf.leaf, leaf.dim
-        if not isinstance(value, Tensor):
-            return len(value)
-        leaf = value
+        return _leaf_rows(leaf.leaf, leaf.dim, place)
     if isinstance(leaf, Tensor):
         if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments with "
-                "rows in another dimension, or wrap it in Whole(...)"
+                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments "
+                "with rows in another dimension, or wrap it in Whole(...)"
             )
         return leaf.size(dim) if leaf.dim() else None
     if isinstance(leaf, Rows):
@@ -287,30 +283,35 @@ def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
         return None if None in leaf.sizes else sum(size or 0 for size in leaf.sizes)
     if containers.is_row_list(leaf):
         return len(leaf) or None
+    _refuse_objects(leaf, place)
+    return None
+
+
+def _refuse_objects(leaf: object, place: str) -> None:
+    """Raises ``TypeError`` for an object with tensors that have rows."""
     if isinstance(leaf, PackedSequence):
         raise TypeError(f"{place} is a PackedSequence, which cannot be split by rows: pass the padded tensor and the lengths")
     if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
-        raise TypeError(
-            f"{place} is an array of shape {tuple(getattr(leaf, 'shape', ()))}, expected a tensor: use torch.as_tensor"
-        )
+        shape = tuple(getattr(leaf, "shape", ()))
+        raise TypeError(f"{place} is an array of shape {shape}, expected a tensor: use torch.as_tensor")
     if _holds_tensors(leaf, 3):
         raise TypeError(
-            f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, or a "
-            "dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to pass it whole to "
-            "every replica"
+            f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, "
+            "or a dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to pass it "
+            "whole to every replica"
         )
-    return None
 
 
 def _holds_tensors(value: object, depth: int) -> bool:
     if isinstance(value, Tensor):
         return True
-    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
+    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or inspect.isroutine(value):
         return False
-    if not isinstance(value, (Mapping, list, tuple)):
-        state: Any = object.__getstate__(value)  # None, a dictionary of attributes, or also one of __slots__
-        value = {} if state is None else state if isinstance(state, dict) else {**(state[0] or {}), **state[1]}
-    return any(_holds_tensors(child, depth - 1) for child in (value.values() if isinstance(value, Mapping) else value))
+    # The state of an object is its attributes, or also those in slots.
+    is_container = isinstance(value, (Mapping, list, tuple))
+    children: Any = value if is_container else object.__getstate__(value) or ()
+    children = children.values() if isinstance(children, Mapping) else children
+    return any(_holds_tensors(child, depth - 1) for child in children)
 
 
 def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]:
@@ -321,39 +322,23 @@ def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]
 def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
     """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay."""
     if isinstance(node, Arguments) and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is Tensor:
-        tensor = node.inputs[0]  # shortcut for the most frequent arguments
-        return cast(Nested, Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {}))
+        # This is a shortcut for the most frequent arguments.
+        return cast(Nested, Arguments((take_rows(node.inputs[0], part, dim),), {}))
 
     def take_leaf(leaf: object) -> object:
-        if isinstance(leaf, Tensor):
-            return _rows_of_tensor(leaf, part, dim) if leaf.dim() else leaf
-        if type(leaf) is Along:
-            return Along(take(leaf.leaf, part, leaf.dim), leaf.dim)
-        if containers.is_row_list(leaf):
-            kind: Any = type(leaf)
-            return kind(leaf[row] for row in part if leaf)
+        if isinstance(leaf, Along):
+            return Along(take_rows(leaf.leaf, part, leaf.dim), leaf.dim)
         if isinstance(leaf, Rows):
             return Rows([leaf.entries[row] for row in part])
-        if not isinstance(leaf, PerReplica) or None in leaf.sizes:
+        if not isinstance(leaf, PerReplica):
+            return take_rows(leaf, part, dim)
+        if None in leaf.sizes:
             return leaf
         if not isinstance(part, range):
             raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
         return leaf.narrow(part.start, len(part))
 
     return containers.map_leaves(take_leaf, node)
-
-
-def _rows_of_tensor(tensor: Tensor, part: RowNumbers, dim: int) -> Tensor:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout)
-        raise TypeError(
-            f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
-            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it. Nested "
-            "tensors of a list of samples are made on each device by TrainStep(cut=ByCost(..., collate=...))"
-        )
-    if isinstance(part, range):
-        return tensor.narrow(dim, part.start, len(part))
-    return tensor.index_select(dim, torch.tensor(part, dtype=torch.long, device=tensor.device))
 
 
 def move_leaves(node: object, device: torch.device | None) -> Any:
@@ -383,12 +368,11 @@ def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
 def copy_views(arguments: Arguments, device: torch.device) -> Arguments:
     """Returns arguments with copies of those tensors that are views, if they would not be moved to ``device`` anyway."""
 
-    def copied(leaf: object) -> object:
-        if isinstance(leaf, Tensor) and leaf.device == device and base_of(leaf) is not leaf:
-            return leaf.clone()
-        return leaf
+    def copied(tensor: Tensor) -> Tensor:
+        is_view = tensor.device == device and base_of(tensor) is not tensor
+        return tensor.clone() if is_view else tensor
 
-    return containers.map_leaves(copied, arguments)
+    return containers.map_tensors(copied, arguments)
 
 
 class Shard(NamedTuple):
@@ -409,34 +393,15 @@ class MicroBatch(NamedTuple):
     shards: Sequence[Shard]
 
 
-class ParallelModel(Protocol):
-    """The model of a :class:`TrainStep`: over the devices of a process, or over ranks."""
+class ParallelModel(nn.Module):
+    """The model of a :class:`TrainStep`. Subclasses run it on the devices of a process, or on that of a rank."""
 
     module: nn.Module
-    devices: list[torch.device]  # of this process
+    devices: list[torch.device]
     split: Sequence[float] | None  # the weight of each device; None for equal parts
     dim: int
-    out_dims: Dims
-    runs: Mapping[tuple[str | None, bool], bool]
-
-    def __call__(self, shards: MicroBatch, /) -> PerReplica:
-        """Runs the module on the shards of a micro-batch."""
-
-    def mark(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments marked with the dimensions of their rows."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Returns all modules, as of an ``nn.Module``."""
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Returns all modules with their names."""
-
-
-class ModelOfRows(nn.Module):
-    """A wrapper that runs its module on rows. Subclasses run it on the devices of a process, or on that of a rank."""
-
-    module: nn.Module
     in_dims: Dims
+    out_dims: Dims
     # Methods that have run over ranks, and the mode of the module, with True for those that communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
 
@@ -615,13 +580,10 @@ def scatter(
     """
     devices = resolve_devices(device_ids)
     check_dim(dim)
-    weights, rows = check_split(split, len(devices)), count_rows(inputs, dim)
-    if not rows:
-        return [move_leaves(inputs, devices[0])]
-    parts = consecutive(split_sizes(rows, weights or len(devices)))
-    used = [device for device, part in zip(devices, parts, strict=True) if part]
-    pieces = cut(inputs, [part for part in parts if part], dim)
-    return [move_leaves(piece, device) for piece, device in zip(pieces, used, strict=True)]
+    weights, arguments = check_split(split, len(devices)), spread(inputs)
+    shards = Batch(Arguments(arguments, {}), dims=(dim, 0)).split(devices, weights)
+    moved = [move_leaves(shard.inputs.inputs, shard.device) for shard in shards]
+    return moved if arguments is inputs else [piece for (piece,) in moved]
 
 
 def as_arguments(inputs: object) -> Arguments:

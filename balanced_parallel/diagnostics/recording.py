@@ -4,26 +4,29 @@ import collections
 import copy
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.containers import Dims
-from ..batch.outputs import PerReplica
+from ..batch.containers import tensors_in
+from ..batch.outputs import PerReplica, layout_of
 from ..batch.plan import consecutive
-from ..batch.rows import as_arguments, cut, move_leaves, spread
+from ..batch.rows import Arguments, cut, move_arguments, move_leaves, spread
 from ..loss.copies import Criterion, ShardLoss, call_spread, loss_of
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import call_weight
 from ..loss.rules import is_known
 from ..loss.sums import flat_weights
+from ..replicas.model import DataParallelModel
 from ..replicas.workers import current_replica
 from ..runtime import row_random
 
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Copied = TypeVar("Copied")
+ModuleCalls = list[tuple[str, list[Tensor]]]  # name and type of each module, as forwards end, with its tensors
 
 
 class Program:
@@ -38,15 +41,22 @@ class Program:
             label = f"{name or 'the model'} ({type(layer).__name__})"
             layer.register_forward_hook(functools.partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
-        self.begin()
+        self.dtype = next((parameter.dtype for parameter in self.module.parameters()), torch.float32)
+        self.optimizer = _NoUpdate([*self.learning().values()] or [torch.zeros(())])
+        self.begin(0)
 
-    def begin(self) -> None:
-        """Deletes the calls and gradients of the previous step."""
-        self.calls: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}  # name and type of each module, with its first tensor
+    def begin(self, seed: int) -> None:
+        """Deletes the calls and gradients of the previous step, and seeds the next."""
+        self._calls: dict[tuple[int, int], ModuleCalls] = {}
         self._running: set[int] = set()  # replicas in a forward, not in a recomputation by a checkpoint
         self._forwards: collections.Counter[int] = collections.Counter()  # per replica
-        for tensor in self.learning().values():
-            tensor.grad = None
+        self.optimizer.zero_grad()
+        torch.manual_seed(seed)
+
+    @property
+    def calls(self) -> list[ModuleCalls]:
+        """The calls of each shard, in the order of the rows."""
+        return [self._calls[place] for place in sorted(self._calls)]
 
     @property
     def rounds(self) -> int:
@@ -65,22 +75,23 @@ class Program:
         self.output = output
 
     def _record(self, label: str, layer: nn.Module, inputs: object, output: object) -> None:
-        tensor, replica = containers.first_tensor(output), _replica_index()
-        if tensor is not None and replica in self._running:
-            calls = self.calls.setdefault((self._forwards[replica], replica), [])
-            calls.append((label, tensor.detach().clone()))
+        replica = _replica_index()
+        if replica in self._running:
+            tensors = [tensor.detach().clone() for tensor in tensors_in(output)]
+            self._calls.setdefault((self._forwards[replica], replica), []).append((label, tensors))
 
-    def forward(self, inputs: object, device: torch.device, seed: int) -> object:
-        """Runs the model on all rows, on one device."""
-        self.begin()
-        torch.manual_seed(seed)
-        arguments = move_leaves(as_arguments(inputs), device)
-        return self.module.to(device)(*arguments.inputs, **arguments.kwargs)
+    def forward(self, arguments: Arguments, device: torch.device, seed: int = 0) -> ModuleCalls:
+        """Runs the model on one device, and returns its calls."""
+        self.begin(seed)
+        inputs, kwargs = move_arguments(arguments, device)
+        self.module.to(device)(*inputs, **kwargs)
+        return self.calls[0]
 
-    def backward(self, targets: object, device: torch.device) -> Tensor:
-        """Computes the loss of the last output, and its gradients."""
+    def run(self, arguments: Arguments, targets: tuple[object, ...], device: torch.device) -> Tensor:
+        """Runs a step of the plain program on one device. Returns the loss."""
+        self.forward(arguments, device)
         criterion = self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
-        loss = scalar_of(call_spread(criterion, self.output, move_leaves(spread(targets), device), {}))
+        loss = scalar_of(call_spread(criterion, self.output, move_leaves(targets, device), {}))
         loss.backward()
         return loss.detach()
 
@@ -91,11 +102,37 @@ class Program:
 
     def learning(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers that require gradients, those of the criterion with the prefix ``criterion.``."""
-        tensors: dict[str, Tensor] = {}
-        for prefix, part in (("", self.module), ("criterion.", self.criterion)):
-            if isinstance(part, nn.Module):
-                tensors |= {f"{prefix}{name}": tensor for name, tensor in (*part.named_parameters(), *part.named_buffers())}
-        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        parts = {"": self.module, "criterion.": self.criterion}
+        return {
+            f"{prefix}{name}": tensor
+            for prefix, part in parts.items()
+            if isinstance(part, nn.Module)
+            for name, tensor in (*part.named_parameters(), *part.named_buffers())
+            if tensor.requires_grad
+        }
+
+
+class _NoUpdate(torch.optim.Optimizer):
+    """An optimizer without updates. SGD with a learning rate of 0 would write nan for nan."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        pass
+
+
+class Comparison(NamedTuple):
+    """The plain and the split program after their steps on a batch, and what they were made of."""
+
+    module: nn.Module
+    plain: Program
+    split: Program
+    model: DataParallelModel  # The split program runs it.
+    losses: DataParallelCriterion  # No step has called it.
+    inputs: Arguments
+    targets: tuple[object, ...]
+    limit: float
 
 
 def _replica_index() -> int:
@@ -124,7 +161,7 @@ class Difference(NamedTuple):
     """A difference between the outputs of two programs."""
 
     label: str  # name and type of the first module whose output differs
-    effect: str
+    error: float
     previous: str  # the last module before it whose output is equal
 
     @property
@@ -133,38 +170,42 @@ class Difference(NamedTuple):
         return f"{self.label}, or between it and {self.previous}"
 
     def __str__(self) -> str:
-        return f"{self.label}{self.effect}; equal up to {self.previous}"
+        return f"{self.label}: relative error {self.error:.1e}; equal up to {self.previous}"
 
 
-def first_difference(plain: Program, split: Program, dim: int, tolerance: float) -> Difference | None:
-    """Returns the first module, in the order in which forwards end, whose joined outputs differ from the plain output."""
-    parts = [split.calls[key] for key in sorted(split.calls)]
+def first_difference(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int, tolerance: float) -> Difference | None:
+    """Returns the first module, in the order in which forwards end, whose joined outputs differ."""
     previous = "the inputs"
-    for index, (label, expected) in enumerate(plain.calls.get((1, 0), [])):
-        shards = [shard for part in parts for name, shard in part[index : index + 1] if name == label]
-        if len(shards) < len(parts):
-            return Difference(label, ", which the replicas did not run in the same order", previous)
-        error = _joined_error(shards, expected, dim)
+    for label, error in errors_of_calls(expected, parts, dim):
         if error is not None and error > tolerance:
-            return Difference(label, f": relative error {error:.1e}", previous)
+            return Difference(label, error, previous)
         previous = previous if error is None else label
     return None
 
 
+def errors_of_calls(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int) -> Iterator[tuple[str, float | None]]:
+    """Yields the relative error of the joined outputs of each module, or None if they cannot be joined.
+
+    It is infinite for a module that the replicas did not run in the same order.
+    """
+    for index, (label, tensors) in enumerate(expected):
+        shards = [shard for part in parts for name, shard in part[index : index + 1] if name == label]
+        if len(shards) < len(parts):
+            yield label, math.inf
+            return
+        columns = zip(tensors, *shards, strict=False)
+        errors = [_joined_error(pieces, tensor, dim) for tensor, *pieces in columns]
+        yield label, max((error for error in errors if error is not None), default=None)
+
+
 def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float | None:
     """Joins shards along the first dimension that gives the expected shape, ``dim`` before others; None if there is none."""
-    shape = expected.shape
-    if not shape:
-        return None  # a loss inside of the model
-    for along in dict.fromkeys([dim % len(shape), *range(len(shape))]):
-        rests = {(*shard.shape[:along], *shard.shape[along + 1 :]) for shard in shards if shard.dim() == len(shape)}
-        if rests == {(*shape[:along], *shape[along + 1 :])} and sum(shard.size(along) for shard in shards) == shape[along]:
+    dims = range(expected.dim())
+    for along in dict.fromkeys([dim % len(dims), *dims] if dims else []):  # The loss of a model has no rows.
+        layouts = {layout_of(tensor, along) for tensor in (expected, *shards)}
+        if len(layouts) == 1 and sum(shard.size(along) for shard in shards) == expected.size(along):
             return relative_error(torch.cat([shard.to(expected.device) for shard in shards], along), expected)
     return None
-
-
-_HALF = (torch.bfloat16, torch.float16)
-_ROUNDING = 1e-4
 
 
 def scalar_of(result: object) -> Tensor:
@@ -188,21 +229,19 @@ def copy_of(criterion: Copied) -> Copied:
         return criterion
 
 
-def loss_in_parts(output: object, wrapped: DataParallelCriterion, targets: object, dims: Dims) -> Iterator[str]:
+def loss_in_parts(comparison: Comparison) -> Iterator[str]:
     """Yields a reason if the loss computed from uneven parts of the rows differs from that of all rows, or raises an error."""
+    wrapped, targets = comparison.losses, comparison.targets
     if is_known(wrapped.module) and wrapped.weight is None:
         return  # a rule gives the divisor
-    wrapped = copy_of(wrapped)
-    if any(tensor.dtype in _HALF for tensor in (*wrapped.parameters(), *wrapped.buffers())):
-        wrapped.float()
-    output, targets = containers.map_leaves(_in_float32, (output, spread(targets)))
-    whole, *cuts = _cuts(output, dims)
+    whole, *cuts = _cuts(comparison)
     expected = scalar_of(wrapped.cut(whole, targets, {}).run(ShardLoss.call)[0])
     try:
         losses = [scalar_of(copy_of(wrapped)(parts, *targets)).to(expected) for parts in cuts]
     except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
         losses = []
-    if not losses or not all(torch.allclose(loss, expected, rtol=_ROUNDING, equal_nan=True) for loss in losses):
+    is_equal = functools.partial(torch.allclose, expected, rtol=comparison.limit, equal_nan=True)
+    if not losses or not all(map(is_equal, losses)):
         yield (
             "the loss: computed in parts it differs from the loss of the whole batch: its rows depend on each other, or weight= "
             "or reduction= is not that of the loss: give DataParallelCriterion neither for a loss of torch, reduction='sum' for "
@@ -211,20 +250,20 @@ def loss_in_parts(output: object, wrapped: DataParallelCriterion, targets: objec
         )
 
 
-def weight_in_parts(output: object, wrapped: DataParallelCriterion, targets: object, dims: Dims) -> Iterator[str]:
+def weight_in_parts(comparison: Comparison) -> Iterator[str]:
     """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that for all rows.
 
     Equal parts hide a wrong divisor: the mean of their means is right.
     """
-    weigh = functools.partial(call_weight, wrapped.weight)
-    all_rows, first_row, *_ = _cuts(output, dims)
+    weigh = functools.partial(call_weight, comparison.losses.weight)
+    all_rows, first_row, *_ = _cuts(comparison)
     whole, first, others = (
         sum(flat_weights(count))
         for parts in (all_rows, first_row)
-        for count in wrapped.cut(parts, spread(targets), {}).run(weigh)
+        for count in comparison.losses.cut(parts, comparison.targets, {}).run(weigh)
     )
-    if abs(first + others - whole) > _ROUNDING * whole:
-        entries = len(spread(output))
+    if abs(first + others - whole) > comparison.limit * whole:
+        entries = len(spread(comparison.plain.output))
         reason = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
         yield (
             f"weight= does not add up: it returned {whole:g} for {all_rows.sizes[0]} rows, {first:g} for the first of them and "
@@ -232,17 +271,11 @@ def weight_in_parts(output: object, wrapped: DataParallelCriterion, targets: obj
         )
 
 
-def _cuts(output: object, dims: Dims) -> list[PerReplica]:
-    """Returns an output in one part, and in two uneven parts of its rows in several ways."""
-    tensor, dim = containers.first_tensor(output), dims if isinstance(dims, int) else 0
-    if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
-        raise ValueError("the output does not have several rows")
-    rows = tensor.size(dim)
+def _cuts(comparison: Comparison) -> list[PerReplica]:
+    """Returns the output in one part, and in two uneven parts of its rows in several ways."""
+    output, dims = comparison.plain.output, comparison.model.out_dims
+    dim = dims if isinstance(dims, int) else 0
+    rows = tensors_in(output)[0].size(dim)
     third = max(rows // 3, 1)
     ways = [[rows], [1, rows - 1], [third, rows - third], [rows - third, third]]
     return [PerReplica(cut(output, consecutive(sizes), dim), sizes, dim) for sizes in ways]
-
-
-def _in_float32(leaf: object) -> object:
-    """Returns a tensor in half precision as float32, in which the losses of parts show more than rounding."""
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf

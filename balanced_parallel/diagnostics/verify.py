@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,19 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import Dims
-from ..batch.rows import count_rows
+from ..batch.rows import as_arguments, spread
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside
 from ..loss.means import UnknownMeanError
-from ..loss.rules import refuse_coupled
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
 from ..runtime.values import check_number
 from ..training.step import TrainStep
-from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors, without_errors
-from .recording import Program, copy_of, first_difference, relative_error, weight_in_parts
+from .reasons import errors_of_state, find_reasons, without_errors
+from .recording import (
+    TOLERANCES,
+    Comparison,
+    Program,
+    copy_of,
+    first_difference,
+    relative_error,
+    weight_in_parts,
+)
 
 _MAX_GRADIENTS = 10  # gradients in the table
 
@@ -45,7 +52,7 @@ class VerificationReport:
         step: number of the step that the errors belong to: the first of two that differs, else the second.
         state_errors: relative error of each buffer, and of each parameter that a forward has written, that differs after the
             steps, except those of batch norms.
-        warnings: attributes that differ after the steps although the results are equal, and tensors that are not compared.
+        warnings: what equal results do not show: a batch that was not split, a ``weight=`` that does not add up.
     """
 
     devices: tuple[str, ...]
@@ -67,19 +74,19 @@ class VerificationReport:
         return not self.state_errors and max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
 
     def __str__(self) -> str:
-        rows = [("loss", self.loss_error), *sorted(self.gradient_errors.items(), key=lambda item: -item[1])]
-        shown, more = rows[: _MAX_GRADIENTS + 1], len(rows) - _MAX_GRADIENTS - 1
+        gradients = sorted(self.gradient_errors.items(), key=lambda item: -item[1])
         state = [(f"state {name}", error) for name, error in self.state_errors.items()]
-        width = max(len(name) for name, _ in (*shown, *state))
+        table = [("loss", self.loss_error), *gradients[:_MAX_GRADIENTS], *state]
+        width = max(len(name) for name, _ in table)
         lines = [
             f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: replicas on {', '.join(self.devices)}; "
             f"micro-batches: {self.micro_batches}",
             f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
             f"{'':{width}}  relative error",
-            *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
-            *([f"... and {more} more"] if more > 0 else []),
-            *(f"{name:{width}}  {error:.1e}  <-" for name, error in state),
+            *(f"{name:{width}}  {error:.1e}{'  <-' * (error > self.tolerance)}" for name, error in table),
         ]
+        if len(gradients) > _MAX_GRADIENTS:
+            lines.append(f"... and {len(gradients) - _MAX_GRADIENTS} more")
         if self.first_difference is not None:
             lines.append(f"first output that differs: {self.first_difference}")
         lines += [f"known reason: {reason}" for reason in self.reasons]
@@ -89,8 +96,8 @@ class VerificationReport:
         return "\n".join(lines)
 
 
-_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-_FLOAT32_ROUNDING = 1e-5
+_WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
+WeightSetting = Callable[..., Any] | str | None
 
 
 def verify(
@@ -101,7 +108,7 @@ def verify(
     *,
     device_ids: Sequence[DeviceLike] | None = None,
     micro_batch_size: int | None = None,
-    weight: Callable[..., Any] | str | None = None,
+    weight: WeightSetting = None,
     dim: int | None = None,
     in_dims: Dims = None,
     tolerance: float | None = None,
@@ -142,59 +149,45 @@ def verify(
         check_number("tolerance", tolerance, "a number that is not negative, or None", at_least=0)
     module = model.module if isinstance(model, DataParallelModel) else model
     inner: Criterion = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
-    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    limit = _TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
     with keep_random_state(), without_tf32(), warnings.catch_warnings():
         plain, split = Program(module, inner), Program(module, inner)
+        limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
         wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)
-        if dim is None and not isinstance(criterion, DataParallelCriterion):
-            dim = wrapped.dim
-        losses = _wrap_criterion(split.criterion, criterion, weight, dim)
+        wrap = functools.partial(_wrap_criterion, like=criterion, dim=dim, model_dim=wrapped.dim)
         make_step = functools.partial(TrainStep, reproducible=reproducible)
-        step = make_step(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
+        batch = as_arguments(inputs), spread(targets)
+        run_plain = functools.partial(plain.run, *batch, wrapped.devices[0])
         if reproducible:
             alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
-            of_all = _wrap_criterion(plain.criterion, criterion, weight, dim)
-            plain_step = make_step(alone, of_all, _NoUpdate(plain.learning().values()))
-        number, equal, refusal = 0, True, ""
-        while equal and number < 2:
+            plain_step = make_step(alone, wrap(plain.criterion, weight=weight), plain.optimizer)
+            run_plain = functools.partial(_run_step, plain, plain_step, inputs, targets)
+        settings = {"optimizer": split.optimizer, "micro_batch_size": micro_batch_size}
+        make_split = functools.partial(make_step, wrapped, **settings)
+        step = make_split(wrap(split.criterion, weight=weight))
+        errors, refusal, number = {"": 0.0}, "", 0
+        while number < 2 and max(errors.values()) <= limit:
             number += 1
-            if reproducible:
-                loss = _run_step(plain, plain_step, inputs, targets)
-            else:
-                plain.forward(inputs, wrapped.devices[0], seed=0)
-                loss = plain.backward(targets, wrapped.devices[0])
+            loss = run_plain()
             try:
                 split_loss = _run_step(split, step, inputs, targets)
-            except UnknownMeanError as error:  # the report has it, and the reasons if the rows do not count the same
-                refusal = str(error)
-                losses = _wrap_criterion(split.criterion, criterion, "rows", dim)
-                step = make_step(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
+            except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.
+                if not isinstance(step.criterion.kind, MeansInside):
+                    raise
+                refusal, weight = str(error), "rows"
+                step = make_split(wrap(split.criterion, weight=weight))
                 split_loss = _run_step(split, step, inputs, targets)
-            expected, gradients = plain.gradients(), split.gradients()
-            largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-            floor = largest * (1e-3 if dtype == torch.float64 else 0.1)
-            errors = {name: relative_error(gradients[name], expected[name], floor) for name in expected}
-            errors[""] = relative_error(split_loss, loss)
-            equal = max(errors.values()) <= limit
-        count = len(wrapped.devices)
-        state, numbers = compare_state(plain, split, count, limit)
-        hidden = [refusal] if refusal else []
-        if len(split.calls) == 1:
-            hidden.append("nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size=")
-        hidden += [*numbers, *without_errors(weight_in_parts(plain.output, losses, targets, wrapped.out_dims))]
-        reasons = () if equal or state else _rounding(dtype, max(errors.values()))
-        if (equal and state) or reasons:
-            reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
-        elif not equal:
-            fresh = _wrap_criterion(copy_of(inner), criterion, weight, dim)
-            wrap = functools.partial(_wrap_model, like=model, device_ids=[wrapped.devices[0]] * 2, dim=dim, in_dims=in_dims)
-            reasons = find_reasons(
-                plain, module, (inputs, targets), wrapped, fresh, wrap, split.rounds, limit, reproducible=reproducible
-            )
-    difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
-    if not reasons and difference is None and errors[""] <= limit < max(errors.values()):
-        reasons = ("loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/exactness.md)",)
+            errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
+        losses = wrap(copy_of(inner), weight=weight)
+        comparison = Comparison(module, plain, split, wrapped, losses, *batch, limit)
+        state = errors_of_state(plain, split, limit)
+        reasons = find_reasons(comparison, errors, state, reproducible=reproducible)
+        difference, hidden = None, list[str]()
+        if max(errors.values()) > limit:
+            difference = first_difference(plain.calls[0], split.calls, wrapped.dim, limit)
+        else:
+            hidden = [refusal, *without_errors(weight_in_parts(comparison))]
+            if len(split.calls) == 1:
+                hidden.append(_WHOLE)
     return VerificationReport(
         devices=tuple(map(str, wrapped.devices)),
         micro_batches=split.rounds,
@@ -204,37 +197,23 @@ def verify(
         loss_error=errors.pop(""),
         gradient_errors=errors,
         first_difference=None if difference is None else str(difference),
-        reasons=reasons,
+        reasons=tuple(reasons),
         step=number,
         state_errors=state,
-        warnings=(*unregistered_tensors(module), *(hidden if equal else ())),
+        warnings=tuple(filter(None, hidden)),
     )
 
 
-def _rounding(dtype: torch.dtype, error: float) -> tuple[str, ...]:
-    """Returns a reason if the largest error is of the size of rounding errors."""
-    if dtype == torch.float64 and error < _FLOAT32_ROUNDING:
-        return ("rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",)
-    rounding = _FLOAT32_ROUNDING if dtype == torch.float32 else _TOLERANCES.get(dtype, 0.0)
-    if error > rounding or dtype == torch.float64:
-        return ()
-    name = str(dtype).removeprefix("torch.")
-    return (f"rounding: the errors are within the rounding of {name}: compare in float64 (model.double()), or give tolerance=",)
+def _errors_of_gradients(plain: Program, split: Program) -> dict[str, float]:
+    expected, gradients = plain.gradients(), split.gradients()
+    sizes = (float(gradient.abs().max()) for gradient in expected.values() if gradient.numel())
+    largest = max(sizes, default=0.0)
+    floor = largest * (1e-3 if plain.dtype == torch.float64 else 0.1)
+    return {name: relative_error(gradients[name], expected[name], floor) for name in expected}
 
 
-class _NoUpdate(torch.optim.Optimizer):
-    """An optimizer without updates. SGD with a learning rate of 0 would write nan for gradients that are nan."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
-
-
-def _run_step(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:
-    program.begin()
-    torch.manual_seed(1)
+def _run_step(program: Program, step: TrainStep, inputs: object, targets: object) -> Tensor:
+    program.begin(1)
     return step(inputs, targets)
 
 
@@ -242,32 +221,31 @@ def _wrap_model(
     module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
-    settings: dict[str, Any] = {} if in_dims is None else {"in_dims": in_dims}
+    settings: dict[str, Any] = {"dim": 0}
     devices: Sequence[DeviceLike] = device_ids or resolve_devices(None)
     if isinstance(like, DataParallelModel):
-        settings = {"split": None if device_ids else like.split, "in_dims": like.in_dims, "out_dims": like.out_dims, **settings}
-        devices, dim = device_ids or like.devices, like.dim if dim is None else dim
+        settings = {"dim": like.dim, "in_dims": like.in_dims, "out_dims": like.out_dims}
+        if not device_ids:
+            devices, settings["split"] = like.devices, like.split
     if device_ids is None and len(devices) == 1:
         devices, settings["split"] = [*devices] * 3, None  # one replica is the plain program
-    return DataParallelModel(module, devices, dim=dim or 0, **settings)
+    return DataParallelModel(module, devices, **_replaced(settings, dim=dim, in_dims=in_dims))
 
 
 def _wrap_criterion(
-    module: Criterion, like: Criterion, weight: Callable[..., Any] | str | None, dim: int | None
+    module: Criterion,
+    like: Criterion,
+    dim: int | None,
+    model_dim: int,
+    weight: WeightSetting,
 ) -> DataParallelCriterion:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and precision."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"dim": model_dim}
     if isinstance(like, DataParallelCriterion):
         settings = {**like.arguments, "device_ids": None, "output_device": None, "precision": None}
-    if dim is not None:
-        settings["dim"] = dim
-    if weight is not None:
-        settings["weight"] = weight
-    wrapped = DataParallelCriterion(module, **settings)
-    try:
-        if isinstance(wrapped.kind, MeansInside):
-            refuse_coupled(module)
-    except TypeError:  # a loss whose rows depend on each other: the report shows its error
-        settings["weight"] = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1
-        return DataParallelCriterion(module, **settings)
-    return wrapped
+    return DataParallelCriterion(module, **_replaced(settings, dim=dim, weight=weight))
+
+
+def _replaced(settings: dict[str, Any], **others: object) -> dict[str, Any]:
+    """Returns settings with others in their place, but None."""
+    return settings | {name: value for name, value in others.items() if value is not None}

@@ -13,7 +13,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,14 @@ from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 
 Inputs = dict[str, object]  # the arguments of a model, with the rows of a batch
 Function = Callable[[nn.Module, Inputs], Sequence[Any]]  # returns a loss first, or None
+
+
+class Parts(NamedTuple):
+    """A loss as a sum over parts: means of torch's losses, and a rest, which is a sum."""
+
+    factors: tuple[float, ...]  # The first is that of the rest, 0 or 1. There are none if the loss is not such a sum.
+    has_items: bool = True  # The rest is divided by num_items_in_batch.
+    guess: float = 0.0  # about the count of a batch, if the loss is one mean
 
 
 class Task(nn.ModuleList):
@@ -83,10 +91,7 @@ class BalancedTrainer(Trainer):
             raise ValueError(f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun")
         self.model_accepts_loss_kwargs &= bool(args.use_liger_kernel)  # other models compute means, which are counted
         self._loss_shifts_labels |= type(unwrap_peft_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        # The factor of the rest of the loss, a sum, is 0 or 1. The factors of its means follow. None is unknown.
-        self._factors: tuple[float, ...] | None = None
-        self._has_items = True  # the rest is divided by num_items_in_batch
-        self._guess = 0.0  # about the count of a batch, if the loss is one mean
+        self._parts: Parts | None = None  # They are found in the first batch.
         # The rows that run now have num_items_in_batch, and the divisor of each mean.
         self._divisors = [1.0]
         self._terms = torch.zeros(2)  # Terms of the window, or of all batches of an evaluation.
@@ -100,13 +105,10 @@ class BalancedTrainer(Trainer):
     def _prepare_input(self, data: object) -> object:
         return super()._prepare_input(data) if len(self.devices) == 1 else data  # replicas move their rows
 
-    def _get_num_items_in_batch(self, batch_samples: object, device: object = None) -> Tensor:
-        return torch.tensor(self._divisors[0])
-
     def _count_items(self, inputs: Inputs) -> Tensor | float:
         """Returns the number of labels, if the loss may be divided by it, or 1."""
         labels = inputs.get("labels")
-        if not self._has_items or not isinstance(labels, Tensor):
+        if not isinstance(labels, Tensor) or (self._parts is not None and not self._parts.has_items):
             return 1.0
         shifted = inputs.get("shift_labels")
         if not isinstance(shifted, Tensor):
@@ -132,44 +134,61 @@ class BalancedTrainer(Trainer):
         totals = [add_up(numbers, self.args.device) for numbers in zip(*terms, strict=True)]
         return results, totals[0], torch.stack([total.detach().float() for total in totals]).view(-1, 2)
 
-    def _find_parts(self, inputs: Inputs) -> tuple[float, ...]:
-        """Returns the factors of the loss. The first call runs the model on each of a few rows, and on all of them."""
-        if self._factors is not None:
-            return self._factors
+    def _find_parts(self, inputs: Inputs) -> Parts:
+        """Returns the parts of the loss. The first call runs the model on each of a few rows, and on all of them."""
+        if self._parts is None:
+            self._parts = max(gather_objects(self._parts_of_rows(inputs)))  # A rank may have no labels.
+        return self._parts
+
+    def _parts_of_rows(self, inputs: Inputs) -> Parts:
+        samples = self._few_rows(inputs)
+        # The first settings leave a rest that is not divided, the second any rest, the third all parts.
+        settings = (math.inf, math.inf), (1.0, math.inf), (1.0, 1.0)
+        with torch.no_grad():
+            losses = [self._loss_of_rows(sample, *setting)[0] for setting in settings for sample in samples]
+        table = torch.stack(losses).view(3, -1)
+        if not self._adds_up(table[:, :-1].sum(1), table[:, -1]):
+            return Parts(())
+        rest, rest_over_items, total = table[:, -1].tolist()
+        with torch.enable_grad():
+            loss, terms = self._loss_of_rows(samples[0], 1.0, 1.0)
+            means = terms[::2]
+            factors = torch.autograd.grad(loss, means, allow_unused=True, materialize_grads=True) if means else ()
+        has_items = rest_over_items != rest or not (terms or total)  # A total of zero means that there are no labels.
+        has_rest = has_items or rest != 0
+        guess = 0.0
+        if len(factors) == 1 and not has_rest:
+            guess = max(float(terms[1]), 1.0) * self.args.train_batch_size
+        return Parts((float(has_rest), *map(float, factors)), has_items, guess)
+
+    def _few_rows(self, inputs: Inputs) -> list[Inputs]:
+        """Returns single rows of a batch, and last all of these rows at once."""
         inputs = move_leaves(dict(inputs), next(self.model.parameters()).device)
         sizes = {len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
-        places = [[0], [0], [max(sizes) - 1], [0, 0, max(sizes) - 1]]
-        samples = [take(inputs, place) for place in places] if len(sizes) == 1 else [inputs, inputs]  # packed rows are one
+        if len(sizes) > 1:
+            return [inputs, inputs]  # Packed rows are one, beside tensors of other lengths.
+        last = sizes.pop() - 1
+        return [take(inputs, rows) for rows in ([0], [0], [last], [0, 0, last])]
 
-        def run(sample: Inputs, items: float, divisor: float) -> tuple[Tensor, list[Tensor]]:
-            with self.accelerator.autocast(), MeansAsSums(itertools.repeat(divisor)) as means:
-                return self.compute_loss(self.model, dict(sample), num_items_in_batch=torch.tensor(items)), means.terms
+    def _loss_of_rows(self, rows: Inputs, items: float, divisor: float) -> tuple[Tensor, list[Tensor]]:
+        """Returns the loss over a number of items, with all means over one divisor, and the sum and count of each mean."""
+        with self.accelerator.autocast(), MeansAsSums(itertools.repeat(divisor)) as means:
+            loss = self.compute_loss(self.model, dict(rows), num_items_in_batch=torch.tensor(items))
+        return loss, means.terms
 
-        settings = (math.inf, math.inf), (1.0, math.inf), (1.0, 1.0)  # leave a rest that is not divided, any rest, and all parts
-        with torch.no_grad():
-            losses = torch.stack([run(sample, *setting)[0] for setting in settings for sample in samples]).view(3, -1)
-        apart, whole = losses[:, :-1].sum(1), losses[:, -1]
-        if not ((apart - whole).abs() <= 0.02 * whole.abs()).all():
-            if len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
-                part = (apart - whole).abs().argmax()
-                raise ValueError(
-                    f"a part of the loss of a few rows is {whole[part]:.4g}, and {apart[part]:.4g} added up row by row: it is no "
-                    "sum or mean over them, as that of a router (output_router_logits=True), or its rows depend on each other. "
-                    "Expected means of torch's losses, or sums over num_items_in_batch. For others, use TrainStep, and "
-                    "DataParallelCriterion(..., whole=True)"
-                )
-            self._factors = ()
-            return ()
-        with torch.enable_grad():
-            loss, terms = run(samples[0], 1.0, 1.0)
-            factors = torch.autograd.grad(loss, terms[::2], allow_unused=True, materialize_grads=True) if terms else ()
-        rest, rest_over_items, total = whole.tolist()
-        has_items = rest_over_items != rest or not (terms or total)  # a total of zero: there are no labels
-        has_rest = has_items or rest != 0
-        guess = max(float(terms[1]), 1.0) * self.args.train_batch_size if len(factors) == 1 and not has_rest else 0.0
-        parts = (float(has_rest), *map(float, factors)), has_items, guess
-        self._factors, self._has_items, self._guess = max(gather_objects(parts))  # a rank may have no labels
-        return self._factors
+    def _adds_up(self, apart: Tensor, whole: Tensor) -> bool:
+        """Returns whether parts of the loss of single rows are those of all rows. A window in parts needs that."""
+        errors = (apart - whole).abs()
+        is_additive = bool((errors <= 0.02 * whole.abs()).all())
+        if not is_additive and len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
+            part = errors.argmax()
+            raise ValueError(
+                f"a part of the loss of a few rows is {whole[part]:.4g}, and {apart[part]:.4g} added up row by row: it is no "
+                "sum or mean over them, as that of a router (output_router_logits=True), or its rows depend on each other. "
+                "Expected means of torch's losses, or sums over num_items_in_batch. For others, use TrainStep, and "
+                "DataParallelCriterion(..., whole=True)"
+            )
+        return is_additive
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
@@ -181,17 +200,20 @@ class BalancedTrainer(Trainer):
             batches[-1], weight = self._split(batches[-1])[0]
             # Each micro-batch to come has a weight. It is 0 if all its rows are repeated.
             self._weights = [1.0] * (len(batches) - 1) + [weight]
-            factors = self._find_parts(batches[0])
-            if self._guess or len(factors) < 2:
-                terms = [torch.tensor([float(self._count_items(batch)), self._guess][: len(factors) or 1]) for batch in batches]
+            factors, _, guess = self._find_parts(batches[0])
+            if guess or len(factors) < 2:
+                numbers = [[float(self._count_items(batch)), guess] for batch in batches]
+                terms = torch.tensor(numbers)[:, : len(factors) or 1]
             else:
                 self._divisors = [1.0] * len(factors)
                 with torch.no_grad(), keep_random_state():
-                    terms = [self._run(self.model_wrapped, self._prepare_inputs(batch))[2][:, 1].cpu() for batch in batches]
-            counts = sum_over_ranks(torch.tensor(self._weights) @ torch.stack(terms)).tolist()
+                    runs = [self._run(self.model_wrapped, self._prepare_inputs(batch))[2] for batch in batches]
+                terms = torch.stack(runs)[:, :, 1].cpu()
+            counts = sum_over_ranks(torch.tensor(self._weights) @ terms).tolist()
             self._divisors = [count or 1.0 for count in counts]
-            self._terms = torch.tensor([0.0 if all(counts) else math.nan, 0.0], device=self.args.device)  # nan: a mean of nothing
-        return batches, self._get_num_items_in_batch(batches)
+            total = 0.0 if all(counts) else math.nan  # a mean of nothing
+            self._terms = torch.tensor([total, 0.0], device=self.args.device)
+        return batches, torch.tensor(self._divisors[0])
 
     def _split(self, inputs: Inputs) -> list[tuple[Inputs, float]]:
         """Returns the rows of a batch with weight 1, and those that a sampler has repeated with weight 0."""
@@ -213,7 +235,7 @@ class BalancedTrainer(Trainer):
             clear_device_cache()
         self._terms = self._terms + weight * terms
         loss = self._terms[0, 0] * world_size()
-        if self._guess and not self._weights:
+        if self._parts and self._parts.guess and not self._weights:
             # The factor stays on the device, so the host does not wait.
             factor = self._divisors[1] / sum_over_ranks(self._terms[1, 1])
             loss = loss * factor
@@ -228,7 +250,7 @@ class BalancedTrainer(Trainer):
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
         names, step = self.label_names, super().prediction_step
         has_loss = (names or self.can_return_loss) and all(inputs.get(name) is not None for name in names)
-        factors = self._find_parts(inputs) if has_loss else ()
+        factors = self._find_parts(inputs).factors if has_loss else ()
         results, total = list[Sequence[Any]](), torch.zeros(2)
         for rows, weight in self._split(inputs):
             self._divisors = [1.0] * len(factors) or [float(self._count_items(rows))]
@@ -244,9 +266,9 @@ class BalancedTrainer(Trainer):
 
     def _divide(self, terms: Tensor) -> Tensor:
         """Returns the loss of rows from their terms, which are sums that are not divided."""
-        has_rest, *factors = self._factors or (0.0,)
+        (has_rest, *factors), has_items, _ = self._parts or Parts((0.0,))
         parts = terms[1:, 0] * torch.tensor(factors)
-        rest = has_rest * (terms[0, 0] - parts.sum()) / (terms[0, 1] if self._has_items else 1)
+        rest = has_rest * (terms[0, 0] - parts.sum()) / (terms[0, 1] if has_items else 1)
         return rest + (parts / terms[1:, 1]).sum()
 
     def evaluation_loop(self, *arguments: object, **settings: object) -> Any:
@@ -254,6 +276,6 @@ class BalancedTrainer(Trainer):
         self._terms = torch.zeros(2)
         output = super().evaluation_loop(*arguments, **settings)
         name = f"{settings.get('metric_key_prefix', 'eval')}_loss"
-        if name in output.metrics and self._factors:
+        if name in output.metrics and self._parts and self._parts.factors:
             output.metrics[name] = self._divide(sum_over_ranks(self._terms)).item()
         return output

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import batch_norms
+from ..replicas.batchnorm import AllRowsBatchNorm
 from ..runtime.values import format_bytes
 from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
@@ -119,10 +120,10 @@ BASE = 2  # rows per device in the first of two traces
 
 def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
     """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of the batch."""
-    by_replica, over_devices = (batch_norms(module, over_all_rows=over_all) for over_all in (False, True))
-    if devices > 1 and by_replica:
+    norms = batch_norms(module)
+    if devices > 1 and not all(isinstance(layer, AllRowsBatchNorm) for layer in norms.values()):
         return "replica"
-    return "micro-batch" if micro_batches > 1 and (by_replica or over_devices) else None
+    return "micro-batch" if micro_batches > 1 and norms else None
 
 
 class MicroBatches(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, ModelOfRows, Shard, move_arguments
+from ..batch.rows import Arguments, Batch, ParallelModel, Shard, move_arguments
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of
@@ -22,7 +22,7 @@ from .module_tree import check_module
 from .replicas import Replicas, window
 
 
-class DataParallelModel(ModelOfRows, nn.DataParallel[nn.Module]):
+class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
     """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.
 
     Replaces ``torch.nn.DataParallel``. It is a subclass, with the same ``.module`` and ``state_dict()``, but outputs are not

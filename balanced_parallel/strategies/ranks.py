@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, Nested, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, ModelOfRows, Shard, count_rows, take
+from ..batch.rows import Arguments, ParallelModel, Shard, count_rows, take
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import collectives, row_random, torch_private
@@ -38,7 +38,7 @@ class RowSettings(TypedDict, total=False):
     out_dims: Dims
 
 
-class RankModel(ModelOfRows):
+class RankModel(ParallelModel):
     """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
 
     def _set_rows(

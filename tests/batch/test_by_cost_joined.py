@@ -170,12 +170,11 @@ class Normed(Packed):
 def test_no_samples_in_one_process_change_nothing():
     net, samples = Normed().double(), make_samples()
     plain = copy.deepcopy(net)
-    expected = packed_program(samples, plain)
     plain(**join(samples)[0])
     step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=["cpu"])
     step.add(samples)
     step.add([])
-    assert_equal(step.apply(), net, expected)
+    assert_equal(step.apply(), net, packed_program(samples, Normed().double()))
     torch.testing.assert_close(net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10)
     with pytest.warns(UserWarning, match="no target of this batch was counted"):
         _, outputs = step([], return_outputs=True)
@@ -201,30 +200,33 @@ def test_a_rank_without_samples_is_refused_if_others_wait_for_its_batch_norm():
         run_ranks(2, train_with_batch_norm, expected, fresh=True)
 
 
+def flat_tags(samples):
+    inputs, tags = join(samples)
+    return Whole((inputs, tags.flatten()))
+
+
+def marked_inputs(samples):
+    inputs, tags = join(samples)
+    return {name: Whole(value) for name, value in inputs.items()}, tags
+
+
 def loss_of_flat_tags(output, tags):
-    return 2 * F.cross_entropy(output.transpose(1, 2).flatten(0, 1), tags)
+    return F.cross_entropy(output.transpose(1, 2).flatten(0, 1), tags.flatten())
 
 
-def test_tags_of_a_packed_row_may_be_flat():
+@pytest.mark.parametrize("collate", [flat_tags, marked_inputs])
+def test_tags_may_be_flat_and_only_the_inputs_marked(collate):
     net, samples = Packed().double(), make_samples()
-
-    def collate(samples):
-        inputs, tags = join(samples)
-        return Whole((inputs, tags.flatten()))
-
-    loss, expected = packed_program(samples)
-    step = make_step(net, ByCost(tokens_of, collate=collate, combine=sum), DataParallelCriterion(loss_of_flat_tags))
-    assert_equal(step(samples[::-1]) / 2, net, (loss, [2 * gradient for gradient in expected]))
+    criterion = DataParallelCriterion(loss_of_flat_tags, weight=lambda output, tags: (tags != -100).sum())
+    step = make_step(net, ByCost(tokens_of, collate=collate, combine=sum), criterion)
+    assert_equal(step(samples[::-1]), net, packed_program(samples))
 
 
-def test_only_the_inputs_may_be_marked():
+def test_rows_that_were_packed_before_run_one_by_one():
     net, samples = Packed().double(), make_samples()
-
-    def collate(samples):
-        inputs, tags = join(samples)
-        return {name: Whole(value) for name, value in inputs.items()}, tags
-
-    assert_equal(make_step(net, ByCost(tokens_of, collate=collate, combine=sum))(samples), net, packed_program(samples))
+    rows = [whole(samples[start : start + 3]) for start in range(0, len(samples), 3)]
+    cut = ByCost(lambda row: row.value[1].numel(), collate=lambda rows: rows[0])
+    assert_equal(make_step(net, cut, micro_batch_size=1)(rows), net, packed_program(samples))
 
 
 def test_out_of_memory_halves_the_tokens():
@@ -239,29 +241,32 @@ def test_out_of_memory_halves_the_tokens():
         assert step.micro_batch_cost == 54
 
 
-def test_weights_by_rows_are_refused_for_a_packed_row():
-    criterion = DataParallelCriterion(lambda output, tags: output.mean(), weight="rows")
-    with pytest.raises(ValueError, match="weight='rows' with samples joined into fewer rows, expected a function that counts"):
-        make_step(Packed(), ByCost(tokens_of, collate=whole, combine=sum), criterion)(make_samples())
+def unmarked_targets(samples):
+    inputs, tags = join(samples)
+    return Whole(inputs), Whole(tags)
 
 
-def test_a_joined_batch_without_the_mark_is_refused_by_name():
-    for message, collate in {
-        r"collate was given 3 samples and returned inputs with 1 rows, expected one row for each sample, 3.*"
-        r"joins samples.*return Whole\(\.\.\.\)": join,
-        r"collate was given 3 samples and returned targets with no rows": lambda some: (
-            Whole(join(some)[0]),
-            Whole(join(some)[1]),
-        ),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            make_step(Packed(), ByCost(tokens_of, collate=collate, combine=sum))(make_samples([4] * 9))
+def count_one(output, tags):
+    return 1
 
 
-def test_numbers_by_row_are_refused():
-    step = make_step(Packed(dropout=0.5), ByCost(tokens_of, collate=whole, combine=sum), reproducible=True)
-    with pytest.raises(ValueError, match="reproducible=True with samples that collate= joins"):
-        step(make_samples())
+ROWS_REFUSED = r"collate was given 3 samples and returned inputs with 1 rows, expected one row for each sample, 3.*return Whole\("
+
+
+@pytest.mark.parametrize(
+    ("collate", "weight", "settings", "message"),
+    [
+        (whole, "rows", {}, "weight='rows' with samples joined into fewer rows, expected a function that counts"),
+        (whole, count_one, {"reproducible": True}, "reproducible=True with samples that collate= joins"),
+        (join, count_one, {}, ROWS_REFUSED),
+        (unmarked_targets, count_one, {}, "collate was given 3 samples and returned targets with no rows"),
+    ],
+)
+def test_joined_samples_that_are_refused(collate, weight, settings, message):
+    criterion = DataParallelCriterion(lambda output, tags: output.mean(), weight=weight)
+    step = make_step(Packed(dropout=0.5), ByCost(tokens_of, collate=collate, combine=sum), criterion, **settings)
+    with pytest.raises(ValueError, match=message):
+        step(make_samples([4] * 9))
 
 
 def train_on_ranks(rank, strategy):
@@ -290,52 +295,7 @@ def test_ranks_join_their_own_samples(strategy):
             torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)
 
 
-# Objects: block masks, nested tensors, graphs
-
-
-class Flex(nn.Module):
-    """Flex attention over packed rows, with a mask for each. It has no backward on the CPU: only the last layer is trained."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.words, self.tags = nn.Embedding(WORDS, 16), nn.Linear(16, TAGS)
-
-    def forward(self, words, mask):
-        from torch.nn.attention.flex_attention import flex_attention
-
-        states = self.words(words).detach()[:, None]  # 1 row x 1 head x words x 16
-        return self.tags(flex_attention(states, states, states, block_mask=mask)[:, 0]).transpose(1, 2)
-
-
-def join_with_mask(samples):
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    inputs, tags = join(samples)
-    places, size = inputs["places"][0], tags.shape[1]
-    mask = create_block_mask(lambda row, head, query, key: places[query] == places[key], 1, None, size, size, device="cpu")
-    return Whole(({"words": inputs["words"], "mask": mask}, tags))
-
-
-@pytest.mark.slow  # imports the compiler of torch
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning")
-def test_block_masks_stay_with_their_row():
-    net, samples = Flex(), make_samples()
-    plain = copy.deepcopy(net)
-    inputs, tags = join_with_mask(samples).value
-    loss = F.cross_entropy(plain(**inputs), tags)
-    loss.backward()
-    rows = [join_with_mask(samples[start : start + 3]) for start in range(0, len(samples), 3)]  # packed before
-    tokens = [row.value[1].numel() for row in rows]
-    assert len({*tokens}) > 1
-    joined = make_step(net, ByCost(tokens_of, collate=join_with_mask, combine=sum, limit=12))
-    before = make_step(net, ByCost(lambda row: row.value[1].numel(), collate=lambda rows: rows[0]), micro_batch_size=1)
-    for step, batch in ((joined, samples), (before, rows)):
-        torch.testing.assert_close(step(batch), loss.detach())  # in float32: this attention has no float64 on every platform
-        for gradient, other in zip(gradients(net), gradients(plain), strict=True):
-            torch.testing.assert_close(gradient, other)
-    with pytest.raises(TypeError, match=r"kwargs\['mask'\] is an object of type BlockMask that holds tensors.*Whole\(\.\.\.\)"):
-        DataParallelModel(net, ["cpu"] * 2)(**inputs)
+# Objects: nested tensors, graphs
 
 
 class Nested(nn.Module):
@@ -364,13 +324,10 @@ def test_jagged_tensors_are_made_on_each_device(double):
     loss.backward()
     cut = ByCost(lambda sample: len(sample[0]), collate=join_nested, combine=sum, limit=12)
     assert_equal(make_step(net, cut)(samples), net, (loss.detach(), gradients(plain)))
+    criterion = DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows")
     for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 3), rows)):
         with pytest.raises(TypeError, match=r"a nested tensor cannot be split by rows.*collate="):
-            TrainStep(
-                DataParallelModel(net, ["cpu"] * 2),
-                DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows"),
-                torch.optim.SGD(net.parameters()),
-            )(inputs, targets)
+            make_step(net, None, criterion)(inputs, targets)
 
 
 class Movable:
@@ -384,14 +341,9 @@ class Movable:
         return self
 
 
-class OfObject(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(3, TAGS)
-
+class OfObject(nn.Linear):
     def forward(self, batch):
-        return self.layer(batch.x)
+        return super().forward(batch.x)
 
 
 def test_objects_are_moved_to_the_device_of_their_replica():
@@ -401,18 +353,12 @@ def test_objects_are_moved_to_the_device_of_their_replica():
         rows, targets = zip(*samples, strict=True)
         return Whole((Movable(torch.stack(rows)), torch.tensor(targets)))
 
-    batch, net = collate(samples).value[0], OfObject()
+    batch, net = collate(samples).value[0], OfObject(3, TAGS)
     expected = net(batch).detach()
     with simulate(2) as cluster:
-        model = DataParallelModel(net, cluster.devices)
-        (output,) = model(Whole(batch))
+        (output,) = DataParallelModel(net, cluster.devices)(Whole(batch))
         assert output.device == cluster.devices[0]
-        step = TrainStep(
-            model,
-            DataParallelCriterion(nn.CrossEntropyLoss()),
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            cut=ByCost(lambda sample: 1, collate=collate),
-        )
+        step = make_step(net, ByCost(lambda sample: 1, collate=collate), devices=cluster.devices)
         _, outputs = step(samples, return_outputs=True)
         assert [output.device for output in outputs] == cluster.devices
         torch.testing.assert_close(outputs.gather("cpu"), expected)

@@ -1,8 +1,6 @@
-"""``collate=``: the collators of Hugging Face and of torch fit as they are.
+"""Batches cut by the cost of their rows have the loss, the gradients and the outputs of the whole padded batch.
 
-``cost=``: batches cut by the cost of their rows have the loss, the gradients and the outputs of the whole padded batch.
-
-``cost=`` under torchrun: each rank cuts its own samples, and the loss and the gradients are those of all ranks.
+Collators of Hugging Face and of torch fit as they are. Under torchrun each rank cuts its own samples.
 """
 
 import copy
@@ -81,6 +79,14 @@ NAMED = {"cost": lengths_of, "trim": {"words": 1, "targets": 1}}
 LIMITS = [{}, {"micro_batch_size": 2}, {"limit": 30}, {"limit": 31, "combine": sum}]
 
 
+def assert_as_plain(loss, net, samples, kind=Transformer):
+    """Compares with the plain program on the whole padded batch, and returns its outputs."""
+    expected_loss, expected, outputs = plain(build(kind), samples)
+    torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+    return outputs
+
+
 def run(step, samples, **settings):
     """Calls the step with samples, or with the padded batch."""
     return step(samples, **settings) if step.cut.collate is not None else step(*pad(samples), **settings)
@@ -91,14 +97,11 @@ def run(step, samples, **settings):
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_equal_to_the_whole_padded_batch(double, kind, settings, devices):
     samples = make_samples()
-    expected_loss, expected, expected_outputs = plain(build(kind), samples)
     for limit in LIMITS:
         net = build(kind)
         step = make_step(net, ["cpu"] * devices, **settings, **limit)
         loss, outputs = run(step, samples, return_outputs=True)
-        torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients(net), expected)
-        assert_same_rows(outputs.gather(), expected_outputs, samples)
+        assert_same_rows(outputs.gather(), assert_as_plain(loss, net, samples, kind), samples)
         assert max(output.size(2) for output in outputs) == max(LENGTHS)
         assert len({output.size(2) for output in outputs}) == len(outputs) or len(outputs) > 4  # each has a length of its own
 
@@ -113,21 +116,17 @@ def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_rows_than_devices(double, rows):
     samples, net = make_samples([4, 9, 2][:rows]), build()
-    expected_loss, expected, _ = plain(net, samples)
     loss, outputs = make_step(net, ["cpu"] * 4, **SAMPLES)(samples, return_outputs=True)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(net), expected)
+    assert_as_plain(loss, net, samples)
     assert len(outputs) == rows
 
 
 def test_ragged_windows(double):
     samples, net = make_samples(), build()
-    expected_loss, expected, _ = plain(net, samples)
     step = make_step(net, **SAMPLES, micro_batch_size=2)
     for part in (samples[:7], [], samples[7:8], samples[8:]):
         step.add(part)
-    torch.testing.assert_close(step.apply(), expected_loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(net), expected)
+    assert_as_plain(step.apply(), net, samples)
 
 
 def test_a_cut_is_a_setting_and_keeps_no_sample():
@@ -139,12 +138,10 @@ def test_a_cut_is_a_setting_and_keeps_no_sample():
 
 def test_a_mapping_with_labels_is_for_a_model_that_computes_its_loss(double):
     samples, net = make_samples(), build(OwnLoss)
-    expected_loss, expected, _ = plain(build(), samples)
     criterion = DataParallelCriterion(lambda output, labels: output["loss"], weight=lambda output, labels: (labels != -100).sum())
     step = make_step(net, criterion=criterion, cost=length_of, collate=pad_labels)
     loss, outputs = step(samples, return_outputs=True)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(net), expected)
+    assert_as_plain(loss, net, samples)
     assert outputs["logits"].gather().shape == (11, 5, 30)
     assert outputs["loss"].gather().shape == (3,)
 
@@ -163,10 +160,7 @@ class Flat(Transformer):
 
 def test_targets_of_words_may_be_flat(double):
     samples, net = make_samples(), build(Flat)
-    expected_loss, expected, _ = plain(build(), samples)
-    loss = make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(net), expected)
+    assert_as_plain(make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples), net, samples)
 
 
 def test_a_criterion_takes_gathered_outputs_alone(double):
@@ -184,12 +178,8 @@ def test_a_run_goes_on_from_its_state(double):
         return [step(batch).item() for batch in batches]
 
     batches = [make_samples(torch.randint(1, 30, (9,)).tolist()) for _ in range(4)]
-    whole = make_step(build(), lr=0.5, **SAMPLES, limit=64)
+    whole, first, second = (make_step(build(), lr=0.5, **SAMPLES, limit=64) for _ in range(3))
     losses = train(whole, batches)
-    first, second = (
-        make_step(build(), lr=0.5, **SAMPLES, limit=64),
-        make_step(build(), lr=0.5, **SAMPLES, limit=64),
-    )
     assert train(first, batches[:2]) == losses[:2]
     second.load_state_dict(first.state_dict())
     assert train(second, [batch[::-1] for batch in batches[2:]]) == pytest.approx(losses[2:], rel=1e-10)  # in any order
@@ -211,16 +201,12 @@ def test_nothing_waits_for_a_device(settings):
 def test_auto_halves_the_cost(double, caplog):
     samples = make_samples([12] * 8 + [3] * 40)
     with simulate(2) as cluster:
-        whole = make_step(build(), range(2), **SAMPLES)
-        whole(samples)
+        make_step(build(), range(2), **SAMPLES)(samples)
         peak = max(cluster.peak)
-    expected_loss, expected, _ = plain(build(), samples)
     with simulate(2, memory=int(0.8 * peak)):
         net = build()
         step = make_step(net, range(2), **SAMPLES, micro_batch_size="auto")
-        loss = step(samples)
-        torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert_as_plain(step(samples), net, samples)
         assert step.micro_batch_cost == 58.5
         assert step.micro_batch_size is None
         assert "out of memory with 117 of cost per device in one forward: from now on at most 58.5" in caplog.text

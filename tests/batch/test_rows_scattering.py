@@ -1,7 +1,6 @@
 """Scattering: sizes of shards, values without rows, errors for inputs with different numbers of rows."""
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,16 +31,14 @@ def test_weighted_sizes_differ_from_their_share_by_less_than_one_row(rows, weigh
     assert all(abs(size - rows * weight / sum(weights)) < 1 + 1e-6 for size, weight in zip(sizes, weights, strict=True))
 
 
-def test_nine_rows_use_all_four_devices():
+def test_rows_of_devices():
     assert split_sizes(9, 4) == [3, 2, 2, 2]  # torch's chunk: 3, 3, 3 and an idle device (pytorch#15161)
     assert [len(piece) for piece in scatter(torch.zeros(9, 2), CPUS)] == [3, 2, 2, 2]
     assert split_sizes(8, [3, 1]) == [6, 2]
-
-
-def test_fewer_rows_than_devices_give_fewer_shards_and_no_rows_give_one():
     assert [len(piece) for piece in scatter(torch.zeros(2, 3), CPUS)] == [1, 1]
     assert [piece.shape for piece in scatter(torch.zeros(0, 3), CPUS)] == [(0, 3)]
     assert scatter({"a": 1}, CPUS) == [{"a": 1}]
+    assert [piece.shape for piece in scatter(torch.zeros(2, 5), CPUS[:2], dim=1)] == [(2, 3), (2, 2)]
 
 
 class Point(NamedTuple):
@@ -92,11 +89,6 @@ def test_inputs_that_cannot_be_split_raise_an_error():
         scatter((torch.zeros(2, 4), torch.zeros(4)), CPUS, dim=1)
 
 
-def test_scatter_splits_along_another_dimension():
-    pieces = scatter(torch.arange(10).view(2, 5), ["cpu"] * 2, dim=1)
-    assert [piece.shape for piece in pieces] == [(2, 3), (2, 2)]
-
-
 def test_split_by_weights_skips_devices_of_weight_zero():
     assert [len(piece) for piece in scatter(torch.zeros(8, 1), ["cpu"] * 3, split=[3, 0, 1])] == [6, 2]
     for split in ([1], [1, -1, 1], [0, 0, 0], "memory", [1, float("nan"), 1]):
@@ -118,21 +110,16 @@ def test_targets_are_split_in_proportion_to_the_inputs():
         proportional_sizes(8, [4, 3])
 
 
-@dataclass
-class Sample:
-    pixels: torch.Tensor
-    name: list[str]
-
-
 def test_scatter_and_gather_move_all_tensors_of_a_structure():
     with simulate(3) as cluster:
-        batch = {"x": torch.arange(7.0), "pair": (torch.ones(7, 2), None), "sample": Sample(torch.zeros(7), list("abcdefg"))}
+        sample = Batch(torch.zeros(7), list("abcdefg"), torch.ones(7))
+        batch = {"x": torch.arange(7.0), "pair": (torch.ones(7, 2), None), "sample": sample}
         pieces = scatter(batch, cluster.devices)
         for piece, name in zip(pieces, NAMES, strict=True):
-            assert devices_of([piece["x"], piece["pair"][0], piece["sample"].pixels]) == [name] * 3
+            assert devices_of([piece["x"], piece["pair"][0], piece["sample"].images]) == [name] * 3
         back = gather(pieces, "cpu")
         assert back["x"].equal(batch["x"])
-        assert back["sample"].name == list("abcdefg")
+        assert back["sample"].names == list("abcdefg")
         assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # only between the CPU and each device
         assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES
 
@@ -151,7 +138,7 @@ def test_an_empty_list_goes_to_every_replica():
     assert (first["names"], second["names"], len(first["x"])) == ([], [], 3)
 
     class Hints(torch.nn.Linear):
-        def forward(self, x, hints, names=(), extra=None):
+        def forward(self, x, hints, extra=None):
             assert hints == extra["hints"] == []
             return super().forward(x)
 

@@ -1,7 +1,4 @@
-"""Rows of each rank: the same effective batches for any number of ranks, from any batch on.
-
-Rows of equal cost for each rank: the effective batches of ``RankBatchSampler``, cut by cost.
-"""
+"""Rows of each rank: the same effective batches for any number of ranks, from any batch on, also where they are cut by cost."""
 
 import random
 from itertools import chain
@@ -15,30 +12,48 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Weigh
 from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
 
 ROWS, SIZE = range(23), 5
+NUMBERS = random.Random(0)
+LENGTHS = [int(NUMBERS.lognormvariate(3, 1)) + 1 for _ in range(150)]
 
 
 def make_samplers(ranks, seed=0):
     return [RankBatchSampler(ROWS, SIZE, seed, rank=rank, ranks=ranks) for rank in range(ranks)]
 
 
-def effective_batches(samplers):
-    """Returns the batches of one iteration, each joined over the ranks, and advances."""
-    batches = [list(chain(*parts)) for parts in zip(*samplers, strict=True)]
+def make_balanced_samplers(ranks, batch_size=64, costs=LENGTHS, **settings):
+    return [BalancedBatchSampler(costs, batch_size, seed=0, rank=rank, ranks=ranks, **settings) for rank in range(ranks)]
+
+
+def shares(samplers):
+    """Returns the rows of each rank in each batch of one iteration, and advances."""
+    batches = list(zip(*samplers, strict=True))
     for sampler in samplers:
         for _ in batches:
             sampler.advance()
     return batches
 
 
+def effective_batches(samplers):
+    return [list(chain(*parts)) for parts in shares(samplers)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_any_number_of_ranks_has_the_same_batches_without_padding_or_repeated_rows(ranks):
-    one, some = make_samplers(1), make_samplers(ranks)
+    one, several = make_samplers(1), make_samplers(ranks)
+    plain, alone, balanced = (
+        [RankBatchSampler(LENGTHS, 64, seed=0, rank=0, ranks=1)],
+        make_balanced_samplers(1),
+        make_balanced_samplers(ranks),
+    )
     for epoch in range(3):
-        assert {sampler.epoch for sampler in some} == {epoch}
-        batches = effective_batches(some)
+        assert {sampler.epoch for sampler in several + balanced} == {epoch}
+        batches = effective_batches(several)
         assert batches == effective_batches(one)
         assert sorted(chain(*batches)) == list(ROWS)
         assert [len(batch) for batch in batches] == [5, 5, 5, 5, 3]
+        batches = effective_batches(balanced)
+        assert batches == effective_batches(alone)  # A row has the same place, and random numbers by row are the same.
+        assert [sorted(batch) for batch in batches] == [sorted(batch) for batch in effective_batches(plain)]
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
@@ -51,19 +66,21 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("done", [0, 3, 5, 7])
-def test_a_position_continues_with_another_number_of_ranks(done):
-    whole = make_samplers(1)
+@pytest.mark.parametrize("make", [make_samplers, make_balanced_samplers])
+@pytest.mark.parametrize("done", [0, 3, 5])
+def test_a_position_continues_with_another_number_of_ranks_and_sampler(done, make):
+    rows = ROWS if make is make_samplers else LENGTHS
+    size = SIZE if make is make_samplers else 64
+    whole, before, after = make(1), RankBatchSampler(rows, size, seed=0, rank=0, ranks=3), make(2)
     expected = effective_batches(whole) + effective_batches(whole)
-    before, after = make_samplers(3), make_samplers(2)
     for _ in range(done):
-        before[0].advance()
+        before.advance()
     for sampler in after:
-        sampler.load_state_dict(before[0].state_dict())
-    found = []
-    while len(found) < 10 - done:
-        found += effective_batches(after)
-    assert found == expected[done:]
+        sampler.load_state_dict(before.state_dict())
+    batches = []
+    while len(batches) < len(expected) - done:
+        batches += effective_batches(after)
+    assert batches == expected[done:]
 
 
 def test_batches_that_workers_load_ahead_do_not_count():
@@ -93,39 +110,6 @@ def test_invalid_settings_and_positions_of_other_batches_raise_an_error():
         RankBatchSampler(ROWS, 5, seed=0).load_state_dict(state)
 
 
-NUMBERS = random.Random(0)
-LENGTHS = [int(NUMBERS.lognormvariate(3, 1)) + 1 for _ in range(150)]
-
-
-def make_balanced_samplers(ranks, batch_size=64, costs=LENGTHS, **settings):
-    return [BalancedBatchSampler(costs, batch_size, seed=0, rank=rank, ranks=ranks, **settings) for rank in range(ranks)]
-
-
-def shares(samplers):
-    """Returns the rows of each rank in each batch of one iteration, and advances."""
-    batches = list(zip(*samplers, strict=True))
-    for sampler in samplers:
-        for _ in batches:
-            sampler.advance()
-    return batches
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_effective_batches_are_those_of_equal_rows(ranks):
-    plain, balanced = RankBatchSampler(LENGTHS, 64, seed=0, rank=0, ranks=1), make_balanced_samplers(ranks)
-    for epoch in range(2):
-        assert {sampler.epoch for sampler in balanced} == {epoch}
-        batches = [sorted(chain(*parts)) for parts in shares(balanced)]
-        expected = [sorted(parts[0]) for parts in shares([plain])]
-        assert batches == expected
-
-
-def test_a_row_has_the_same_place_for_any_number_of_ranks():
-    """Random numbers that follow the rows are then the same."""
-    alone, *others = ([list(chain(*parts)) for parts in shares(make_balanced_samplers(ranks))] for ranks in (1, 2, 3, 7))
-    assert all(batches == alone for batches in others)
-
-
 def test_ranks_have_equal_cost():
     for parts in shares(make_balanced_samplers(4))[:2]:
         costs = [len(rows) * max(LENGTHS[row] for row in rows) for rows in parts]
@@ -138,17 +122,6 @@ def test_costs_may_be_combined_in_another_way():
     for parts in shares(make_balanced_samplers(3, combine=sum))[:2]:
         sums = [sum(LENGTHS[row] for row in rows) for rows in parts]
         assert max(sums) - min(sums) <= max(LENGTHS)
-
-
-def test_a_position_continues_with_another_number_of_ranks_and_sampler():
-    whole = [sorted(chain(*parts)) for sampler in [make_balanced_samplers(1)] for _ in range(2) for parts in shares(sampler)]
-    before = RankBatchSampler(LENGTHS, 64, seed=0, rank=0, ranks=1)
-    for _ in range(4):
-        before.advance()
-    after = make_balanced_samplers(3)
-    for sampler in after:
-        sampler.load_state_dict(before.state_dict())
-    assert [sorted(chain(*parts)) for parts in shares(after)] == whole[4:]
 
 
 def test_fewer_rows_than_ranks_leave_ranks_without_rows():

@@ -1,7 +1,4 @@
-"""Relative errors, and the first module whose output differs.
-
-The first module whose output differs, and the caller whose forward is the cause.
-"""
+"""Relative errors, and the first module whose output differs."""
 
 import pytest
 import torch
@@ -42,31 +39,20 @@ class WithLossModule(nn.Module):
 
 def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
     batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
-    report = verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], device_ids=CPUS, weight="rows")
-    assert not report.equal
-    (reason,) = report.reasons  # it was "no known reason"
+    program = WithLossModule(), lambda loss, targets: loss, batch, batch["targets"]
+    (reason,) = verify(*program, device_ids=CPUS, weight="rows").reasons  # it was "no known reason"
     assert reason.startswith("the model computes its own loss, whose divisor is unknown or is not weight=: ")
+    assert verify(*program, device_ids=CPUS, weight=lambda loss, targets: (targets != -100).sum()).equal
 
 
-def test_a_loss_inside_of_the_model_with_its_weight():
-    batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
-    settings = {"device_ids": CPUS, "weight": lambda loss, targets: (targets != -100).sum()}
-    assert verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], **settings).equal
-
-
-class LearningBuffer(nn.Module):
-    """A buffer that requires a gradient, and that learns from whole batches only."""
+class ScaledNet(nn.Module):
+    """Has a buffer that requires a gradient."""
 
     def __init__(self):
         super().__init__()
         self.net = build_net()
         self.register_buffer("scale", torch.ones(5, requires_grad=True))
 
-    def forward(self, x):
-        return self.net(x) * (self.scale if len(x) == 7 else self.scale.detach())
-
-
-class ScaledNet(LearningBuffer):
     def forward(self, x):
         return self.net(x) * self.scale
 
@@ -75,9 +61,6 @@ def test_gradients_of_buffers_are_compared():
     report = check(ScaledNet())
     assert report.equal
     assert "scale" in report.gradient_errors
-    report = check(LearningBuffer())
-    assert [name for name, error in report.gradient_errors.items() if error > report.tolerance] == ["scale"]
-    assert not report.equal
 
 
 class Shifted(nn.Module):
@@ -104,44 +87,17 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize("after", [nn.Identity(), nn.ReLU(inplace=True)])
-def test_a_layer_with_equal_inputs_is_the_cause(after):
+def test_a_layer_whose_output_is_overwritten_is_the_cause(after):
     report = check(nn.Sequential(nn.Linear(4, 5), Mean(), after))
     assert report.first_difference.startswith("1 (Mean): relative error")
 
 
-def test_inputs_that_are_overwritten_are_not_compared():
-    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5, inplace=True))
-    assert check(net).first_difference.startswith("1 (Dropout): relative error")
-
-
-class Catching(nn.Module):
-    """Calls a layer that fails, and goes on without it."""
-
-    def __init__(self):
-        super().__init__()
-        self.good, self.bad = nn.Linear(4, 5), nn.Linear(3, 5)
+class Computing(nn.Linear):
+    """Changes the rows before its product."""
 
     def forward(self, x):
-        try:
-            return self.bad(x * x.mean())
-        except RuntimeError:
-            return self.good(x) * len(x)
-
-
-def test_calls_that_fail_are_ignored():
-    assert check(nn.Sequential(Catching())).first_difference.startswith("0 (Catching): relative error")
-
-
-class Computing(nn.Module):
-    """Changes the rows before its first layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.layer(x * torch.ones_like(x).sum() / 28)
+        return super().forward(x * torch.ones_like(x).sum() / 28)
 
 
 def test_a_difference_before_the_first_layer():
-    assert check(Computing()).first_difference.endswith("; equal up to the inputs")
+    assert check(Computing(4, 5)).first_difference.endswith("; equal up to the inputs")

@@ -1,7 +1,4 @@
-"""``verify``: equality with the plain program, errors, and the report.
-
-The text of a report.
-"""
+"""``verify``: equality with the plain program, errors, and the text of a report."""
 
 import dataclasses
 
@@ -24,14 +21,18 @@ from balanced_parallel import (
 )
 from balanced_parallel.diagnostics.verify import VerificationReport
 
+pytestmark = pytest.mark.usefixtures("double")
 
-@pytest.mark.usefixtures("double")
+
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
 def test_an_exact_program_is_reported_as_equal(micro_batch_size):
     net = build_net()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    report = check(net, micro_batch_size=micro_batch_size)
+    inputs, targets, before = torch.randn(7, 4), class_targets(7, 2), torch.get_rng_state()
+    report = verify(net, nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS, micro_batch_size=micro_batch_size)
+    assert torch.equal(torch.get_rng_state(), before)
     assert report.equal
+    assert report.step == 2
     assert report.loss_error <= 1e-10
     assert set(report.gradient_errors) == {name for name, _ in net.named_parameters()}
     assert max(report.gradient_errors.values()) <= 1e-10
@@ -41,14 +42,6 @@ def test_an_exact_program_is_reported_as_equal(micro_batch_size):
     assert "equal within 1e-10: replicas on cpu, cpu, cpu; micro-batches: " in str(report)
     assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
     assert all(parameter.grad is None for parameter in net.parameters())
-
-
-@pytest.mark.usefixtures("double")
-def test_verify_restores_the_random_state():
-    net, x, target = nn.Sequential(nn.Dropout(), nn.Linear(4, 5)), torch.randn(7, 4), class_targets(7)
-    before = torch.get_rng_state()
-    verify(net, nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 class ReadsTF32(nn.Module):
@@ -71,7 +64,6 @@ class ReadsTF32(nn.Module):
         return self  # so that the record is that of the copies
 
 
-@pytest.mark.usefixtures("double")
 def test_float32_is_compared_without_tf32():
     assert torch.backends.cudnn.allow_tf32  # torch's default
     net = ReadsTF32().float()
@@ -81,44 +73,32 @@ def test_float32_is_compared_without_tf32():
     assert torch.backends.cudnn.allow_tf32
 
 
-@pytest.mark.usefixtures("double")
-def test_settings_of_a_wrapped_criterion_are_used():
+def test_settings_of_wrappers_are_used():
     def loss(output, target):
         return F.cross_entropy(output, target)
 
     criterion = DataParallelCriterion(loss, weight=lambda output, target: (target != -100).sum())
-    report = verify(DataParallelModel(build_net(), CPUS), criterion, torch.randn(7, 4), class_targets(7, 4))
+    model = DataParallelModel(build_net(), CPUS, split=[3, 0, 1])
+    report = verify(model, criterion, torch.randn(9, 4), class_targets(9, 4), micro_batch_size=2)
     assert report.equal
     assert len(report.devices) == 3
-
-
-@pytest.mark.usefixtures("double")
-def test_the_split_of_a_wrapped_model_is_used():
-    model = DataParallelModel(build_net(), CPUS, split=[3, 0, 1])
-    report = verify(model, nn.CrossEntropyLoss(), torch.randn(9, 4), class_targets(9), micro_batch_size=2)
-    assert report.equal
     assert report.micro_batches == 3  # the first device has three quarters of the rows
 
 
-class RoundedOutput(nn.Module):
-    """A module whose output depends on the number of rows, with relative differences of the size of float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
+class RoundedOutput(nn.Linear):
+    """A layer whose output depends on the number of rows, with relative differences of the size of float32."""
 
     def forward(self, x):
-        return self.net(x) * (1 + 1e-8 * len(x))
+        return super().forward(x) * (1 + 1e-8 * len(x))
 
 
-@pytest.mark.usefixtures("double")
 def test_rounding_to_float32_is_reported_as_a_reason():
-    assert check(RoundedOutput()).reasons == (
-        "rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",
+    assert check(RoundedOutput(4, 5)).reasons == (
+        "rounding: the errors are within the rounding of float64, or of a part that casts to float32: compare in float64 "
+        "(model.double()), or give tolerance=",
     )
 
 
-@pytest.mark.usefixtures("double")
 def test_gradients_of_a_criterion_are_compared():
     criterion = nn.AdaptiveLogSoftmaxWithLoss(5, 5, [2], div_value=1.0)
     report = verify(build_net(), criterion, torch.randn(7, 4), class_targets(7), device_ids=CPUS)
@@ -126,7 +106,6 @@ def test_gradients_of_a_criterion_are_compared():
     assert any(name.startswith("criterion.") for name in report.gradient_errors)
 
 
-@pytest.mark.usefixtures("double")
 def test_the_default_tolerance_follows_the_dtype():
     torch.set_default_dtype(torch.float32)
     report = check(build_net())
@@ -136,52 +115,15 @@ def test_the_default_tolerance_follows_the_dtype():
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_equal():
+    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(3, 16, 3),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 3),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-    ]
-    net = convert_sync_batchnorm(nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 14 * 14, 10)))
+    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()]
+    net = convert_sync_batchnorm(nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 14 * 14, 10)))
     batch = torch.randn(37, 3, 32, 32), torch.randint(10, (37,))
     report = verify(net, nn.CrossEntropyLoss(), *batch, device_ids=CPUS)
     assert report.equal, report  # the errors of 0.bias and 3.bias were 1e-3
 
 
-@pytest.mark.usefixtures("double")
-def test_an_equal_program_runs_two_steps():
-    report = check(build_net())
-    assert report.equal
-    assert report.step == 2
-
-
-class Listing(nn.Module):
-    """Counts its rows in a list that copies share."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.net, self.note = build_net(), rows.append
-
-    def forward(self, x):
-        self.note(len(x))
-        return self.net(x)
-
-
-@pytest.mark.usefixtures("double")
-def test_reasons_are_looked_for_after_a_difference_only():
-    rows = []
-    assert check(Listing(rows)).equal
-    assert sorted(rows) == [2, 2, 2, 2, 3, 3, 7, 7]  # two plain steps, and two of three replicas
-    rows.clear()
-    assert not check(Listing(rows), contrastive_loss).equal
-    assert len(rows) > 1 + 3
-
-
-@pytest.mark.usefixtures("double")
 def test_programs_with_rows_in_dimension_1_are_equal():
     net, inputs, targets = time_major()
 
@@ -197,25 +139,19 @@ def test_programs_with_rows_in_dimension_1_are_equal():
     assert verify(*wrapped, inputs, targets).equal
 
 
-class OwnLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-
+class OwnLoss(nn.Linear):
     def forward(self, x, labels):
-        return {"loss": F.cross_entropy(self.net(x), labels), "labels": labels}
+        return {"loss": F.cross_entropy(super().forward(x), labels), "labels": labels}
 
 
-@pytest.mark.usefixtures("double")
 def test_a_model_that_computes_its_loss_needs_no_targets():
     inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
     settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
-    report = verify(OwnLoss(), lambda output: output["loss"], inputs, **settings)
+    report = verify(OwnLoss(4, 5), lambda output: output["loss"], inputs, **settings)
     assert report.equal
     assert "labels" not in report.gradient_errors
 
 
-@pytest.mark.usefixtures("double")
 def test_the_table_has_the_ten_largest_errors():
     report = check(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)), contrastive_loss)
     lines = str(report).splitlines()
@@ -241,7 +177,6 @@ def two_means(output, target):
 COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_batch_size):
     x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
@@ -265,7 +200,6 @@ def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_ba
         assert report.equal, report
 
 
-@pytest.mark.usefixtures("double")
 def test_verify_reports_equality_on_simulated_devices():
     with simulate(3):
         net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).to("sim:0")
@@ -277,19 +211,13 @@ def test_verify_reports_equality_on_simulated_devices():
 EQUAL = VerificationReport(("cpu",), 2, 1e-10, 1.5, 1.5, 0.0, {"weight": 1e-16}, None, ())
 
 
-def test_the_table_begins_with_devices_and_micro_batches():
+def test_the_table_of_a_report():
     assert "equal within 1e-10: replicas on cpu; micro-batches: 2\n" in str(EQUAL)
-
-
-def test_a_difference_without_a_reason_names_the_next_steps():
     different = dataclasses.replace(EQUAL, loss_error=0.1)
     following = "no known reason: compare in float64, then see docs/troubleshooting.md"
     assert following in str(different)
     assert following not in str(EQUAL)
     assert following not in str(dataclasses.replace(different, reasons=("dropout: 1",)))
-
-
-def test_a_buffer_that_differs_is_in_the_table():
     report = dataclasses.replace(EQUAL, state_errors={"norm.rows": 0.6})
     assert not report.equal
     lines = str(report).splitlines()
@@ -313,7 +241,6 @@ def noisy_loss(output, target):
     return F.cross_entropy(output + torch.randn_like(output), target)
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_random_numbers_by_row_are_compared_with_those_of_one_device(micro_batch_size):
     program = Drawing(), DataParallelCriterion(noisy_loss, weight="rows"), torch.randn(11, 4), class_targets(11)
@@ -327,32 +254,31 @@ def test_random_numbers_by_row_are_compared_with_those_of_one_device(micro_batch
     assert not verify(*program, **settings).equal
 
 
-@pytest.mark.usefixtures("double")
 def test_a_coupled_loss_with_dropout_is_equal_by_row():
     net = nn.Sequential(build_net(), nn.Dropout())
     assert check(net, DataParallelCriterion(contrastive_loss, whole=True), micro_batch_size=2, reproducible=True).equal
 
 
-@pytest.mark.usefixtures("double")
 def test_random_numbers_by_row_are_not_blamed():
-    class Mean(nn.Module):
-        def forward(self, x):
-            return x - x.mean(0)
+    def layers(function):
+        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Calls(function), nn.Linear(6, 5))
 
-    net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Mean(), nn.Linear(6, 5))
-    (reason,) = check(net, reproducible=True).reasons
-    assert reason.startswith("forward mixes rows, in 2 (Mean)")
-    assert check(nn.Sequential(net[0], net[1], net[3]), reproducible=True).reasons == ()
+    (reason,) = check(layers(lambda x: x - x.mean(0)), reproducible=True).reasons
+    assert reason.startswith("forward mixes rows, in 2 (Calls)")
+    assert check(layers(torch.tanh), reproducible=True).reasons == ()
     with pytest.raises(NotImplementedError, match="with reproducible=True its numbers cannot follow the rows"):
-        check(nn.Sequential(net[0], Poisson(), net[3]), reproducible=True)
+        check(layers(lambda x: x + torch.poisson(x.detach().abs())), reproducible=True)
 
 
-class Poisson(nn.Module):
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def forward(self, x):
-        return x + torch.poisson(x.detach().abs())
+        return self.function(x)
 
 
-@pytest.mark.usefixtures("double")
 def test_a_single_device_is_split_unless_it_is_given():
     """The report said equal of any weight=, since one replica was compared with itself."""
     x, target = torch.randn(7, 4), class_targets(7, 4)
@@ -372,7 +298,6 @@ def test_a_single_device_is_split_unless_it_is_given():
     assert not verify(build_net(), criterion, x, target, micro_batch_size=2, **settings).equal
 
 
-@pytest.mark.usefixtures("double")
 def test_a_batch_that_is_not_split_is_a_warning():
     text = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
     assert check(build_net(), device_ids=["cpu"]).warnings == (text,)
@@ -410,7 +335,6 @@ def with_auxiliary_loss(output, features, target):
     return F.cross_entropy(output, target) + features.pow(2).mean()
 
 
-@pytest.mark.usefixtures("double")
 def test_gradients_that_the_backward_changes_are_named():
     report = check(Routed(injects=True))
     assert report.loss_error <= 1e-10
@@ -418,22 +342,3 @@ def test_gradients_that_the_backward_changes_are_named():
         "loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/exactness.md)",
     )
     assert check(Routed(injects=False), with_auxiliary_loss).equal
-
-
-class Following(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.key = build_net(), nn.Linear(4, 6)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.key.weight.lerp_(self.net[0].weight, 0.5)
-        return self.net(x)
-
-
-@pytest.mark.usefixtures("double")
-def test_parameters_that_the_forward_writes_are_compared():
-    report = check(Following(), device_ids=["cpu"], micro_batch_size=3)
-    assert not report.equal
-    assert list(report.state_errors) == ["key.weight"]
-    assert "state written in forward: parameter key.weight; each micro-batch writes it, from its own rows" in report.reasons

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
-from helpers.trainers import MODELS, make_arguments, make_model, make_rows, pad, shifted_loss, train, train_plainly
+from helpers.trainers import MODELS, make_arguments, make_model, make_rows, model_loss, pad, shifted_loss, train, train_plainly
 from torch import nn
 from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer
@@ -21,7 +21,7 @@ HEADS = [head for head in MODELS if head != "routers"]
 def make_trainer(head, arguments, kind=BalancedTrainer, rows=19, devices=TWO, model=None, **settings):
     if kind is not Trainer:
         settings["device_ids"] = devices
-    rows = make_rows(head, rows)
+    rows = make_rows(head, rows) if isinstance(rows, int) else rows
     model = make_model(head) if model is None else model
     return kind(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=pad, **settings)
 
@@ -30,10 +30,17 @@ def check(numbers, expected, tolerance=1e-4):
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=1e-5, equal_nan=True)
 
 
+def check_training(head, loss_of=model_loss, kind=BalancedTrainer, tolerance=1e-4, rows=19, **settings):
+    """Compares a training in windows of two micro-batches on two devices with the plain loop."""
+    rows = make_rows(head, rows) if isinstance(rows, int) else rows
+    expected = train_plainly(make_model(head), rows, 8, loss_of)
+    arguments = make_arguments(gradient_accumulation_steps=2, **settings.pop("arguments", {}))
+    check(train(make_trainer(head, arguments, kind, rows=rows, **settings)), expected, tolerance)
+
+
 @pytest.mark.parametrize("head", slow_but(HEADS, "classes", "masked words", "gpt2", "answers", "t5"))
 def test_heads(head):
-    expected = train_plainly(make_model(head), make_rows(head, 19), 8)
-    check(train(make_trainer(head, make_arguments(gradient_accumulation_steps=2))), expected)
+    check_training(head)
 
 
 @pytest.mark.parametrize("head", slow_but(HEADS, "gpt2"))
@@ -46,12 +53,7 @@ def test_heads_on_one_device(head):
 def test_counts_that_the_first_batch_does_not_tell():
     """The first and the last row of the first batch have no padding, and others have."""
     rows = sorted(make_rows("replaced words", 19), key=lambda row: -row["attention_mask"].sum())
-    expected = train_plainly(make_model("replaced words"), rows, 8)
-    arguments = make_arguments(gradient_accumulation_steps=2)
-    check(
-        train(BalancedTrainer(make_model("replaced words"), arguments, train_dataset=rows, data_collator=pad, device_ids=TWO)),
-        expected,
-    )
+    check_training("replaced words", rows=rows)
 
 
 def test_trainer_of_transformers_is_wrong():
@@ -68,9 +70,7 @@ def test_label_smoothing(head):
         labels = batch.pop("labels")
         return smoother(model(**batch), labels, shift_labels=head == "gpt2")
 
-    expected = train_plainly(make_model(head), make_rows(head, 19), 8, loss_of)
-    arguments = make_arguments(gradient_accumulation_steps=2, label_smoothing_factor=0.1)
-    check(train(make_trainer(head, arguments)), expected)
+    check_training(head, loss_of, arguments={"label_smoothing_factor": 0.1})
 
 
 def weighted_loss(outputs, labels, num_items_in_batch=None):
@@ -95,12 +95,18 @@ def manual_loss(outputs, labels, num_items_in_batch):
     return -(logs * (labels[:, 1:] != -100)).sum() / num_items_in_batch
 
 
+def sum_or_mean(outputs, labels, num_items_in_batch=None):
+    """Returns a sum where no number of items is told, which would add up over rows too."""
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="sum") / (num_items_in_batch or 1)
+
+
 @pytest.mark.parametrize(
     ("head", "function"),
     [
         ("gpt2", shifted_loss),
         ("tags", weighted_loss),
         ("tags", loss_with_another_ignored_label),
+        ("tags", sum_or_mean),
         slow("tags", sum_and_mean),
         slow("gpt2", manual_loss),
         slow("llama", manual_loss),
@@ -109,11 +115,9 @@ def manual_loss(outputs, labels, num_items_in_batch):
 def test_compute_loss_func(head, function):
     def loss_of(model, batch):
         labels = batch.pop("labels")
-        return function(model(**batch), labels, num_items_in_batch=(labels[:, 1:] != -100).sum())
+        return function(model(**batch), labels, num_items_in_batch=(labels[:, int(head != "tags") :] != -100).sum())
 
-    expected = train_plainly(make_model(head), make_rows(head, 19), 8, loss_of)
-    trainer = make_trainer(head, make_arguments(gradient_accumulation_steps=2), compute_loss_func=function)
-    check(train(trainer), expected)
+    check_training(head, loss_of, compute_loss_func=function)
 
 
 def test_packed_rows():
@@ -143,33 +147,14 @@ class LossOverItems(BalancedTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_compute_loss_of_a_subclass_over_items():
-    expected = train_plainly(make_model("gpt2"), make_rows("gpt2", 19), 8)
-    check(train(make_trainer("gpt2", make_arguments(gradient_accumulation_steps=2), LossOverItems)), expected)
+def loss_and_error(model, batch):
+    outputs = model(**batch)
+    return outputs.loss + 0.3 * outputs.logits.sub(1).square().mean()
 
 
-def test_compute_loss_of_a_subclass():
-    def loss_of(model, batch):
-        outputs = model(**batch)
-        return outputs.loss + 0.3 * outputs.logits.sub(1).square().mean()
-
-    expected = train_plainly(make_model("classes"), make_rows("classes", 19), 8, loss_of)
-    check(train(make_trainer("classes", make_arguments(gradient_accumulation_steps=2), OwnLoss)), expected)
-
-
-def sum_or_mean(outputs, labels, num_items_in_batch=None):
-    """Returns a sum where no number of items is told, which would add up over rows too."""
-    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="sum") / (num_items_in_batch or 1)
-
-
-def test_compute_loss_func_is_told_the_number_of_items():
-    def loss_of(model, batch):
-        labels = batch.pop("labels")
-        return sum_or_mean(model(**batch), labels, (labels != -100).sum())
-
-    expected = train_plainly(make_model("tags"), make_rows("tags", 19), 8, loss_of)
-    trainer = make_trainer("tags", make_arguments(gradient_accumulation_steps=2), compute_loss_func=sum_or_mean)
-    check(train(trainer), expected)
+@pytest.mark.parametrize(("head", "kind", "loss_of"), [("gpt2", LossOverItems, model_loss), ("classes", OwnLoss, loss_and_error)])
+def test_compute_loss_of_a_subclass(head, kind, loss_of):
+    check_training(head, loss_of, kind)
 
 
 class SometimesTwoMeans(BalancedTrainer):
@@ -190,15 +175,11 @@ def test_bf16(head):
         with torch.autocast("cpu", torch.bfloat16):
             return model(**batch).loss
 
-    expected = train_plainly(make_model(head), make_rows(head, 8), 8, loss_of)
-    numbers = train(make_trainer(head, make_arguments(gradient_accumulation_steps=2, bf16=True), rows=8))
-    check(numbers, expected, 5e-3)
+    check_training(head, loss_of, tolerance=5e-3, rows=8, arguments={"bf16": True})
 
 
 def test_gradient_checkpointing():
-    expected = train_plainly(make_model("gpt2"), make_rows("gpt2", 19), 8)
-    arguments = make_arguments(gradient_accumulation_steps=2, activation_checkpointing=True)
-    check(train(make_trainer("gpt2", arguments)), expected)
+    check_training("gpt2", arguments={"activation_checkpointing": True})
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
@@ -258,9 +239,8 @@ def test_evaluation_of_two_means():
 
 
 def test_simulated_devices():
-    expected = train_plainly(make_model("gpt2"), make_rows("gpt2", 19), 8)
     with simulate(2):
-        check(train(make_trainer("gpt2", make_arguments(gradient_accumulation_steps=2), devices=[0, 1])), expected)
+        check_training("gpt2", devices=[0, 1])
 
 
 class Contrastive(nn.Module):
@@ -288,8 +268,7 @@ def test_window_without_labels(head):
     rows = make_rows(head, 8)
     for row in rows[:4]:
         row["labels"] = torch.full_like(row["labels"], -100)
-    trainer = BalancedTrainer(make_model(head), make_arguments(), train_dataset=rows, data_collator=pad, device_ids=TWO)
-    numbers = train(trainer)
+    numbers = train(make_trainer(head, make_arguments(), rows=rows))
     assert numbers[0] == (0, 0)  # the log leaves out nan
     check(numbers[1:], train_plainly(make_model(head), rows[4:], 4))
 
@@ -334,7 +313,7 @@ def run_rank_without_labels(rank, head):
     rows = make_rows(head, 16)
     for row in rows[2:4]:  # those of the second rank in the first window
         row["labels"] = torch.full_like(row["labels"], -100)
-    return rows, train(BalancedTrainer(make_model(head), make_arguments(), train_dataset=rows, data_collator=pad))
+    return rows, train(make_trainer(head, make_arguments(), rows=rows, devices=None))
 
 
 def test_rank_whose_first_rows_have_no_labels():
