@@ -29,7 +29,7 @@ from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch, move_leaves
 from ...runtime.torch_private import leaves_of_tree
 from ...savings.saving import Saving, around_update, change_module, change_optimizers
-from ..operators import CUDA_KERNELS, HINT, VALUE_KERNELS, UnknownMemory, autograd_kernels, cuda_choices
+from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from ..problem import Layout, Request, TracedBatch
 from . import fakes
 from .allocations import Count, Trace
@@ -227,7 +227,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         fakes.devices_that_mix(),
         fakes.rows_of_one_sequence(),
         one_chunk(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
-        autograd_kernels(CUDA_KERNELS | VALUE_KERNELS),
+        autograd_kernels(KERNELS),
         choices,
         mode,
         _unknown_memory(count),
