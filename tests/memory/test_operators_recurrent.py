@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, memory, simulate
 
-
 STEPS = 8
 
 

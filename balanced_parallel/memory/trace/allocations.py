@@ -185,6 +185,7 @@ class Count(TorchDispatchMode):
 
     def mark(self, name: str) -> None:
         """Names the next event. Operations are counted from the beginning of an update on."""
+        self.marks.pop(name, None)  # Marks are in the order of their events.
         self.marks[name] = len(self.events)
         if name in ("first", "second"):
             self.flops = 0

@@ -210,8 +210,6 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with cut[0].cut(cut[1]) if cut else contextlib.nullcontext():
         module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
-    if cut:
-        cut[0].correct_counts(module, cut[1])
     request = dataclasses.replace(request, optimizer=optimizer)
     host = host_of(request.devices) if request.kind.like_cuda else None  # nothing is offloaded from a CPU
     savings = traced_savings(request.savings, host)
