@@ -70,11 +70,11 @@ def _in_float32(operator: Callable[..., object]) -> Callable[..., object]:
         return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
     def kernel(*args: object, **kwargs: object) -> object:
+        if not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+            args, kwargs = map_tensors(widen, (args, kwargs))
         # torch.autocast(enabled=False) would also change the code of the model.
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-                return operator(*args, **kwargs)
-            return operator(*map_tensors(widen, args), **map_tensors(widen, kwargs))
+            return operator(*args, **kwargs)
 
     return kernel
 

@@ -71,8 +71,8 @@ class Layout(Protocol):
 
     @classmethod
     def pieces(cls, request: "Request") -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Yields a parameter for each of its pieces on devices or ranks that own it, with the facts that tell pieces apart."""
-        ...
+        """Returns a parameter for each of its pieces on devices that own it, with the facts that tell pieces apart."""
+        return iter(())
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""

@@ -99,7 +99,7 @@ class Count(TorchDispatchMode):
             if type(fake) is FakeTensor and not fake.fake_mode.in_kernel_invocation:
                 return fake.fake_device  # The result of the fake mode, without its dispatch.
         if any(map(is_sharded, types)):
-            return NotImplemented  # Its local tensor is dispatched again.
+            return NotImplemented  # The local tensor is dispatched again.
         if self._is_paused or func is _DEVICE:
             return func(*args, **kwargs)
         node = current_node()

@@ -73,7 +73,7 @@ class OptimizerChoice:
         return isinstance(self.plain_make, type) and not is_elementwise(self.plain_make)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "OptimizerChoice":
-        return self  # Its settings keep their values in a trace.
+        return self  # The settings keep their values in a trace.
 
     def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
         """Makes the optimizer, a :class:`BalancedOptimizer` if there is a model."""
@@ -212,7 +212,7 @@ class SingleDevice(Layout):
     """The plain program on one device, and the base of the other layouts. An instance runs one update on fake tensors."""
 
     name = "single"
-    replicas: Sequence[Replicas] = ()  # Those of the model and of the criterion.
+    replicas: Sequence[Replicas] = ()  # The model has one, and the criterion.
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         self.request = request
@@ -222,13 +222,6 @@ class SingleDevice(Layout):
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
         self.buckets = []
         self.optimizers = self.make_optimizers()
-
-    @classmethod
-    def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Yields the parameters that the busiest rank owns."""
-        if request.devices > 1 and request.balanced:
-            _, owned = busiest_owner(trained(request.module.parameters()), request.devices)
-            yield from (((), parameter) for parameter in owned)
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""

@@ -130,7 +130,7 @@ class Entry(NamedTuple):
     """An allocation; without a block a mark, or a piece of a parameter. It is released after the entry at ``released``."""
 
     label: tuple[Any, ...]
-    number: int = 0  # That of the equal block in the label.
+    number: int = 0  # The label has a # for the number of an equal block.
     block: Block | None = None
     released: int = 0
 
@@ -251,7 +251,9 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:
-    """Returns True if devices or ranks divide the parameters of each further block in the same way."""
+    """Returns True if devices divide the parameters of each further block in the same way. Ranks divide whole modules."""
+    if request.layout.is_distributed:
+        return request.devices == 1 or not request.balanced
     pieces = []
     for count in (FEWEST, FEWEST + 1, stack.length):
         with stack.cut(count):
