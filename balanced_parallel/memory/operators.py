@@ -1,10 +1,11 @@
 """Operators that fake CPU tensors would run otherwise: those of CUDA, those in place, and those whose memory depends on values.
 
 On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. Recurrent layers are one
-operator of cuDNN there, whose reserve only a GPU tells: operators of single steps, which keep more, are counted.
+operator of cuDNN there, whose reserve only a GPU tells. Operators of single steps, which keep more, are counted.
 
-On every device torch avoids operators in place under a dispatch mode, and so in a trace (``isTensorSubclassLike`` in
-ATen): ``IN_PLACE`` and ``KERNELS`` are the places where it writes to an argument without one.
+On every device torch avoids operators in place under a dispatch mode, and so in a trace
+(``isTensorSubclassLike`` in ATen). ``IN_PLACE`` and ``KERNELS`` are the places where it writes to an argument
+without one.
 
 An operator whose memory depends on values is counted in its worst case, or is an error with its name. The tables of the CTC loss
 are those of the longest targets that fit. Some losses keep the memory of their elements in a scalar result, because torch reduces
@@ -31,7 +32,7 @@ class UnknownMemory(ValueError):
     """The memory of an operator depends on values, and fake tensors have none."""
 
 
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch/include/ATen/autocast_mode.h. The CPU's list has the others.
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch/include/ATen/autocast_mode.h, without those of the CPU.
 _FP32 = (  # noqa: SIM905
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
     "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim "
@@ -107,8 +108,8 @@ CONVOLUTIONS = (
 )
 
 RECURRENT_LAYERS = (
-    "the operators of single steps are counted. cuDNN has one operator in their place, and reserves memory for its backward that "
-    "only a GPU tells: what pytorch#2895 prints for an LSTM and a GRU is less than these operators keep"
+    "the operators of single steps are counted. cuDNN has one operator in their place, and reserves memory for its "
+    "backward that only a GPU tells: what pytorch#2895 prints for an LSTM and a GRU is less than these keep"
 )
 
 

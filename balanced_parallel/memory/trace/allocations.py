@@ -71,8 +71,9 @@ class Count(TorchDispatchMode):
     def __init__(self, names: dict[int, str], kind: DeviceKind, scalar: int | float | bool | None = None) -> None:
         super().__init__()
         self.kind = kind
-        self._handles: set[tuple[str, bool]] = set()  # The threads of forward and backward have one on each device.
-        self.scalar = scalar  # The result of every read of a tensor's value in the model; None makes it an error.
+        # The threads of forward and backward have a handle on each device.
+        self._handles: set[tuple[str, bool]] = set()
+        self.scalar = scalar  # Every read of a tensor's value in the model returns it. None makes it an error.
         self.names = names  # Keys are the shared_id of modules.
         self.blocks: list[Block] = []
         self.events: list[int] = []
@@ -124,7 +125,7 @@ class Count(TorchDispatchMode):
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
 
     def _take_for_operator(self, func: object, args: tuple[Any, ...], result: object) -> None:
-        """Records memory that an operator allocates for itself. It is released before it returns, but for a handle's."""
+        """Records memory that an operator takes for itself, and releases before it returns. A handle's stays."""
         sizes = {"temporaries": selected(func, args)}
         if self.kind.fuses:
             sizes[MAYBE] = convolution_workspace(func, args, result)

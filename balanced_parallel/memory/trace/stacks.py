@@ -1,15 +1,15 @@
 """Traces of a module with many equal blocks, from those of the same module with three and with four of them.
 
-An update is a sequence of allocations. With one block more, the sequence has some more runs of allocations: in the
-forward, in the backward, and in each operator over all parameters. Each such run repeats the one before it::
+An update is a sequence of allocations. With one block more, the sequence has some more runs of allocations: in
+the forward, in the backward, and in each operator over all parameters. Each such run repeats the one before it::
 
     three blocks    first  middle                   last  loss  last                   middle  first
     four blocks     first  middle  middle           last  loss  last           middle  middle  first
     n blocks        first  middle  middle  middle   last  loss  last   middle  middle  middle  first
 
-The place where an allocation is released moves likewise: with its own run, against it, or not at all. A module whose
-traces do not look like that, such as one whose blocks read the outputs of all earlier ones, is traced with all of its
-blocks.
+The place where an allocation is released moves likewise: with its own run, against it, or not at all. A module
+whose traces do not look like that, such as one whose blocks read the outputs of all earlier ones, is traced with
+all of its blocks.
 """
 
 import collections
@@ -114,7 +114,8 @@ def _entries(value: object) -> object:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.layout, value.device, value.requires_grad
     if isinstance(value, str) and len(parts := re.split(r"(\d+)", value)) > 1:
-        value = [int(part) if part.isdecimal() else part for part in parts]  # Blocks of peft have their names.
+        # Layers of peft know their names, which have the numbers of blocks.
+        value = [int(part) if part.isdecimal() else part for part in parts]
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     if isinstance(value, MethodType):
@@ -127,7 +128,7 @@ class NotRepeating(Exception):
 
 
 class Entry(NamedTuple):
-    """An allocation; without a block a mark, or a piece of a parameter. It is released after the entry at ``released``."""
+    """An allocation, released after the entry at ``released``; without a block a mark, or a piece of a parameter."""
 
     label: tuple[Any, ...]
     number: int = 0  # The label has a # for the number of an equal block.
@@ -173,7 +174,7 @@ Sized = tuple[tuple[Any, ...], int]  # the label and the bytes of an entry
 
 
 def _count_matches(left: Sequence[Sized], right: Sequence[Sized], inserted: int) -> int:
-    """Returns the number of equal entries at the beginning. The size of the first may differ if nothing is inserted."""
+    """Returns the number of equal first entries. Without an inserted run, the size of the first may differ."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((n for n, (a, b) in pairs if a != b and (n or inserted or a[0] != b[0])), min(len(left), len(right)))
 
@@ -181,8 +182,8 @@ def _count_matches(left: Sequence[Sized], right: Sequence[Sized], inserted: int)
 def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Entry]:
     """Returns the sequence of ``more`` blocks than the shorter one has. The longer one has one block more.
 
-    Places, numbers and sizes are affine in the blocks, and in the repetition of a run. An entry in both sequences, and
-    its repetition in the longer one, give all terms.
+    Places, numbers and sizes are affine in the blocks, and in the repetition of a run. An entry in both sequences,
+    and its repetition in the longer one, give all terms.
 
     Raises:
         NotRepeating: the two sequences do not show what a block adds.
@@ -196,7 +197,7 @@ def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Ent
     places = np.arange(len(short)) + shifts
     terms = first + (others[places] - first) * more, others[places + lengths] - others[places]
     result: list[Any] = [None] * (len(short) + (len(long) - len(short)) * more)
-    releases: list[tuple[int, object]] = []  # The place of each release, and the label that it must be behind.
+    releases: list[tuple[int, object]] = []  # The place of a release, and the label that it must be behind.
     for place, entry in enumerate(short):
         for repetition in range(more + 1 if lengths[place] else 1):
             number, size, released = (terms[0][place] + terms[1][place] * repetition).tolist()

@@ -188,7 +188,7 @@ def _ordered(events: list[int]) -> list[int]:
 
 def _trace_repeated(request: Request, rows: int) -> Trace | None:
     """Returns the trace of a module with many equal blocks, from traces with few of them; None if they do not show it."""
-    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of checkpoints wait for two more.
+    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of checkpoints wait for two.
     waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
     count = FEWEST + request.layout.is_sharded + 4 * waits
     stack = find_stack(request.module)
