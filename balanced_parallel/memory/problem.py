@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..batch.rows import Arguments, as_arguments, count_rows
-from ..replicas.replicas import Replicas
 from .devices import DeviceKind
 from .trace.fakes import with_rows
 
@@ -59,8 +58,6 @@ class Layout(Protocol):
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     optimizers: list[Optimizer]
-    parameters: list[Tensor]
-    replicas: Sequence[Replicas]
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Callable[..., Tensor]) -> None: ...
 
@@ -73,6 +70,10 @@ class Layout(Protocol):
     def pieces(cls, request: "Request") -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
         """Returns a parameter for each of its pieces on devices that own it, with the facts that tell pieces apart."""
         return iter(())
+
+    def inner_optimizers(self) -> list[Optimizer]:
+        """Returns the optimizers of torch, those inside of balanced ones."""
+        ...
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
@@ -90,6 +91,14 @@ class Layout(Protocol):
         """Begins an update."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+    def copies(self) -> Iterator[Tensor]:
+        """Yields the copies of the parameters on other devices."""
+        ...
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        """Yields every gradient that exists, those that the replicas hold too."""
+        ...
 
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""

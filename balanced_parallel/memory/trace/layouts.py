@@ -278,6 +278,18 @@ class SingleDevice(Layout):
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
 
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns the optimizers of torch."""
+        return inner_optimizers(self.optimizers)
+
+    def copies(self) -> Iterator[Tensor]:
+        """Yields the copies of the parameters on other devices."""
+        return copies_of(self.replicas)
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        """Yields every gradient that exists, those that the replicas hold too."""
+        return gradients_of(self.parameters, self.replicas, self.optimizers)
+
 
 def gradients_of(
     parameters: Iterable[Tensor], replicas: Iterable[Replicas], optimizers: Sequence[torch.optim.Optimizer]

@@ -35,7 +35,6 @@ from . import fakes
 from .allocations import Count, Trace
 from .doubles import one_chunk, traced_savings
 from .fakes import HOME, host_of
-from .layouts import copies_of, gradients_of, inner_optimizers
 from .stacks import FEWEST, NotRepeating, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
@@ -268,7 +267,7 @@ def _run(
                 with around_update(savings), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
-                    _move_counts(inner_optimizers(layout.optimizers), count, host_of(request.devices))
+                    _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
         finally:
             layout.close()
 
@@ -282,16 +281,16 @@ def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> N
         with layout.accumulating() if losses else contextlib.nullcontext():
             loss = compute()
             count.turn("temporaries", "saved activations")
-            count.see_all(copies_of(layout.replicas), "parameters")
+            count.see_all(layout.copies(), "parameters")
             count.mark("backward")
             loss.backward()
-            count.see_all(gradients_of(layout.parameters, layout.replicas, layout.optimizers), "gradients")
+            count.see_all(layout.gradients(), "gradients")
             del loss, compute
     count.mark("update")
-    _refuse_merges(layout.optimizers, gradients_of(layout.parameters, layout.replicas, layout.optimizers))
+    _refuse_merges(layout.optimizers, layout.gradients())
     for optimizer in layout.optimizers:
         optimizer.step()
-    count.see_all(states_of(inner_optimizers(layout.optimizers)), "optimizer state")
+    count.see_all(states_of(layout.inner_optimizers()), "optimizer state")
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> Iterator[object]:
