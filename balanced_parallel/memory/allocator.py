@@ -33,9 +33,8 @@ class CachingAllocator:
         self.capacity, self.expandable = capacity, expandable
         self.allocated = self.reserved = self.max_reserved = 0
         self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
-        self._starts: dict[tuple[int, int], Free] = {}
-        self._ends: dict[tuple[int, int], Free] = {}
-        self._segments: list[tuple[int, Pool]] = []  # size and pool
+        self._borders: dict[tuple[int, int], Free] = {}  # Each free block is at its start and at its end.
+        self._segments: list[tuple[int, Pool]] = []  # Each has a size and a pool.
         self._used: dict[int, Free] = {}
 
     def allocate(self, key: int, size: int, stream: int = 0) -> bool:
@@ -68,24 +67,22 @@ class CachingAllocator:
         size, segment, offset = block
         self.allocated -= size
         pool = self._segments[segment][1]
-        before, after = self._ends.get((segment, offset)), self._starts.get((segment, offset + size))
-        if before is not None:
-            self._remove(pool, before)
-            size, offset = size + before[0], before[2]
-        if after is not None:
-            self._remove(pool, after)
-            size += after[0]
+        for border in (offset, offset + size):
+            neighbour = self._borders.get((segment, border))
+            if neighbour is not None:
+                self._remove(pool, neighbour)
+                size, offset = size + neighbour[0], min(offset, neighbour[2])
         self._insert(pool, (size, segment, offset))
 
     def _insert(self, pool: Pool, block: Free) -> None:
         size, segment, offset = block
         bisect.insort(self._free[pool], block)
-        self._starts[segment, offset] = self._ends[segment, offset + size] = block
+        self._borders[segment, offset] = self._borders[segment, offset + size] = block
 
     def _remove(self, pool: Pool, block: Free) -> None:
         size, segment, offset = block
         free = self._free[pool]
-        del free[bisect.bisect_left(free, block)], self._starts[segment, offset], self._ends[segment, offset + size]
+        del free[bisect.bisect_left(free, block)], self._borders[segment, offset], self._borders[segment, offset + size]
 
     def _take(self, pool: Pool, size: int) -> Free | None:
         free = self._free[pool]
@@ -109,7 +106,7 @@ class CachingAllocator:
         number = pools.index(pool) if pool in pools else len(pools)
         self._segments[number:] = self._segments[number:] or [(0, pool)]
         end, _ = self._segments[number]
-        last = self._ends.get((number, end), (0, number, end))
+        last = self._borders.get((number, end), (0, number, end))
         length = -(-(size - last[0]) // _page(pool)) * _page(pool)
         if not self._reserve(length):
             return None

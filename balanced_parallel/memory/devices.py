@@ -28,7 +28,7 @@ class DeviceKind:
         segments: the allocator hands out parts of larger segments, which may stay partly empty.
         expandable: segments grow, by the allocator's setting ``expandable_segments``.
         like_cuda: autocast, dropout and optimizers choose the same operators as on CUDA.
-        fuses: attention and recurrent layers use fused kernels, as on CUDA.
+        fuses: attention uses fused kernels, as on CUDA.
     """
 
     name: str

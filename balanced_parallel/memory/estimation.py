@@ -22,7 +22,7 @@ from ..runtime.torch_private import is_compiled
 from ..runtime.values import Precision, check_number
 from .devices import KIND_SOURCES, find_kind
 from .lines import Lines
-from .operators import CONVOLUTIONS, SOURCE, UnknownMemory
+from .operators import CONVOLUTIONS, RECURRENT_LAYERS, UnknownMemory
 from .problem import Problem, Request
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .savings import sorted_names
@@ -248,8 +248,8 @@ def _assumed(request: Request, lines: Lines) -> dict[str, str]:
     if request.kind.context:
         assumed.update(KIND_SOURCES)
         operators = " ".join({block.operator for block in lines.first.blocks})
-        if "recurrence" in operators:
-            assumed["recurrent layers"] = SOURCE
+        if any(isinstance(module, torch.nn.RNNBase) for module in request.module.modules()):
+            assumed["recurrent layers"] = RECURRENT_LAYERS
         if "aten.convolution" in operators:
             assumed["convolutions"] = CONVOLUTIONS
     if any(map(is_compiled, request.module.modules())):

@@ -141,7 +141,7 @@ class Lines:
         """Returns the blocks in use at the peak of a device, with their sizes for ``rows`` rows."""
         peak = self.start + int(self.levels(device, rows).argmax())
         events = self._events[: peak + 1]
-        in_use = np.setdiff1d(events, -events)  # Their numbers have no release.
+        in_use = np.setdiff1d(events, -events)  # Nothing releases these numbers.
         live = in_use[in_use > 0] - 1
         sizes = self.sizes(rows)
         return [dataclasses.replace(self.first.blocks[n], size=int(sizes[n])) for n in live if self._devices[n] == device]

@@ -1,8 +1,11 @@
 """Operators that fake CPU tensors would run otherwise: those of CUDA, those in place, and those whose memory depends on values.
 
-On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. Recurrent layers are one operator there,
-with a reserve for its backward. On every device torch avoids operators in place under a dispatch mode, and so in a trace
-(``isTensorSubclassLike`` in ATen): ``IN_PLACE`` and ``CUDA_KERNELS`` are the places where it writes to an argument without one.
+On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. Recurrent layers are one
+operator of cuDNN there, whose reserve only a GPU tells. Operators of single steps, which keep more, are counted.
+
+On every device torch avoids operators in place under a dispatch mode, and so in a trace
+(``isTensorSubclassLike`` in ATen). ``IN_PLACE`` and ``KERNELS`` are the places where it writes to an argument
+without one.
 
 An operator whose memory depends on values is counted in its worst case, or is an error with its name. The tables of the CTC loss
 are those of the longest targets that fit. Some losses keep the memory of their elements in a scalar result, because torch reduces
@@ -10,12 +13,11 @@ them in place.
 """
 
 import contextlib
-import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,50 +32,50 @@ class UnknownMemory(ValueError):
     """The memory of an operator depends on values, and fake tensors have none."""
 
 
-# torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, without those that the CPU's has too
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch/include/ATen/autocast_mode.h, without those of the CPU.
 _FP32 = (  # noqa: SIM905
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
     "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim "
     "cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss "
     "smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
     "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
-    "upsample_nearest2d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
-).split()
-_FP32_UNLESS_TOLD = (  # noqa: SIM905
+    "upsample_nearest2d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm sum sum.dim_IntList"
 ).split()
 
 
 @contextlib.contextmanager
 def cuda_choices(fuses: bool) -> Iterator[None]:
-    """Gives fake CPU tensors in this block the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
-    fused: dict[str, Callable[..., object]] = {"scaled_dot_product_attention": _attention, **RECURRENCE}
-    # no public function reads or changes the lists of autocast
+    """Gives fake CPU tensors in this block the operators of CUDA, also for attention if ``fuses``."""
+    fused = {"scaled_dot_product_attention": _attention} if fuses else {}
+    # No public function reads or changes the lists of autocast.
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    with autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}) as library:
-        for name in (*_FP32, *_FP32_UNLESS_TOLD):
+    with autograd_kernels({"dropout": _dropout, "lstm.input": _lstm, **fused}) as library:
+        for name in _FP32:
             base, _, overload = name.partition(".")
             operator = getattr(getattr(_aten, base, None), overload or "default", None)
             if operator is not None and not has_kernel(operator.name(), "AutocastCPU"):
-                library.impl(name, _in_float32(operator, unless_told=name in _FP32_UNLESS_TOLD), "AutocastCPU")
+                library.impl(name, _in_float32(operator), "AutocastCPU")
         for name in registrations("AutocastCPU"):
             if name.startswith("aten::") and not has_kernel(name, "AutocastCUDA"):
                 library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
         yield
 
 
-def _in_float32(operator: Callable[..., object], unless_told: bool) -> Callable[..., object]:
+def _in_float32(operator: Callable[..., object]) -> Callable[..., object]:
+    """Returns a kernel that casts tensors to float32, unless an argument tells the dtype of the result."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # no public name
 
     def widen(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
     def kernel(*args: object, **kwargs: object) -> object:
-        with torch._C._ExcludeDispatchKeyGuard(keys):  # torch.autocast(enabled=False) would also change the code of the model
-            if unless_told and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-                return operator(*args, **kwargs)
-            return operator(*map_tensors(widen, args), **map_tensors(widen, kwargs))
+        if not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+            args, kwargs = map_tensors(widen, (args, kwargs))
+        # torch.autocast(enabled=False) would also change the code of the model.
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return operator(*args, **kwargs)
 
     return kernel
 
@@ -81,9 +83,10 @@ def _in_float32(operator: Callable[..., object], unless_told: bool) -> Callable[
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Fused attention: an output, and one float32 per query and head for the backward."""
     *rows, heads, length, _ = query.shape
-    # the layout of the query, as in the flash kernel
-    same = query.shape[-1] == value.shape[-1]
-    out = torch.empty_like(query) if same else query.new_empty((*rows, length, heads, value.shape[-1])).transpose(-3, -2)
+    if query.shape[-1] == value.shape[-1]:
+        out = torch.empty_like(query)  # The flash kernel keeps the layout of the query.
+    else:
+        out = query.new_empty((*rows, length, heads, value.shape[-1])).transpose(-3, -2)
     return out, query.new_empty((*rows, heads, length), dtype=torch.float32)
 
 
@@ -102,6 +105,11 @@ CONVOLUTIONS = (
     "not counted in allocated, reserved and nvidia_smi: workspaces of cuDNN, which chooses a method. at_most adds those of "
     "Winograd's method to convolutions of size 3 in float32, in 3D and dilated too. Published CNNs use 10 to 40 % more than "
     "nvidia_smi says here"
+)
+
+RECURRENT_LAYERS = (
+    "the operators of single steps are counted. cuDNN has one operator in their place, and reserves memory for its "
+    "backward that only a GPU tells: what pytorch#2895 prints for an LSTM and a GRU is less than these keep"
 )
 
 
@@ -145,34 +153,25 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return input * 0 if train and p == 1 else input
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *_: object, **__: object) -> Tensor:
     if query.dim() < 4:
-        return _attention(query[None], key[None], value[None], attn_mask)[0]
-    mask = None if attn_mask is None else _kernel_mask(attn_mask, query, key)
-    fused: Tensor = fused_attention(query, key, value, mask)[0]
+        return _attention(query[None], key[None], value[None], mask)[0]
+    saved = None if mask is None else _kernel_mask(mask, query, key)
+    fused: Tensor = fused_attention(query, key, value, saved)[0]
     return fused
 
 
 def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Returns the mask that the memory-efficient kernel saves: floating, its last dimension padded to a multiple of 8."""
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype)  # as large as the mask that torch makes of it
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # Torch makes such a mask of it.
     if mask.shape[-1] % 8 and mask.shape[-1] > 1:
         mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-MATRIX_PRODUCTS = {  # of cuBLAS: the first one of a thread allocates the workspace of its handle
+# The first of these operators of cuBLAS in a thread allocates the workspace of its handle.
+MATRIX_PRODUCTS = {
     *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
     *(_aten.mv.default, _aten.addmv.default, _aten.dot.default),
 }
@@ -197,10 +196,9 @@ def is_in_place(func: object, *, is_of_node: bool) -> bool:
     if (node := current_node()) is None or torch.is_grad_enabled():
         return False
     # The caller of the operator is the innermost frame that does not belong to a dispatch mode.
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_MODES):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name != "_engine_run_backward":
+    functions = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    caller = next((code for code in functions if not code.co_filename.startswith(_MODES)), None)
+    if caller is None or caller.co_name != "_engine_run_backward":
         return False
     edges = node.next_functions
     return not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
@@ -213,93 +211,19 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return torch.matmul(input, weight.t()).add_(bias)
 
 
-CUDA_KERNELS = {"linear": _linear}
-
-
-# cuDNN reports its sizes only to a program that runs on a GPU. pytorch#2895 prints them for 4 layers of 320 units and 25,000
-# steps: 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. These are 5 and 6 values per step, layer and unit, and one
-# between layers. The workspace is 1.5 times the weights. Both are assumed for every GPU.
-KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # sizes of plain layers are not published: the gate, twice
-SOURCE = (
-    "assumed: recurrent layers save as much as cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"
-)
-
-
-def _refuse(name: str, *_: object) -> NoReturn:
-    raise UnknownMemory(
-        f"{name} runs other operators on simulated devices, which are not counted: estimate it for a kind of GPU, such as "
-        "device_kind='h200'"
-    )
-
-
-def _padded(name: str, input: Tensor, hx: Any, weights: list[Tensor], *settings: Any) -> tuple[Tensor, ...]:
-    _, _, _, train, bidirectional, _ = settings
-    hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    if torch.is_autocast_enabled("cpu"):
-        half = torch.get_autocast_dtype("cpu")
-        input, hidden, weights = input.to(half), [state.to(half) for state in hidden], [weight.to(half) for weight in weights]
-    workspace = _workspace(weights)
-    out, hy, cy, _ = recurrence(input, hidden, list(weights), KEPT[name] if train else 0, 2 if bidirectional else 1)
-    del workspace
-    return (out, hy, cy) if len(hidden) == 2 else (out, hy)
-
-
-def _workspace(weights: list[Tensor]) -> Tensor:
-    return weights[0].new_empty(3 * sum(weight.nbytes for weight in weights) // 2, dtype=torch.uint8)
-
-
-def _recur(
-    input: Tensor, hidden: list[Tensor], weights: list[Tensor], values: int, directions: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Recurrent layers of cuDNN: the output, the last states, and the reserve for the backward."""
-    *steps, _ = input.shape
-    layers = hidden[0].shape[0] // directions
-    units = torch.Size(steps).numel() * directions * hidden[-1].shape[-1]
-    reserve = input.new_empty(units * (values * layers + layers - 1) if values else 0)
-    out = input.new_empty((*steps, directions * hidden[0].shape[-1]))
-    return out, torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), reserve
-
-
-def _save_recurrence(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, hidden, weights, _, _ = inputs
-    ctx.states = len(hidden)
-    ctx.save_for_backward(input, *hidden, *weights, output[0], output[3])
-
-
-def _recurrence_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[object, ...]:
-    """Allocates the gradients: of the input, of the states, and of all weights in one tensor."""
-    input, *tensors, _, _ = ctx.saved_tensors
-    hidden, weights = tensors[: ctx.states], tensors[ctx.states :]
-    workspace = _workspace(weights)
-    grad, contiguous = grad.contiguous(), input.contiguous()  # cuDNN takes contiguous tensors only
-    d_input, d_hidden = torch.empty_like(contiguous), [torch.empty_like(state) for state in (hidden[0], hidden[-1])]
-    flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
-    del workspace
-    pieces = flat.split([weight.numel() for weight in weights])
-    d_weights = [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
-    return d_input, d_hidden[: ctx.states], d_weights, None, None
-
-
-recurrence = torch.library.custom_op("balanced_parallel::recurrence", _recur, mutates_args=())
-recurrence.register_fake(_recur)
-recurrence.register_autograd(_recurrence_backward, setup_context=_save_recurrence)
-
-
-# for simulated devices, and for kinds of devices with cuDNN
-REFUSED = {f"{name}.input": functools.partial(_refuse, name) for name in ("lstm", "gru")}
-RECURRENCE = {f"{name}.input": functools.partial(_padded, name) for name in KEPT}
+def _lstm(*arguments: object) -> object:
+    """Runs the steps of an LSTM as those of a GRU. oneDNN has an operator of its own for fake CPU tensors."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return _aten.lstm.input._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *arguments)  # no public name
 
 
 @contextlib.contextmanager
 def autograd_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[torch.library.Library]:
     """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward. Yields the library."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:  # There is no public context.
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradCPU")
         yield library
-    finally:
-        library._destroy()
 
 
 def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: object) -> Tensor:
@@ -308,8 +232,7 @@ def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths
     return loss
 
 
-VALUE_KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
-# no operator has a public name
+KERNELS: dict[str, Callable[..., object]] = {"linear": _linear, "ctc_loss.IntList": _ctc_of_lists}
 READS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
@@ -348,8 +271,9 @@ def selected(func: object, args: tuple[Any, ...]) -> int:
     indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
     masks = list(filter(_is_mask, indices))
     if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
-        return 0  # torch fills the mask with this number
-    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
+        return 0  # Torch fills the mask with this number.
+    # These are the result of nonzero, and a copy per dimension.
+    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)
 
 
 def _is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
@@ -371,7 +295,8 @@ def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> object:
 
 def _ctc(scores: Tensor, targets: Tensor, *settings: object) -> tuple[Tensor, Tensor]:
     steps, rows, _ = scores.shape
-    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
+    # One row may have all of the concatenated targets.
+    longest = targets.size(1) if targets.dim() == 2 else targets.numel()
     return scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1))
 
 

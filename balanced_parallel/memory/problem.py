@@ -68,8 +68,8 @@ class Layout(Protocol):
 
     @classmethod
     def pieces(cls, request: "Request") -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Yields a parameter for each of its pieces on devices or ranks that own it, with the facts that tell pieces apart."""
-        ...
+        """Returns a parameter for each of its pieces on devices that own it, with the facts that tell pieces apart."""
+        return iter(())
 
     def inner_optimizers(self) -> list[Optimizer]:
         """Returns the optimizers of torch, those inside of balanced ones."""

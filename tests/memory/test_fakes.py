@@ -1,9 +1,4 @@
-"""Estimates of modules and batches without memory.
-
-Optimizers that read their step counts, in a trace.
-
-Traces in a process of their own.
-"""
+"""Estimates of modules and batches without memory, and traces in processes of their own."""
 
 import contextlib
 import os
@@ -14,6 +9,7 @@ import pytest
 import torch
 from helpers.allocations import used
 from helpers.memory_problems import PROBLEMS
+from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,6 +18,7 @@ from balanced_parallel.memory.devices import KINDS, find_kind
 from balanced_parallel.memory.trace import tracer
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
     build, batch = PROBLEMS["convolutions"]
     expected = memory.estimate(build(), F.cross_entropy, *batch(6)).allocated
@@ -35,16 +32,21 @@ def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
     assert memory.estimate(net, F.cross_entropy, {"input": meta[0]}, meta[1]).allocated == expected
 
 
-@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"])
+NAMES = ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"]
+
+
+@pytest.mark.usefixtures("one_trace")
+@pytest.mark.parametrize("name", slow_but(NAMES, "NAdam", "Adafactor"))
 def test_optimizers_that_read_step_counts_equal_the_allocator(name):
     def build():
         return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
+    def batch():
+        return torch.zeros(32, 64), torch.zeros(32).long()
+
     kind = getattr(torch.optim, name)
-    found = used(build, lambda: (torch.zeros(32, 64), torch.zeros(32).long()), kind)
-    report = memory.estimate(
-        build(), F.cross_entropy, torch.zeros(32, 64), torch.zeros(32).long(), optimizer=kind, device_kind="cpu"
-    )
+    found = used(build, batch, kind)
+    report = memory.estimate(build(), F.cross_entropy, *batch(), optimizer=kind, device_kind="cpu")
     assert abs(report.allocated[0] - found) <= 0.001 * found
 
 
@@ -91,27 +93,30 @@ def work_for(request, rows):
     return os.getpid()
 
 
-class Empty:
+class Request:
     """A stand-in for a request."""
 
 
-def test_processes_that_hang_are_replaced_by_this_process(monkeypatch):
+@pytest.fixture
+def processes(monkeypatch):
+    monkeypatch.setattr(tracer, "PATIENCE", 0.2)
+    monkeypatch.setattr(tracer.dataclasses, "replace", lambda request, **changes: request)
+    with contextlib.closing(tracer.Processes([REQUEST])) as processes:
+        yield processes
+
+
+REQUEST = Request()
+
+
+def test_processes_that_hang_are_replaced_by_this_process(processes):
     """A fork copies locks that other threads hold, which nothing releases in the child."""
-    monkeypatch.setattr(tracer, "PATIENCE", 0.5)
-    monkeypatch.setattr(tracer.dataclasses, "replace", lambda request, **changes: request)
-    request = Empty()
-    with contextlib.closing(tracer.Processes([request])) as processes:
-        assert processes.run([(request, 1)], hang_elsewhere) == [(HERE, 1)]
-        assert processes.run([(request, 2)], hang_elsewhere) == [(HERE, 2)]
+    for rows in (1, 2):
+        assert processes.run([(REQUEST, rows)], hang_elsewhere) == [(HERE, rows)]
 
 
-def test_processes_that_work_are_waited_for(monkeypatch):
-    monkeypatch.setattr(tracer, "PATIENCE", 0.3)
-    monkeypatch.setattr(tracer.dataclasses, "replace", lambda request, **changes: request)
-    request = Empty()
-    with contextlib.closing(tracer.Processes([request])) as processes:
-        first, second = processes.run([(request, 1), (request, 0)], work_for)
-        assert HERE != first == second
+def test_processes_that_work_are_waited_for(processes):
+    first, second = processes.run([(REQUEST, 0.7), (REQUEST, 0)], work_for)
+    assert HERE != first == second
 
 
 class Odd(Exception):

@@ -1,11 +1,5 @@
-"""Estimates of each layout, compared with simulated devices and with ranks.
+"""Estimates of each layout, compared with simulated devices, and with the CPU's allocator on real ranks."""
 
-Estimates and plans of losses whose rows depend on each other, compared with simulated devices.
-
-Memory of ranks under ``DistributedDataParallel``: the estimate, compared with the CPU's allocator on real ranks.
-"""
-
-import contextlib
 import functools
 import gc
 
@@ -33,9 +27,71 @@ from balanced_parallel import (
 from balanced_parallel.replicas import buckets
 
 
+def run_updates(cluster, build, batch, loss, optimizer=torch.optim.AdamW, balanced=False, precision="fp32"):
+    """Runs two updates on the devices of a cluster, whose peak is that of the second."""
+    model, criterion = DataParallelModel(build(), precision=precision), DataParallelCriterion(loss, precision=precision)
+    updating = BalancedOptimizer(model, optimizer) if balanced else optimizer(model.parameters())
+    for _ in range(2):
+        cluster.reset_peak()
+        updating.zero_grad()
+        criterion(model(batch[0]), batch[1]).backward()
+        updating.step()
+
+
+class Repeated(nn.Module):
+    """One layer, applied several times, as in ALBERT. Replicas cast its weight at each use."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x):
+        for _ in range(6):
+            x = self.layer(x).relu()
+        return x
+
+
+def matrices():
+    return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
+
+
+WORDS = PROBLEMS["language model"][1](24)
+MODELS = {  # devices, relative tolerance, model, batch, loss, settings
+    "plain": (3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss(), {}),
+    "bf16": (3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss(), {"precision": "bf16"}),
+    "balanced": (3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss(), {"balanced": True}),
+    "balanced, bf16": (
+        *(3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss()),
+        {"balanced": True, "precision": "bf16"},
+    ),
+    "dropout": (2, 0.005, functools.partial(LanguageModel, 0.1, 1), WORDS, nn.CrossEntropyLoss(), {}),
+    "whole parameters": (
+        *(2, 0.02, matrices, torch.randn(2, 16, 64), nn.MSELoss()),
+        {"optimizer": torch.optim.Muon, "balanced": True},
+    ),
+    "repeated": (
+        *(2, 0.02, Repeated, (torch.randn(1024, 128), torch.randint(128, (1024,))), nn.CrossEntropyLoss()),
+        {"optimizer": torch.optim.SGD, "precision": "bf16"},
+    ),
+}
+
+
 @released_at_once
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("name", slow_but(list(MODELS), "balanced, bf16", "dropout", "whole parameters", "repeated"))
+def test_replicas_equal_the_simulated_peak(name):
+    devices, tolerance, build, batch, loss, settings = MODELS[name]
+    layout = {"layout": "replicas", "devices": devices, "device_kind": "sim"}
+    layout |= {"balanced_optimizer" if key == "balanced" else key: value for key, value in settings.items()}
+    report = memory.estimate(build(), loss, *batch, **layout)
+    with simulate(devices) as cluster:
+        run_updates(cluster, build, batch, loss, **settings)
+        assert report.allocated == pytest.approx(cluster.peak, rel=tolerance)
+
+
+@released_at_once
+@pytest.mark.usefixtures("one_trace")
+@pytest.mark.parametrize("balanced", slow_but([False, True], True))
 def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
     """To one small gradient: how far the devices' threads are apart is not known. What is kept is 1.7 MiB here."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 2**20)
@@ -55,84 +111,9 @@ def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
             step(*batch)
         assert len(model.replicas.gradients.buckets) == 3
         assert report.allocated == pytest.approx(cluster.peak, abs=300 * 2**10)
-
-
-SETTINGS = [(False, "fp32"), (True, "fp32"), (False, "bf16"), (True, "bf16")]
-
-
-@released_at_once
-@pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize(("balanced", "precision"), slow_but(SETTINGS, SETTINGS[0], SETTINGS[3]))
-def test_replicas_equal_the_simulated_peak(balanced, precision):
-    build, batch = PROBLEMS["language model"]
-    settings = {"layout": "replicas", "balanced_optimizer": balanced, "precision": precision, "devices": 3, "device_kind": "sim"}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(24), **settings)
-    with simulate(3) as cluster:
-        inputs, targets = batch(24)
-        model, criterion = DataParallelModel(build(), precision=precision), DataParallelCriterion(nn.CrossEntropyLoss())
-        optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            cluster.reset_peak()
-            optimizer.zero_grad()
-            with torch.autocast("sim", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
-                loss = criterion(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            del loss
-        assert report.allocated == pytest.approx(cluster.peak, rel=0.02)
-
-
-@released_at_once
-@pytest.mark.usefixtures("one_trace")
-def test_whole_parameters_equal_the_simulated_peak():
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
-
-    inputs, targets = torch.randn(2, 16, 64)
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "sim", "balanced_optimizer": True}
-    report = memory.estimate(build(), nn.MSELoss(), inputs, targets, optimizer=torch.optim.Muon, **settings)
-    with simulate(2) as cluster:
-        model, criterion = DataParallelModel(build()), DataParallelCriterion(nn.MSELoss())
-        optimizer = BalancedOptimizer(model, torch.optim.Muon)
-        for _ in range(2):
-            cluster.reset_peak()
-            optimizer.zero_grad()
-            criterion(model(inputs), targets).backward()
-            optimizer.step()
-        assert report.allocated == pytest.approx(cluster.peak, rel=0.02)
-
-
-@released_at_once
-@pytest.mark.usefixtures("one_trace")
-def test_dropout_equals_the_simulated_peak():
-    build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(24), **settings)
-    with simulate(2) as cluster:
-        model, criterion = DataParallelModel(build()), DataParallelCriterion(nn.CrossEntropyLoss())
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            cluster.reset_peak()
-            optimizer.zero_grad()
-            criterion(model(batch(24)[0]), batch(24)[1]).backward()
-            optimizer.step()
-        assert report.allocated == pytest.approx(cluster.peak, rel=0.005)
-
-
-@pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("balanced", [False, True])
-def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
-    """They have what they received until it is added, and no gradient."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2**20)
-    net = nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
-    settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
-    report = memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
-    blocks = report.batches.exact.first.blocks
-    beside = [block for block in blocks if block.stream]
-    assert beside
-    assert {block.kind for block in beside} == {"temporaries"}
-    assert any(block.kind == "gradients" for block in blocks)
+    # Side streams have what they received until it is added, and no gradient.
+    beside = {block.kind for block in report.batches.exact.first.blocks if block.stream}
+    assert beside == {"temporaries"}
 
 
 SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
@@ -159,6 +140,7 @@ def test_whole_parameters_of_fsdp_are_not_reserved():
     assert report.reserved[0] < 80 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_trace")
 def test_reserved_bytes_of_fsdp_fall_with_the_ranks_as_the_allocated_do():
     """Each of 24 layers has 8 MiB. Its parts with gradients and state are 4 MiB on a rank of 8, and 0.5 MiB on one of 64."""
@@ -171,39 +153,6 @@ def test_reserved_bytes_of_fsdp_fall_with_the_ranks_as_the_allocated_do():
     assert fall == pytest.approx(24 * 3.5 * 2**20, rel=0.1)
     assert few.reserved[0] - many.reserved[0] == pytest.approx(fall, rel=0.4)  # segments of 20 MiB are partly empty
     assert all(report.reserved[0] < 1.5 * report.allocated[0] for report in (few, many))
-
-
-class Repeated(nn.Module):
-    """One layer, applied several times, as in ALBERT."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(128, 128)
-
-    def forward(self, x):
-        for _ in range(6):
-            x = self.layer(x).relu()
-        return x
-
-
-@released_at_once
-@pytest.mark.usefixtures("one_trace")
-def test_replicas_cast_a_weight_at_each_use():
-    inputs, targets = torch.randn(1024, 128), torch.randint(128, (1024,))
-    settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "device_kind": "sim"}
-    loss = nn.CrossEntropyLoss()
-    report = memory.estimate(Repeated(), loss, inputs, targets, layout="replicas", devices=2, **settings)
-    casts = 5 * 128 * 128 * 2  # more than in the plain program
-    assert casts > 0.05 * report.allocated[0]
-    with simulate(2) as cluster:
-        model, criterion = DataParallelModel(Repeated(), precision="bf16"), DataParallelCriterion(loss, precision="bf16")
-        optimizer = torch.optim.SGD(model.parameters())
-        for _ in range(2):
-            cluster.reset_peak()
-            optimizer.zero_grad()
-            criterion(model(inputs), targets).backward()
-            optimizer.step()
-        assert report.allocated == pytest.approx(cluster.peak, rel=0.02)
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -227,10 +176,11 @@ def test_ddp_adds_communication_buckets_to_the_plain_program():
 
 @pytest.mark.usefixtures("one_trace")
 def test_replicas_with_checkpointing_and_sync_batch_norm():
-    build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
-    plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
-    less = memory.estimate(build(), F.cross_entropy, *batch(24), savings=["checkpoint_activations"], **settings)
+    plain, less = (
+        memory.estimate(LanguageModel(layers=2), F.cross_entropy, *WORDS, savings=names, **settings)
+        for names in ((), ["checkpoint_activations"])
+    )
     assert less.allocated < plain.allocated
     assert less.flops > plain.flops
     build, batch = PROBLEMS["convolutions"]
@@ -257,21 +207,21 @@ def batch(rows=ROWS):
     return torch.ones(rows, WIDTH), torch.arange(rows) % WIDTH
 
 
-def simulated_peak(criterion, devices, size, rows=ROWS):
+def simulated_peak(criterion, devices, size):
     with simulate(devices) as cluster:
         model = DataParallelModel(build())
         criterion = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
         step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=size)
         for _ in range(3):  # the first two compare rows with halves, whose memory estimates do not count
             cluster.reset_peak()
-            step(*batch(rows))
+            step(*batch())
         return cluster.peak
 
 
 @released_at_once
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize(
-    ("kind", "size"), slow_but([(kind, size) for kind in CRITERIA for size in (None, 4)], ("all outputs", 4), ("sums", 4))
+    ("kind", "size"), slow_but([(kind, size) for kind in CRITERIA for size in (None, 4)], ("all outputs", 4))
 )
 def test_estimates_equal_the_simulated_peak(kind, size):
     settings = {"layout": "replicas", "devices": 3, "device_kind": "sim"}
@@ -305,18 +255,12 @@ def test_fit_knows_the_outputs_of_all_rows():
     assert report.allocated == pytest.approx(simulated_peak(criterion(), 2, step.micro_batch_size), rel=0.02)
 
 
-BUCKET_WIDTH, BUCKET_ROWS = 384, 12
-
-
 def build_for_buckets():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(BUCKET_WIDTH, BUCKET_WIDTH), nn.GELU()) for _ in range(3)], nn.Linear(BUCKET_WIDTH, 10)
-    )
+    return nn.Sequential(*[nn.Sequential(nn.Linear(384, 384), nn.GELU()) for _ in range(3)], nn.Linear(384, 10))
 
 
 def batch_for_buckets():
-    return torch.zeros(BUCKET_ROWS, BUCKET_WIDTH), torch.zeros(BUCKET_ROWS, dtype=torch.int64)
+    return torch.zeros(12, 384), torch.zeros(12, dtype=torch.int64)
 
 
 def sgd(parameters):
@@ -324,12 +268,11 @@ def sgd(parameters):
 
 
 def peaks_of_rank(rank, micro_batch_sizes):
-    """Returns the peak of the third update on this rank. The reducer makes its final buckets in the first."""
     torch.set_num_threads(1)
-    return [peak(size) for size in micro_batch_sizes]
+    return [peak_of_third_update(size) for size in micro_batch_sizes]
 
 
-def peak(micro_batch_size):
+def peak_of_third_update(micro_batch_size):
     inputs, targets = batch_for_buckets()
     model, criterion = parallelize(build_for_buckets(), nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, sgd(model.parameters()), micro_batch_size=micro_batch_size)
@@ -349,7 +292,7 @@ def peak(micro_batch_size):
 
 
 def test_peak_of_ddp_equals_the_allocator_with_and_without_accumulation():
-    sizes = [BUCKET_ROWS, 4]
+    sizes = [12, 4]
     measured = [max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes, fresh=True), strict=True)]
     settings = {"layout": "ddp", "devices": 2, "device_kind": "cpu", "optimizer": sgd}
     reports = [

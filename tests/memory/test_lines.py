@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.memory_problems import PROBLEMS
-from helpers.slow import slow
+from helpers.slow import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,8 +22,10 @@ def test_rows_that_need_no_memory_have_no_largest_number():
         most_that_fit(lambda rows: True)
 
 
-@pytest.mark.parametrize("kind", [slow("cpu"), "h200"])
-@pytest.mark.parametrize("problem", PROBLEMS)
+CASES = [(problem, kind) for problem in PROBLEMS for kind in ("cpu", "h200")]
+
+
+@pytest.mark.parametrize(("problem", "kind"), slow_but(CASES, ("perceptron", "h200"), ("convolutions", "h200")))
 def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
     build, batch = PROBLEMS[problem]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")

@@ -55,16 +55,6 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, momentum=0.9)
 
 
-@pytest.mark.usefixtures("one_trace")
-def test_sparse_gradients_equal_the_allocator():
-    def batch():
-        return torch.randint(0, 500, (40, 30)), torch.zeros(40, dtype=torch.int64)
-
-    found = used(Lookup, batch, torch.optim.SGD)
-    report = memory.estimate(Lookup(), F.cross_entropy, *batch(), optimizer=torch.optim.SGD, device_kind="cpu")
-    assert abs(report.allocated[0] - found) <= 0.002 * found
-
-
 @pytest.mark.parametrize("optimizer", [momentum, torch.optim.Adagrad, torch.optim.SparseAdam])
 @pytest.mark.parametrize("device_kind", ["cpu", "h200"])
 def test_optimizers_that_merge_the_rows_of_sparse_gradients_raise_an_error(optimizer, device_kind):
@@ -89,13 +79,30 @@ SELECTIONS = {
 }
 
 
+def equals_the_allocator(build, batch, optimizer=torch.optim.AdamW, precision="fp32", criterion=F.cross_entropy, rel=0.001):
+    """Compares an estimate for the CPU with its allocator. Returns the report."""
+    found = used(build, batch, optimizer, precision, criterion=criterion)
+    settings = {"optimizer": optimizer, "precision": precision, "device_kind": "cpu"}
+    report = memory.estimate(build(), criterion, *batch(), **settings)
+    assert abs(report.allocated[0] - found) <= rel * found
+    return report
+
+
+def ones():
+    return torch.ones(500, 8), torch.zeros(500)
+
+
+def first(out, _):
+    return out
+
+
 @pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.usefixtures("one_trace")
 def test_selections_are_estimated_by_the_worst_case(name):
     """No batch selects more, so the estimate is never below the memory in use."""
-    found = used_by_all_ones(SELECTIONS[name])
     net = Applying(SELECTIONS[name])
-    report = memory.estimate(net, lambda out, _: out, torch.zeros(500, 8), torch.zeros(500), device_kind="cpu")
+    found = used(lambda: net, ones, torch.optim.AdamW, criterion=first)
+    report = memory.estimate(net, first, torch.zeros(500, 8), torch.zeros(500), device_kind="cpu")
     assert found <= report.allocated[0] <= 3 * found
 
 
@@ -107,18 +114,16 @@ def fill(h):
 
 
 def test_a_number_for_a_mask_equals_the_allocator(one_trace):
-    """torch fills the mask: it makes no indices."""
-    found = used_by_all_ones(fill, torch.optim.Rprop)  # which sets the signs of gradients by masks
-    settings = {"device_kind": "cpu", "optimizer": torch.optim.Rprop}
-    report = memory.estimate(Applying(fill), lambda out, _: out, torch.zeros(500, 8), torch.zeros(500), **settings)
-    assert abs(report.allocated[0] - found) <= 0.002 * found
+    """torch fills the mask: it makes no indices. Rprop sets the signs of gradients by masks."""
+    equals_the_allocator(lambda: Applying(fill), ones, torch.optim.Rprop, criterion=first, rel=0.002)
 
 
-def used_by_all_ones(function, optimizer=torch.optim.AdamW):
+@pytest.mark.usefixtures("one_trace")
+def test_sparse_gradients_equal_the_allocator():
     def batch():
-        return torch.ones(500, 8), torch.zeros(500)
+        return torch.randint(0, 500, (40, 30)), torch.zeros(40, dtype=torch.int64)
 
-    return used(lambda: Applying(function), batch, optimizer, criterion=lambda out, _: out)
+    equals_the_allocator(Lookup, batch, torch.optim.SGD, rel=0.002)
 
 
 class Spelling(nn.Module):
@@ -150,9 +155,7 @@ def test_ctc_loss_equals_the_peak_of_the_allocator(criterion):
     def batch():
         return torch.zeros(6, 50, 8), torch.ones(6, 20, dtype=torch.int64)
 
-    found = used(Spelling, batch, torch.optim.AdamW, criterion=criterion)
-    report = memory.estimate(Spelling(), criterion, *batch(), device_kind="cpu")
-    assert abs(report.allocated[0] - found) <= 0.001 * found
+    equals_the_allocator(Spelling, batch, criterion=criterion)
 
 
 def test_module_with_a_fixed_batch_size_is_not_extrapolated():
@@ -177,9 +180,7 @@ def test_scalar_loss_that_keeps_its_elements_equals_the_allocator(loss):
     def batch():
         return torch.zeros(400, 16), torch.zeros(400, 32)
 
-    found = used(build, batch, torch.optim.SGD, criterion=loss)
-    report = memory.estimate(build(), loss, *batch(), optimizer=torch.optim.SGD, device_kind="cpu")
-    assert abs(report.allocated[0] - found) <= 0.002 * found
+    equals_the_allocator(build, batch, torch.optim.SGD, criterion=loss, rel=0.002)
 
 
 class Experts(nn.Module):
@@ -202,9 +203,7 @@ def test_products_of_groups_equal_the_allocator(precision):
     def batch():
         return torch.zeros(64, 64), torch.zeros(64, 64)
 
-    found = used(Experts, batch, torch.optim.AdamW, precision, criterion=F.mse_loss)
-    report = memory.estimate(Experts(), F.mse_loss, *batch(), precision=precision, device_kind="cpu")
-    assert abs(report.allocated[0] - found) <= 0.001 * found
+    report = equals_the_allocator(Experts, batch, precision=precision, criterion=F.mse_loss)
     assert report.flops == 5 * 2 * 64 * 64 * 256  # two products, and the gradients of both matrices and of what is between them
 
 

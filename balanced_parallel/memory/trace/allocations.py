@@ -1,16 +1,17 @@
 """A record of every allocation and every release during a step on fake tensors, in order."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import multiprocessing
 import sys
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -69,70 +70,73 @@ class Count(TorchDispatchMode):
 
     def __init__(self, names: dict[int, str], kind: DeviceKind, scalar: int | float | bool | None = None) -> None:
         super().__init__()
-        self.workspace, self.fuses = kind.workspace, kind.fuses
-        self._handles: set[tuple[str, bool]] = set()  # by device, for the threads of the forward and of the backward
-        self.scalar = scalar  # the result of every read of a tensor's value in the model; None makes it an error
-        self.names = names  # of modules, by shared_id
+        self.kind = kind
+        # The threads of forward and backward have a handle on each device.
+        self._handles: set[tuple[str, bool]] = set()
+        self.scalar = scalar  # Every read of a tensor's value in the model returns it. None makes it an error.
+        self.names = names  # Keys are the shared_id of modules.
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.marks: dict[str, int] = {}
         self.flops = 0
         self.values = Values()
-        self.assumed = ""  # what the last operator that selects by values was assumed to find
+        self.assumed = ""  # The assumption about the last operator that selects by values.
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._node: int | None = None  # the one that runs in a backward
-        self._older = 0  # blocks that were there before it
-        self._reused: tuple[int, int] | None = None  # a block, and the place of its release among the events
+        self._node: int | None = None  # The node that runs in a backward.
+        self._older = 0  # The number of blocks before it.
+        self._reused: tuple[int, int] | None = None  # A block, and the place of its release among the events.
         self._is_paused = False
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[object]:
         """Records nothing in the block. Tensors that outlive it must be seen afterwards."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return patch.object(self, "_is_paused", True)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        if func is _DEVICE:  # every access to .device: two thirds of all calls
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # Every access to .device is one, two thirds of all calls.
             fake = args[0]
             if type(fake) is FakeTensor and not fake.fake_mode.in_kernel_invocation:
-                return fake.fake_device  # the result of the fake mode, without its dispatch
-            return func(*args, **(kwargs or {}))
+                return fake.fake_device  # The result of the fake mode, without its dispatch.
         if any(map(is_sharded, types)):
-            return NotImplemented  # its local tensor is dispatched again
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
+            return NotImplemented  # The local tensor is dispatched again.
+        if self._is_paused or func is _DEVICE:
+            return func(*args, **kwargs)
         node = current_node()
         number = None if node is None else number_of(node)
         if number != self._node:
             self._node, self._older = number, len(self.blocks)
         self._reused = None
-        kwargs = kwargs or {}
         result = self.values.follow(func, args, kwargs, lambda: self._run(func, args, kwargs))
+        self._count_operations(func, args, kwargs, result)
         keep_elements(func, args, result)
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=result))
-        elif func is _GROUPED_PRODUCTS:  # of experts: torch counts none
-            self.flops += 2 * args[0].numel() * args[1].shape[-1]
-        for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):
-            if isinstance(leaf, Tensor):
-                self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
+        kind = "communication buckets" if func.namespace in _COMMUNICATES else "temporaries"
+        self.see_all([result] if isinstance(result, Tensor) else leaves_of_tree(result), kind, str(func))
         if func in IN_PLACE and isinstance(result, Tensor):
             self._reuse(func, args[0], result)
-        if (
-            func in MATRIX_PRODUCTS
-            and self.workspace
-            and (handle := (str(args[0].device), node is not None)) not in self._handles
-        ):
-            self._handles.add(handle)
-            self._take(self.workspace, "workspace", func, args, releases=False)
-        self._take(selected(func, args), "temporaries", func, args)
-        self._take(convolution_workspace(func, args, result) if self.fuses else 0, MAYBE, func, args)
+        self._take_for_operator(func, args, result)
         return result
+
+    def _count_operations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object], result: object) -> None:
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        elif func is _GROUPED_PRODUCTS:  # Torch counts none for experts.
+            self.flops += 2 * args[0].numel() * args[1].shape[-1]
+
+    def _take_for_operator(self, func: object, args: tuple[Any, ...], result: object) -> None:
+        """Records memory that an operator takes for itself, and releases before it returns. A handle's stays."""
+        sizes = {"temporaries": selected(func, args)}
+        if self.kind.fuses:
+            sizes[MAYBE] = convolution_workspace(func, args, result)
+        handle = func in MATRIX_PRODUCTS and (str(args[0].device), current_node() is not None)
+        if handle and handle not in self._handles:
+            self._handles.add(handle)
+            sizes = {"workspace": self.kind.workspace, **sizes}
+        for kind, size in sizes.items():
+            if size:
+                self.blocks.append(Block(str(args[0].device), size, kind, str(func), *_where(self.names)))
+                self.events += [len(self.blocks)] if kind == "workspace" else [len(self.blocks), -len(self.blocks)]
 
     def _run(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         result = answer(func, args, kwargs, self.scalar, _user_line)
@@ -142,12 +146,6 @@ class Count(TorchDispatchMode):
             shape = tuple(leaves_of_tree(result)[0].shape)
             self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
         return result
-
-    def _take(self, size: int, kind: str, func: object, args: Sequence[Any], releases: bool = True) -> None:
-        """Records memory that an operator allocates for itself, and releases before it returns."""
-        if size:
-            self.blocks.append(Block(str(args[0].device), size, kind, str(func), *_where(self.names)))
-            self.events += [len(self.blocks), -len(self.blocks)][: 1 + releases]
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
@@ -161,16 +159,16 @@ class Count(TorchDispatchMode):
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Records another size of a storage."""
-        if (entry := self._live.get(storage_id(storage))) is not None:
-            block = self.blocks[entry[1] - 1]
-            self._release(storage_id(storage))
+        if (key := storage_id(storage)) in self._live:
+            block = self.blocks[self._live[key][1] - 1]
+            self._release(key)
             self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
 
-    def see_all(self, tensors: Iterable[object], kind: str) -> None:
+    def see_all(self, tensors: Iterable[object], kind: str, operator: str = "") -> None:
         """Records each tensor among ``tensors``."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self.see(tensor, kind)
+                self.see(tensor, kind, operator)
 
     def move(self, tensor: Tensor, device: torch.device) -> None:
         """Moves a recorded tensor to a device that fake tensors cannot be on."""
@@ -185,6 +183,7 @@ class Count(TorchDispatchMode):
 
     def mark(self, name: str) -> None:
         """Names the next event. Operations are counted from the beginning of an update on."""
+        self.marks.pop(name, None)  # Marks are in the order of their events.
         self.marks[name] = len(self.events)
         if name in ("first", "second"):
             self.flops = 0
@@ -232,30 +231,27 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
     node = current_node()
     if node is not None:
         return "", f"backward: {node.name()}"
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not (module and line):
+    for frame, number in traceback.walk_stack(sys._getframe(2)):
         code = frame.f_code
         if not line and not code.co_filename.startswith((_HERE, *_RUNNERS)):
-            line = f"{code.co_filename}:{frame.f_lineno}"
-        if not module and code.co_name == "forward":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                module = names.get(shared_id(owner), "")
-        frame = frame.f_back
+            line = f"{code.co_filename}:{number}"
+        owner = frame.f_locals.get("self") if code.co_name == "forward" and not module else None
+        if isinstance(owner, nn.Module):
+            module = names.get(shared_id(owner), "")
+        if module and line:
+            break
     return module, line if module else ""
 
 
 def _user_line() -> str:
     """Returns the line of the model or the criterion that reads a value; empty if an optimizer or this package does."""
-    frame: FrameType | None = sys._getframe(2)
     line = ""
-    while frame is not None:
+    for frame, number in traceback.walk_stack(sys._getframe(2)):
         name = frame.f_code.co_filename
         if name.startswith(_OPTIMIZERS):
-            return ""  # also an optimizer of another package, whose step() torch wraps
+            return ""  # Optimizers of other packages are among them: torch wraps their step().
         if not line and not name.startswith((_MEMORY, *_RUNNERS)):
             if name.startswith(_HERE):
                 return ""
-            line = f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
+            line = f"{name}:{number}"
     return line

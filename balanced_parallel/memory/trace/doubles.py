@@ -95,7 +95,7 @@ def one_chunk(share: float) -> Iterator[None]:
     def run_one(*arguments: Any) -> object:
         wanted: tuple[bool, ...] = arguments[-2]
         chunks = functools.partial(_one_chunk, share, 1 + wanted[0] + wanted[1])
-        empty = SimpleNamespace(linear=_empty_linear)
+        empty = SimpleNamespace(linear=lambda rows, weight, bias=None: rows.new_empty(len(rows), len(weight)))
         with patch.multiple(linear_cross_entropy, _chunks=chunks, F=empty, _write=lambda *_: None):
             return run(*arguments)
 
@@ -110,7 +110,3 @@ def _one_chunk(share: float, products: int, hidden: Tensor, weight: Tensor, targ
     torch.mm(hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1))
     factor = None if factors is None else factors[:1].expand(size)
     yield slice(0, size), hidden[:1].expand(size, -1), target[:1].expand(size), factor
-
-
-def _empty_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return rows.new_empty(len(rows), len(weight))

@@ -125,8 +125,8 @@ def undisturbed() -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager")
     collects, level = gc.isenabled(), logging.root.manager.disable
     with warnings.catch_warnings(action="ignore"), eager:
-        gc.disable()  # its runs depend on earlier objects, and equal traces must have equal events
-        logging.disable()  # torch raises errors and logs them too; a model logs in each process
+        gc.disable()  # The runs of the collector depend on earlier objects, and equal traces must have equal events.
+        logging.disable()  # Torch raises errors and logs them too; a model logs in each process.
         try:
             yield
         finally:

@@ -74,7 +74,7 @@ class OptimizerChoice:
         return isinstance(self.plain_make, type) and not is_elementwise(self.plain_make)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "OptimizerChoice":
-        return self  # its settings keep their values in a trace
+        return self  # The settings keep their values in a trace.
 
     def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
         """Makes the optimizer, a :class:`BalancedOptimizer` if there is a model."""
@@ -106,12 +106,17 @@ def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.
     return [each.shards.inner if isinstance(each, BalancedOptimizer) else each for each in optimizers]
 
 
+def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
+    """Yields the groups of parameters of all optimizers."""
+    return (group for optimizer in optimizers for group in optimizer.param_groups)
+
+
 def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> None:
     """Selects the kernels that torch would choose: with ``foreach``, as on a GPU, where Adafactor alone loops over tensors."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups if foreach and not isinstance(optimizer, torch.optim.Adafactor) else ():
-            if group.get("foreach", True) is None and not group.get("fused"):
-                group["foreach"] = True
+    others = [optimizer for optimizer in optimizers if foreach and not isinstance(optimizer, torch.optim.Adafactor)]
+    for group in groups_of(others):
+        if group.get("foreach", True) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 class ExistingOptimizers:
@@ -133,18 +138,17 @@ class ExistingOptimizers:
         if model is not None and not recipes:
             first, *others = others
             recipes = [(Recipe(type(first), first.param_groups, {}), None)]
-        pieces_of_model = set(map(id, parameters))
+        pieces = set(map(id, parameters))
         for (kind, groups, rest), sharding in recipes:
             if model is not None:
                 others.append(BalancedOptimizer(model, kind, groups, sharding, **rest))
                 continue
-            pieces = [
-                {**group, "params": [piece for piece in group["params"] if id(piece) in pieces_of_model]} for group in groups
-            ]
-            others.append(kind([group for group in pieces if group["params"]], **rest))
+            owned = [{**group, "params": [each for each in group["params"] if id(each) in pieces]} for group in groups]
+            others.append(kind([group for group in owned if group["params"]], **rest))
         inner = inner_optimizers(others)
-        for group in (group for optimizer in inner for group in optimizer.param_groups if "capturable" in group):
-            group["capturable"] = False  # torch refuses it for the CPUs of a trace
+        for group in groups_of(inner):
+            if "capturable" in group:
+                group["capturable"] = False  # Torch refuses it for the CPUs of a trace.
         use_kernels(inner, self.foreach)
         return others
 
@@ -171,27 +175,20 @@ class TracedCriterion(DataParallelCriterion):
 def fill(loss: CoupledLoss, rows: int) -> None:
     """Collects outputs and targets of further rows, on the devices of the last ones, without a forward."""
 
-    def more(leaf: Any, count: int, present: int) -> Any:
+    def resize(leaf: Any, share: float) -> Any:
         if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
             return leaf
         shape = list(leaf.leaf.shape)
-        shape[leaf.dim] = shape[leaf.dim] * count // max(present, 1)
+        shape[leaf.dim] = round(shape[leaf.dim] * share)
         return Along(leaf.leaf.new_empty(shape), leaf.dim)
 
-    if not isinstance(loss, WholeLoss):
-        return
-    missing = max(rows - sum(map(_rows, loss.pieces)), 0)
-    last = list({_along(piece).leaf.device: piece for piece in loss.pieces}.values())
-    for piece, count in zip(last, split_sizes(missing, len(last)), strict=True):
-        loss.pieces.append(map_leaves(functools.partial(more, count=count, present=_rows(piece)), piece))
-
-
-def _along(piece: Arguments) -> Along:
-    return next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
-
-
-def _rows(piece: Arguments) -> int:
-    return int(_along(piece).leaf.size(_along(piece).dim))
+    if isinstance(loss, WholeLoss):
+        alongs = [next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along)) for piece in loss.pieces]
+        sizes = [along.leaf.size(along.dim) for along in alongs]
+        last = {along.leaf.device: place for place, along in enumerate(alongs)}
+        for place, count in zip(last.values(), split_sizes(max(rows - sum(sizes), 0), len(last)), strict=True):
+            share = count / max(sizes[place], 1)
+            loss.pieces.append(map_leaves(functools.partial(resize, share=share), loss.pieces[place]))
 
 
 T = TypeVar("T")
@@ -217,7 +214,7 @@ class SingleDevice(Layout):
     """The plain program on one device, and the base of the other layouts. An instance runs one update on fake tensors."""
 
     name = "single"
-    replicas: Sequence[Replicas] = ()  # of the model and of the criterion
+    replicas: Sequence[Replicas] = ()  # The model has one, and the criterion.
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
         self.request = request
@@ -227,13 +224,6 @@ class SingleDevice(Layout):
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
         self.buckets = []
         self.optimizers = self.make_optimizers()
-
-    @classmethod
-    def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Yields the parameters that the busiest rank owns."""
-        if request.devices > 1 and request.balanced:
-            _, owned = busiest_owner(trained(request.module.parameters()), request.devices)
-            yield from (((), parameter) for parameter in owned)
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
@@ -255,7 +245,7 @@ class SingleDevice(Layout):
         with Precision(self.request.precision).autocast([HOME]):
             criterion = self.coupled_criterion()
             loss = criterion.kind.loss(criterion.copies, HOME, is_split=True)
-            if self.request.micro_batches > 1:  # the first of two passes
+            if self.request.micro_batches > 1:  # This is the first of two passes.
                 with torch.no_grad():
                     for arguments, targets in micro_batches:
                         loss.collect(criterion.cut(self.outputs(arguments), targets, {}))
@@ -287,6 +277,9 @@ class SingleDevice(Layout):
             output = self.module(*plain.inputs, **plain.kwargs)
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
 
+    def close(self) -> None:
+        """Ends the process group of the layout, if it has one."""
+
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the optimizers of torch."""
         return inner_optimizers(self.optimizers)
@@ -299,16 +292,12 @@ class SingleDevice(Layout):
         """Yields every gradient that exists, those that the replicas hold too."""
         return gradients_of(self.parameters, self.replicas, self.optimizers)
 
-    def close(self) -> None:
-        """Ends the process group of the layout, if it has one."""
-
 
 def gradients_of(
     parameters: Iterable[Tensor], replicas: Iterable[Replicas], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[Tensor | None]:
     """Yields the gradients of parameters, of what optimizers update in their place, and those that replicas hold."""
-    groups = [group for optimizer in inner_optimizers(optimizers) for group in optimizer.param_groups]
-    updated = [parameter for group in groups for parameter in group["params"]]
+    updated = [parameter for group in groups_of(inner_optimizers(optimizers)) for parameter in group["params"]]
     yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
     held = (bucket.held for each in replicas for bucket in each.gradients.buckets)
     yield from (gradient for by_device in held for gradients in by_device.values() for gradient in gradients.values())
@@ -327,7 +316,7 @@ class ReplicaLayout(SingleDevice):
     batch_on_host = True
 
     def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
-        # gradients on devices with streams live until another stream has read them
+        # Gradients on devices with streams live until another stream has read them.
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
         self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], request)
@@ -343,7 +332,7 @@ class ReplicaLayout(SingleDevice):
                 for piece in BucketOwners(bucket.parameters, parts).pieces:
                     yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter
 
-    def coupled_criterion(self) -> Any:
+    def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
         return self.parallel_criterion
 

@@ -29,13 +29,13 @@ from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch, move_leaves
 from ...runtime.torch_private import leaves_of_tree
 from ...savings.saving import Saving, around_update, change_module, change_optimizers
-from ..operators import CUDA_KERNELS, HINT, VALUE_KERNELS, UnknownMemory, autograd_kernels, cuda_choices
+from ..operators import HINT, KERNELS, UnknownMemory, autograd_kernels, cuda_choices
 from ..problem import Layout, Request, TracedBatch
 from . import fakes
 from .allocations import Count, Trace
 from .doubles import one_chunk, traced_savings
 from .fakes import HOME, host_of
-from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
+from .stacks import FEWEST, NotRepeating, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 Job = tuple[Request, int]  # the rows of a micro-batch
@@ -109,9 +109,11 @@ class Processes:
 
     def _work(self, results: Sequence[Future[T]]) -> bool:
         """Waits for results. Returns False if the processes use no processor for ``PATIENCE`` seconds."""
-        used = -1
+        used: object = None
         while self._pool is not None and wait(results, PATIENCE).not_done:
-            before, used = used, sum(map(_processor_time, self._pool._processes))
+            # The times of a process in and for the system are fields 14 and 15 of proc(5), behind its name.
+            stats = [Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2] for process in self._pool._processes]
+            before, used = used, [stat.split()[11:13] for stat in stats]
             if used == before:
                 return False
         return True
@@ -121,11 +123,6 @@ class Processes:
         place = next((place for place, other in enumerate(self._requests) if other is request), 0)
         before = vars(self._requests[place])
         return place, {name: value for name, value in vars(request).items() if value is not before[name]}
-
-
-def _processor_time(process: int) -> int:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
-    return int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
 
 
 def _runs_in_parent_only(error: Exception) -> bool:
@@ -139,9 +136,9 @@ _requests: list[Request] = []  # Only a forked process has some.
 def _prepare(requests: Sequence[Request]) -> None:
     """Begins a forked process."""
     _requests.extend(requests)
-    gc.freeze()  # the collector does not visit, and so does not copy, the parent's objects
-    gc.disable()  # one more run, after a trace, would take a sixth of its time
-    torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
+    gc.freeze()  # The collector does not visit, and so does not copy, the parent's objects.
+    gc.disable()  # One more run, after a trace, would take a sixth of its time.
+    torch.set_num_threads(1)  # The threads of the parent's pool do not exist here.
 
 
 def _run_known(function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int) -> T:
@@ -151,7 +148,7 @@ def _run_known(function: Callable[[Request, int], T], description: tuple[int, di
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001 - an exception with arguments of its own
+        except Exception:  # noqa: BLE001 - an exception with further arguments
             kind = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
             raise kind(f"{type(error).__name__}: {error}") from None
         raise
@@ -174,67 +171,69 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
         return f"{prefix}{error}".splitlines()[0]
 
 
+_UNCUT = contextlib.nullcontext()
+
+
 def _trace(request: Request, rows: int) -> Trace:
     trace = _trace_repeated(request, rows) or _trace_whole(request, rows)
     return dataclasses.replace(trace, events=_ordered(trace.events))
 
 
+def _ordered(events: list[int]) -> list[int]:
+    """Sorts the releases between two allocations. Their order varies with memory addresses."""
+    runs = itertools.groupby(events, lambda event: event > 0)
+    return [event for is_allocation, run in runs for event in (run if is_allocation else sorted(run, reverse=True))]
+
+
 def _trace_repeated(request: Request, rows: int) -> Trace | None:
     """Returns the trace of a module with many equal blocks, from traces with few of them; None if they do not show it."""
-    stack = find_stack(request.module)
-    if stack is None or request.optimizer.has_state or not divides_evenly(request, stack):
-        return None
-    # a block of FSDP2 is released while the next but one is gathered; offloaded inputs of checkpoints wait for two more blocks
+    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of checkpoints wait for two.
     waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
-    fewest = FEWEST + request.layout.is_sharded + 4 * waits
-    short, traced = None, 0
-    for count in itertools.count(fewest):
-        traced += count
-        if traced + (count == fewest) * (count + 1) >= stack.length:
-            break
+    count = FEWEST + request.layout.is_sharded + 4 * waits
+    stack = find_stack(request.module)
+    if stack is None or stack.length < 2 * count + 2 or request.optimizer.has_state or not divides_evenly(request, stack):
+        return None
+    short, traced = None, count
+    while traced < stack.length:
         try:
-            long = _trace_whole(request, rows, (stack, count))
+            long = _trace_whole(request, rows, stack.cut(count))
         except Exception:  # noqa: BLE001 - a module may need all of its blocks, or fail with them too
-            break
+            return None
         more = stack.length - count + 1
         if short is not None:
             with contextlib.suppress(NotRepeating):
                 entries = extend(entries_of(short, stack), entries_of(long, stack), more)
                 return replace_entries(long, entries, short.flops + (long.flops - short.flops) * more)
-        short = long
+        short, count = long, count + 1
+        traced += count
     return None
 
 
-def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = None) -> Trace:
+def _trace_whole(request: Request, rows: int, cut: contextlib.AbstractContextManager[object] = _UNCUT) -> Trace:
     """Traces the module, or the module with only some blocks of a stack. Releases between two allocations are in any order."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with cut[0].cut(cut[1]) if cut else contextlib.nullcontext():
+    with cut:
         module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
-    if cut:
-        cut[0].correct_counts(module, cut[1])
     request = dataclasses.replace(request, optimizer=optimizer)
-    host = host_of(request.devices) if request.kind.like_cuda else None  # nothing is offloaded from a CPU
-    savings = traced_savings(request.savings, host)
+    host = host_of(request.devices)
+    savings = traced_savings(request.savings, host if request.kind.like_cuda else None)
     with fakes.undisturbed():
         change_module(module, savings)
-    whole = rows * request.micro_batches
-    place = host_of(request.devices) if request.layout.batch_on_host else HOME
-    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
-    batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim, count)
-    choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
-    with (
-        fakes.undisturbed(),
-        fakes.devices_that_mix(),
-        fakes.rows_of_one_sequence(),
-        one_chunk(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
-        autograd_kernels(CUDA_KERNELS | VALUE_KERNELS),
-        choices,
-        mode,
-        _unknown_memory(count),
-    ):
-        _run(request, count, module, criterion, batch, rows, savings)
-    traced = min(request.micro_batches, TRACED)
-    return Trace(rows, traced, count.blocks, count.events, count.marks, count.flops)
+        count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
+        place = host if request.layout.batch_on_host else HOME
+        whole = rows * request.micro_batches
+        batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim, count)
+        with (
+            fakes.devices_that_mix(),
+            fakes.rows_of_one_sequence(),
+            one_chunk(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
+            autograd_kernels(KERNELS),
+            cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext(),
+            mode,
+            _unknown_memory(count),
+        ):
+            _run(request, count, module, criterion, batch, rows, savings)
+    return Trace(rows, min(request.micro_batches, TRACED), count.blocks, count.events, count.marks, count.flops)
 
 
 def _run(
@@ -242,10 +241,10 @@ def _run(
 ) -> None:
     arguments, targets = batch
     count.see_all((leaf for _, leaf in leaves(move_leaves(batch, None))), "inputs")
-    modules = [part for part in (module, criterion) if isinstance(part, torch.nn.Module)]
+    modules = torch.nn.ModuleList(part for part in (module, criterion) if isinstance(part, torch.nn.Module))
     is_sharded = request.layout.is_sharded
     if not is_sharded:
-        count.see_all(_tensors_of(modules), "parameters")
+        count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
     pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
     micro_batches = pieces[:TRACED]
@@ -255,14 +254,15 @@ def _run(
         contextlib.nullcontext() if request.kind.like_cuda else fakes.counting_random_states(count),
         fakes.shapes_of_shards_uncounted(count) if is_sharded else contextlib.nullcontext(),
     ):
-        with count.paused() if is_sharded else contextlib.nullcontext():  # whole parameters, released before the first update
+        # Whole parameters are released before the first update.
+        with count.paused() if is_sharded else contextlib.nullcontext():
             layout = request.layout(request, module, criterion)
         change_optimizers(layout.optimizers, savings)
-        count.see_all(_tensors_of(modules), "parameters")
+        count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
         try:
-            # the first update makes the state of the optimizer
+            # The first update makes the state of the optimizer.
             for generation, (name, update) in enumerate((("first", micro_batches[:1]), ("second", micro_batches))):
-                gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
+                gc.collect(generation)  # The objects of this trace are young, as the collector is off.
                 count.mark(name)
                 with around_update(savings), layout.window():
                     _update(layout, count, update)
@@ -270,10 +270,6 @@ def _run(
                     _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
         finally:
             layout.close()
-
-
-def _tensors_of(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> None:
@@ -321,12 +317,6 @@ def _refuse_merges(optimizers: Iterable[Optimizer], gradients: Iterable[torch.Te
                 f"{type(optimizer).__name__} merges the rows of a sparse gradient, and how many differ depends on values: give "
                 "memory.estimate the module with sparse=False, or SGD without momentum"
             )
-
-
-def _ordered(events: list[int]) -> list[int]:
-    """Sorts the releases between two allocations. Their order varies with memory addresses."""
-    runs = itertools.groupby(events, lambda event: event > 0)
-    return [event for is_allocation, run in runs for event in (run if is_allocation else sorted(run, reverse=True))]
 
 
 _NO_KERNEL = "has no fake kernel: register one with torch.library.register_fake, which gives the shape of its result"
