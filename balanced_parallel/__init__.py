@@ -1,15 +1,15 @@
 """Train with the batch you want on the GPUs you have.
 
-However a batch is split (over devices, over processes, over time), the loss and the gradients are those of the one big
-batch, and no device carries more than its share.
+However a batch is split (over devices, over processes, over time), the loss and the gradients are
+those of the one big batch, and no device carries more than its share.
 
-Replace ``nn.DataParallel``: :class:`DataParallelModel`, :class:`DataParallelCriterion`, :func:`gather`.
-Train in micro-batches: :class:`TrainStep`. Run under torchrun: :func:`parallelize`. Spread optimizer state:
-:class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`, :func:`memory.plan`. Lower it: :mod:`savings`. Try it
-without GPUs: :func:`simulate`.
+Replace ``nn.DataParallel``: :class:`DataParallelModel`, :class:`DataParallelCriterion`,
+:func:`gather`. Train in micro-batches: :class:`TrainStep`. Run under torchrun: :func:`parallelize`.
+Spread optimizer state: :class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`,
+:func:`memory.plan`. Lower it: :mod:`savings`. Try it without GPUs: :func:`simulate`.
 
-The planner, the simulator, ``verify`` and :class:`Checkpoints` are loaded when they are first used: their imports take seconds.
-Training does without them.
+The planner, the simulator, ``verify`` and :class:`Checkpoints` are loaded when they are first used:
+their imports take seconds. Training does without them.
 """
 
 import importlib
@@ -69,7 +69,11 @@ __all__ = [
     "weighted_mean",
 ]
 
-_PLACES = {"Checkpoints": ".training.checkpoint", "simulate": ".simulation", "verify": ".diagnostics.verify"}
+_PLACES = {
+    "Checkpoints": ".training.checkpoint",
+    "simulate": ".simulation",
+    "verify": ".diagnostics.verify",
+}
 
 
 def __getattr__(name: str) -> Any:

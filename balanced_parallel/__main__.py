@@ -6,8 +6,8 @@ What would save:       PROGRAM tricks --problem net.py:build --devices 4
 
 ``build`` is a function that returns ``(module, criterion, inputs, targets)``.
 
-No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if nothing fits, and 2, with one line
-on stderr, if the model or a flag is wrong.
+No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if
+nothing fits, and 2, with one line on stderr, if the model or a flag is wrong.
 """
 
 import argparse
@@ -76,10 +76,16 @@ def capacity(text: str) -> int | list[int]:
 def optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Parses the name of a class of ``torch.optim``, in any case."""
     base = torch.optim.Optimizer
-    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)]
+    kinds = [
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, base)
+    ]
     classes = {kind.__name__.lower(): kind for kind in kinds if kind is not base}
     if name.lower() not in classes:
-        raise argparse.ArgumentTypeError(f"torch.optim has no {name!r}, expected one of {', '.join(classes)}")
+        raise argparse.ArgumentTypeError(
+            f"torch.optim has no {name!r}, expected one of {', '.join(classes)}"
+        )
     return classes[name.lower()]
 
 
@@ -89,22 +95,59 @@ dimension = functools.partial(whole_number, 0, "a dimension: 0, 1, ...")
 
 def make_parser() -> OneLineParser:
     """Makes the parser of all commands."""
-    program = "balanced-parallel" if Path(sys.argv[0]).name == "balanced-parallel" else "python -m balanced_parallel"
+    program = (
+        "balanced-parallel"
+        if Path(sys.argv[0]).name == "balanced-parallel"
+        else "python -m balanced_parallel"
+    )
     description = (__doc__ or "").replace("PROGRAM", program)
-    parser = OneLineParser(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"balanced_parallel {version('balanced-parallel')}")
+    parser = OneLineParser(
+        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"balanced_parallel {version('balanced-parallel')}"
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="|".join(COMMANDS))
     common: dict[str, Any] = {"parents": [_problem_and_step()], "allow_abbrev": False}
-    commands = {name: subparsers.add_parser(name, help=text, **common) for name, (_, text) in COMMANDS.items()}
+    commands = {
+        name: subparsers.add_parser(name, help=text, **common)
+        for name, (_, text) in COMMANDS.items()
+    }
     add = commands["estimate"].add_argument
-    add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
-    add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
-    add("--balanced-optimizer", action="store_true", help="spread the optimizer's state over the devices")
+    add(
+        "--layout",
+        choices=LAYOUTS,
+        help="how the devices are used (default: single, replicas on several devices)",
+    )
+    add(
+        "--micro-batch-size",
+        type=positive,
+        metavar="N",
+        help="rows per device in one forward (default: its whole share)",
+    )
+    add(
+        "--balanced-optimizer",
+        action="store_true",
+        help="spread the optimizer's state over the devices",
+    )
     add = commands["plan"].add_argument
-    place = "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
+    place = (
+        "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
+    )
     add("--memory", type=capacity, metavar="SIZE", help=place)
-    add("--hosts", type=positive, default=1, metavar="N", help="hosts with --devices each, under torchrun (default: 1)")
-    add("-v", "--verbose", action="store_true", help="also print what was not tried, and savings to apply by hand")
+    add(
+        "--hosts",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="hosts with --devices each, under torchrun (default: 1)",
+    )
+    add(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print what was not tried, and savings to apply by hand",
+    )
     return parser
 
 
@@ -114,13 +157,40 @@ def _problem_and_step() -> argparse.ArgumentParser:
     add = parser.add_argument
     place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets)"
     add("--problem", required=True, metavar="FILE.py:NAME", help=place)
-    add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows (default: 0)")
+    add(
+        "--dim",
+        type=dimension,
+        default=0,
+        metavar="N",
+        help="the dimension of the rows (default: 0)",
+    )
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
     add("--batch-size", type=positive, metavar="N", help=rows)
-    add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
-    add("--optimizer", type=optimizer, default="adamw", metavar="NAME", help="default: adamw, of torch.optim")
-    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
-    add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
+    add(
+        "--devices",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="how many, or how many ranks (default: 1)",
+    )
+    add(
+        "--optimizer",
+        type=optimizer,
+        default="adamw",
+        metavar="NAME",
+        help="default: adamw, of torch.optim",
+    )
+    add(
+        "--precision",
+        choices=["fp32", "bf16", "fp16"],
+        default="fp32",
+        help="arithmetic of forward and loss (default: fp32)",
+    )
+    add(
+        "--device-kind",
+        metavar="KIND",
+        help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)",
+    )
     scalar = "the largest value that the module reads of a tensor (.item(), if), where it does"
     add("--scalar", type=float, metavar="X", help=scalar)
     page = "write a page: memory over the step, the holders of its peak, the options of a plan; needs no network"
@@ -155,22 +225,41 @@ def plan(flags: argparse.Namespace) -> int:
         import_line = f"from {module} import {name.partition('.')[0]}"
         source = [import_line, "", f"module, criterion, inputs, targets = {name}()"]
         place = result.lines.index("")
-        rest = [line for line in result.lines[place:] if line != MATERIALIZE]  # The module has values there.
+        # The module has values there.
+        rest = [line for line in result.lines[place:] if line != MATERIALIZE]
         result = dataclasses.replace(result, lines=(*result.lines[:place], *source, *rest))
-    return _show(flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result)
+    return _show(
+        flags, result.to_json() if flags.json else result.describe(verbose=flags.verbose), result
+    )
 
 
 def tricks(flags: argparse.Namespace) -> int:
-    """Prints the bytes that each saving alone takes off the peak of the busiest device. Returns the exit code."""
+    """Prints the bytes that each saving alone takes off the peak of the busiest device. Returns the
+    exit code.
+    """
     problem, rows, settings = _build(flags)
-    report = memory.estimate(**vars(problem.with_rows(rows)), layout=layout_of(flags.devices), **settings)
-    request, peak = report.batches.request, max(report.allocated)
-    saved = {planned.saving: size for planned, size in saved_bytes(request, request.rows, peak, PLANNED).items()}
+    report = memory.estimate(
+        **vars(problem.with_rows(rows)), layout=layout_of(flags.devices), **settings
+    )
+    request = report.batches.request
+    peak = max(report.allocated)
+    saved = {
+        planned.saving: size
+        for planned, size in saved_bytes(request, request.rows, peak, PLANNED).items()
+    }
     if flags.json:
-        items = [{"name": saving.name, "saves": size, "cost": saving.cost} for saving, size in saved.items()]
+        items = [
+            {"name": saving.name, "saves": size, "cost": saving.cost}
+            for saving, size in saved.items()
+        ]
         return _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
-    lines = [[saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost] for saving, size in saved.items()]
-    table = tabulate(lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True)
+    lines = [
+        [saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost]
+        for saving, size in saved.items()
+    ]
+    table = tabulate(
+        lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True
+    )
     others = ", ".join(planned.saving.name for planned in PLANNED if planned.saving not in saved)
     first = f"peak without tricks: {format_bytes(peak)} on the busiest device"
     return _show(flags, f"{first}\n\n{table}\n\nnot traced for this step: {others}", report)
@@ -182,7 +271,9 @@ def layout_of(devices: int) -> str:
 
 
 def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
-    """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail before the model is built."""
+    """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail
+    before the model is built.
+    """
     find_kind(flags.device_kind)
     if flags.html:
         load_plotly()
@@ -190,7 +281,9 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     _log.info("building %s", flags.problem)
     problem = dataclasses.replace(build_problem(flags.problem), dim=flags.dim, scalar=flags.scalar)
     _log.info("tracing %s", type(problem.module).__name__)
-    settings = {name: getattr(flags, name) for name in ("optimizer", "devices", "precision", "device_kind")}
+    settings = {
+        name: getattr(flags, name) for name in ("optimizer", "devices", "precision", "device_kind")
+    }
     return problem, flags.batch_size or problem.rows, settings
 
 
@@ -216,7 +309,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. For bad input it prints one line to stderr and raises ``SystemExit(2)``."""
+    """Runs one command and returns its exit code. For bad input it prints one line to stderr and
+    raises ``SystemExit(2)``.
+    """
     parser = make_parser()
     flags = parser.parse_args(arguments, argparse.Namespace(output=sys.stdout))
     if flags.command is None:
@@ -225,7 +320,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, _ = COMMANDS[flags.command]
     try:
         # a model may print, which is not part of the output
-        with warnings.catch_warnings(record=True) as caught, logs_of_a_command(), contextlib.redirect_stdout(sys.stderr):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            logs_of_a_command(),
+            contextlib.redirect_stdout(sys.stderr),
+        ):
             code = command(flags)
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and a traceback would not help
         explains_itself = isinstance(error, (ValueError, ImportError, OSError)) and str(error)
@@ -237,7 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
-    """Prints what a command does to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
+    """Prints what a command does to a terminal. Hides torch's log, a traceback for each shape that
+    does not suit.
+    """
     package = logging.getLogger("balanced_parallel")
     handler = logging.StreamHandler() if sys.stderr.isatty() else logging.NullHandler()
     with (
@@ -251,37 +352,48 @@ def logs_of_a_command() -> Iterator[None]:
 
 
 # Files of torch, of this package and of Python: their lines do not show the mistake of a user
-_NOT_THE_USERS = (*(str(Path(place).parent) for place in (torch.__file__, __file__, traceback.__file__)), "<")
+_NOT_THE_USERS = (
+    *(str(Path(place).parent) for place in (torch.__file__, __file__, traceback.__file__)),
+    "<",
+)
 
 
 def build_problem(place: str) -> Problem:
     """Makes the problem at ``place``, on the meta device if the function can run there.
 
-    ``my_file.py:build`` or ``package.module:build`` is a function without required arguments that returns
-    ``(module, criterion, inputs, targets)``.
+    ``my_file.py:build`` or ``package.module:build`` is a function without required arguments that
+    returns ``(module, criterion, inputs, targets)``.
     """
     result = _make(place, _find(place))
     parts = result if isinstance(result, tuple) else (result,)
     if len(parts) != 4 or not isinstance(parts[0], nn.Module) or not callable(parts[1]):
         returned = ", ".join(map(describe, parts))
-        raise ValueError(f"{place} returned {returned}: expected (module, criterion, inputs, targets)")
+        raise ValueError(
+            f"{place} returned {returned}: expected (module, criterion, inputs, targets)"
+        )
     return Problem(*parts)
 
 
 def _find(place: str) -> object:
     where, _, name = place.rpartition(":")
     if not where or not name:
-        raise ValueError(f"{place!r} is not a place, expected my_file.py:name or package.module:name")
+        raise ValueError(
+            f"{place!r} is not a place, expected my_file.py:name or package.module:name"
+        )
     try:
         with patch.object(sys, "argv", [where]):  # a script may read its flags at import
-            module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            module = (
+                _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            )
     except (Exception, SystemExit) as error:  # the file may raise anything
         raise ValueError(f"{where} cannot be imported: {_in_one_line(error)}") from error
     try:
         return operator.attrgetter(name)(module)
     except AttributeError as error:
         parts = vars(module).items()
-        names = [key for key, value in parts if getattr(value, "__module__", None) == module.__name__]
+        names = [
+            key for key, value in parts if getattr(value, "__module__", None) == module.__name__
+        ]
         defined = ", ".join(names[:20]) or "nothing"
         raise ValueError(f"{where} has no {name!r}; it defines: {defined}") from error
 
@@ -308,7 +420,11 @@ def _make(place: str, make: object) -> object:
     try:
         return make()
     except (Exception, SystemExit) as error:
-        hint = ": expected a function without required arguments" if isinstance(error, TypeError) else ""
+        hint = (
+            ": expected a function without required arguments"
+            if isinstance(error, TypeError)
+            else ""
+        )
         raise ValueError(f"{place} cannot be built: {_in_one_line(error)}{hint}") from error
 
 
@@ -316,14 +432,20 @@ def _in_one_line(error: BaseException) -> str:
     """Returns the error as one line of text, with the last line of the user's file."""
     if isinstance(error, SystemExit):
         return "it ends the program: put its main part under if __name__ == '__main__'"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_NOT_THE_USERS)
+    ]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) < 400 else text[:400] + ' ...'}{where}"
 
 
 def run_console_script() -> int:
-    """Runs ``balanced-parallel``. Modules of the present folder can be imported, as with ``python -m``."""
+    """Runs ``balanced-parallel``. Modules of the present folder can be imported, as with ``python
+    -m``.
+    """
     sys.path.insert(0, os.getcwd())
     return main()
 

@@ -1,14 +1,15 @@
 """Batches whose rows cost differently, such as sentences of different lengths.
 
-Rows are sorted by cost and cut into devices x micro-batches shards of about the same cost, each padded to its own longest row.
-Neighbours run together, since they take the same time::
+Rows are sorted by cost and cut into devices x micro-batches shards of about the same cost, each
+padded to its own longest row. Neighbours run together, since they take the same time::
 
                  time ->
                  micro-batch 0    micro-batch 1
     device 0     2 rows of 90     6 rows of 30
     device 1     3 rows of 60     9 rows of 20
 
-A batch is a list of samples, of which ``collate`` makes shards, or padded tensors, which are trimmed.
+A batch is a list of samples, of which ``collate`` makes shards, or padded tensors, which are
+trimmed.
 """
 
 import math
@@ -22,7 +23,15 @@ from ..runtime.collectives import world_size
 from ..runtime.devices import Devices, pin
 from ..runtime.values import check_number, check_type
 from . import containers
-from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
+from .plan import (
+    Combine,
+    Plan,
+    RowNumbers,
+    cost_of_shard,
+    count_micro_batches,
+    cut_by_cost,
+    cut_to_budget,
+)
 from .rows import (
     NOTHING,
     Along,
@@ -47,16 +56,20 @@ Trim = int | Mapping[str, int]
 
 
 class ByCost(Cut):
-    """A cut of batches by the cost of their rows, for ``TrainStep(cut=ByCost(...))``: all devices carry about the same.
+    """A cut of batches by the cost of their rows, for ``TrainStep(cut=ByCost(...))``: all devices
+    carry about the same.
 
     Args:
-        cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows, ``cost(inputs)``.
-        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples, as in ``step(samples)``. Inputs
-            in :class:`Whole` need not have a row for each sample: packed rows, batches of graphs, nested tensors.
-        trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or a mapping to it from an
-            argument of the model by name, and from ``"targets"``. ``None`` cuts nothing.
-        combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
-            the size of a padded shard.
+        cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows,
+            ``cost(inputs)``.
+        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples,
+            as in ``step(samples)``. Inputs in :class:`Whole` need not have a row for each sample:
+            packed rows, batches of graphs, nested tensors.
+        trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or
+            a mapping to it from an argument of the model by name, and from ``"targets"``. ``None``
+            cuts nothing.
+        combine: cost of a shard, from the costs of its rows. It must not decrease with another row.
+            ``None`` is rows x longest, the size of a padded shard.
         limit: cost per device at most in one forward, in place of ``micro_batch_size``.
 
     Example:
@@ -77,14 +90,31 @@ class ByCost(Cut):
         combine: Combine | None = None,
         limit: float | None = None,
     ) -> None:
-        for name, function in {"cost": cost, "collate": collate or sum, "combine": combine or sum}.items():
+        for name, function in {
+            "cost": cost,
+            "collate": collate or sum,
+            "combine": combine or sum,
+        }.items():
             check_type(name, function, Callable, "a function")
-        for dim in trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []:
-            check_number("trim", dim, "a dimension, or a mapping to dimensions from the names of arguments", whole=True)
+        for dim in (
+            trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []
+        ):
+            check_number(
+                "trim",
+                dim,
+                "a dimension, or a mapping to dimensions from the names of arguments",
+                whole=True,
+            )
         if collate is not None and trim is not None:
-            raise ValueError("collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches")
+            raise ValueError(
+                "collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches"
+            )
         check_limit("limit", limit)
-        self.cost, self.collate, self.trim, self.combine, self.limit = cost, collate, trim, combine, limit
+        self.cost = cost
+        self.collate = collate
+        self.trim = trim
+        self.combine = combine
+        self.limit = limit
 
     def open(
         self,
@@ -100,13 +130,20 @@ class ByCost(Cut):
         limit = LimitKind(unit, is_strict)
         if self.collate is not None:
             return _Samples(self, self.collate, limit, inputs, targets, mark)
-        return _Padded(self, limit, mark(inputs, targets), _costs_of_rows(self.cost(inputs)), forward)
+        return _Padded(
+            self, limit, mark(inputs, targets), _costs_of_rows(self.cost(inputs)), forward
+        )
 
 
 def check_limit(name: str, cost: object) -> None:
     """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
     if cost is not None:  # ulp(0) is the smallest positive number
-        check_number(name, cost, "a positive number, the cost of a device in one forward", at_least=math.ulp(0.0))
+        check_number(
+            name,
+            cost,
+            "a positive number, the cost of a device in one forward",
+            at_least=math.ulp(0.0),
+        )
 
 
 class LimitKind(NamedTuple):
@@ -131,14 +168,22 @@ class CostBatch(Batch):
         costs: Sequence[float],
     ) -> None:
         super().__init__(inputs, targets, dims)
-        self.costs, self._limit, self._combine = costs, limit, cut.combine
+        self.costs = costs
+        self._limit = limit
+        self._combine = cut.combine
 
     def plan(
-        self, devices: Devices, weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
+        self,
+        devices: Devices,
+        weights: Sequence[float] | None,
+        limit: float | None,
+        agree: Callable[[int], int],
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch."""
         if weights is not None:
-            raise ValueError(f"split={weights} of the model and cost= were given, expected one of them")
+            raise ValueError(
+                f"split={weights} of the model and cost= were given, expected one of them"
+            )
         if not self.has_example:
             return iter([])
         shards = [
@@ -147,30 +192,48 @@ class CostBatch(Batch):
         ]
         shards_of_all = [shard for row in shards for shard in row] or [self.shard([], devices[0])]
         self.counted_targets = [move_leaves(shard.targets.inputs, None) for shard in shards_of_all]
-        is_example = not self.costs and shards_of_all[0].is_joined  # it has the rows of another batch: only ranks need it
+        # it has the rows of another batch: only ranks need it
+        is_example = not self.costs and shards_of_all[0].is_joined
         return iter([] if is_example and world_size() == 1 else shards)
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
-        """Returns the cost of the costliest shard, and half of it, but no less than that of a row alone."""
+        """Returns the cost of the costliest shard, and half of it, but no less than that of a row
+        alone.
+        """
         if not self.costs:
             return 0, 0
         devices = shares if isinstance(shares, int) else len(shares)
-        runs = [run for row in self._runs(devices, limit, lambda count: count) for run in row if run]
+        runs = [
+            run for row in self._runs(devices, limit, lambda count: count) for run in row if run
+        ]
         cost = max(cost_of_shard([self.costs[row] for row in run], self._combine) for run in runs)
         alone = cost_of_shard([max(self.costs)], self._combine)
         return cost, max(cost / 2, alone) if cost > alone else 0
 
     def _runs(self, devices: int, limit: float | None, agree: Callable[[int], int]) -> Plan:
         """Returns the rows of each shard of each micro-batch."""
-        costs, most_rows, budget = self.costs, None, None
+        costs = self.costs
+        most_rows = None
+        budget = None
         if self._limit.unit == "rows" or limit is None or not costs:
             most_rows = None if limit is None or self._limit.unit == "cost" else int(limit)
             needed = count_micro_batches(len(costs), most_rows, devices)
         else:
-            budget = limit if self._limit.is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
+            budget = (
+                limit
+                if self._limit.is_strict
+                else max(limit, cost_of_shard([max(costs)], self._combine))
+            )
             needed = -(-len(cut_to_budget(costs, budget, self._combine)) // devices)
         count = agree(needed)
-        runs = cut_by_cost(costs, devices * count, self._combine, most_rows=most_rows, budget=budget, together=devices)
+        runs = cut_by_cost(
+            costs,
+            devices * count,
+            self._combine,
+            most_rows=most_rows,
+            budget=budget,
+            together=devices,
+        )
         return [runs[devices * place : devices * (place + 1)] or [[]] for place in range(count)]
 
 
@@ -178,7 +241,13 @@ class _Samples(CostBatch):
     """A list of samples. A shard is what ``collate`` makes of its samples."""
 
     def __init__(
-        self, cut: ByCost, collate: Collate, limit: LimitKind, samples: object, targets: tuple[object, ...], mark: Mark
+        self,
+        cut: ByCost,
+        collate: Collate,
+        limit: LimitKind,
+        samples: object,
+        targets: tuple[object, ...],
+        mark: Mark,
     ) -> None:
         if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
             raise TypeError(
@@ -186,10 +255,15 @@ class _Samples(CostBatch):
                 "use DataLoader(..., collate_fn=list)"
             )
         if targets not in ((), (None,)):
-            raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
+            raise TypeError(
+                "step was given targets beside a list of samples, expected step(samples): collate= makes the targets"
+            )
         costs = [cut.cost(sample) for sample in samples]
         super().__init__(cut, limit, Arguments((Rows(samples),), {}), NOTHING, (0, 0), costs)
-        self._collate, self._mark, self._samples, self._example = collate, mark, samples, list(samples[:1])
+        self._collate = collate
+        self._mark = mark
+        self._samples = samples
+        self._example = list(samples[:1])
         self.has_example = bool(self._example)
 
     def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
@@ -203,12 +277,26 @@ class _Samples(CostBatch):
         chosen = [self._samples[row] for row in part] or self._example
         of_model, of_criterion = _inputs_and_targets(self._collate(chosen))
         inputs, targets, dims = self._mark(of_model, spread(of_criterion))
-        rows, target_rows = count_rows(inputs, dims[0], len(chosen)), count_rows(targets, dims[1], len(chosen))
-        is_joined = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
+        rows = count_rows(inputs, dims[0], len(chosen))
+        target_rows = count_rows(targets, dims[1], len(chosen))
+        is_joined = rows is None and any(
+            isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs)
+        )
         if not is_joined and rows != len(chosen):
-            self._refuse(len(chosen), "inputs", rows, ". If it joins samples, as into one packed row, let it return Whole(...)")
-        if not target_rows or (not is_joined and target_rows % len(chosen)):  # targets may be flattened
-            self._refuse(len(chosen), "targets", target_rows, ", or a multiple of that. Targets are not in Whole(...)")
+            self._refuse(
+                len(chosen),
+                "inputs",
+                rows,
+                ". If it joins samples, as into one packed row, let it return Whole(...)",
+            )
+        # targets may be flattened
+        if not target_rows or (not is_joined and target_rows % len(chosen)):
+            self._refuse(
+                len(chosen),
+                "targets",
+                target_rows,
+                ", or a multiple of that. Targets are not in Whole(...)",
+            )
         if not part:
             return _rows_of(inputs, targets, dims, part, device)._replace(is_joined=is_joined)
         return Shard(inputs, targets, part, target_rows, device, is_joined=is_joined)
@@ -234,19 +322,23 @@ class _Padded(CostBatch):
         super().__init__(cut, limit, *batch, costs)
         if self.rows is None or len(costs) != self.rows:
             count = self.rows or "no"
-            raise ValueError(f"cost= returned {len(costs)} costs for {count} rows, expected one number for each row")
+            raise ValueError(
+                f"cost= returned {len(costs)} costs for {count} rows, expected one number for each row"
+            )
         if self.target_rows not in (None, self.rows):
             raise ValueError(
                 f"the targets have {self.target_rows} rows and the inputs {self.rows}, expected as many for a cut by cost"
             )
-        self._trims: list[int | None] = []  # the dimension to cut of each leaf of inputs and targets
+        # the dimension to cut of each leaf of inputs and targets
+        self._trims: list[int | None] = []
         if cut.trim is not None:
             self._trims, longest = _trims(self.inputs, self.targets, cut.trim, forward)
             _check_lengths(costs, longest)
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns copies of some rows, cut to the longest of them."""
-        length, trims = max((int(self.costs[row]) for row in part), default=1), iter(self._trims)
+        length = max((int(self.costs[row]) for row in part), default=1)
+        trims = iter(self._trims)
 
         def shorten(leaf: object) -> object:
             dim = next(trims, None)
@@ -256,10 +348,14 @@ class _Padded(CostBatch):
             tensor = tensor.narrow(dim, 0, min(max(length, 1), tensor.size(dim)))
             return Along(tensor, leaf.dim) if isinstance(leaf, Along) else tensor
 
-        return _rows_of(*containers.map_leaves(shorten, (self.inputs, self.targets)), self.dims, part, device)
+        return _rows_of(
+            *containers.map_leaves(shorten, (self.inputs, self.targets)), self.dims, part, device
+        )
 
     def check_weight(self, weigh: Callable[..., Any]) -> None:
-        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the padding."""
+        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the
+        padding.
+        """
         whole = weigh(*move_leaves(self.targets.inputs, None)) if self._trims else None
         if not isinstance(whole, Tensor) or not whole.is_cpu:
             return
@@ -271,7 +367,13 @@ class _Padded(CostBatch):
             )
 
 
-def _rows_of(inputs: Arguments, targets: Arguments, dims: tuple[int, int], part: RowNumbers, device: torch.device) -> Shard:
+def _rows_of(
+    inputs: Arguments,
+    targets: Arguments,
+    dims: tuple[int, int],
+    part: RowNumbers,
+    device: torch.device,
+) -> Shard:
     """Returns a shard with copies of some rows."""
     rows = list(part)
     return Shard(take(inputs, rows, dims[0]), take(targets, rows, dims[1]), rows, len(rows), device)
@@ -281,22 +383,33 @@ def _costs_of_rows(costs: object) -> list[float]:
     """Returns the costs of the rows of padded tensors as numbers."""
     numbers = costs.tolist() if isinstance(costs, Tensor) else costs
     if not isinstance(numbers, Iterable):
-        raise TypeError(f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs")
+        raise TypeError(
+            f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs"
+        )
     return [*numbers]
 
 
 def _trims(
     inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., object]
 ) -> tuple[list[int | None], int | None]:
-    """Returns the dimension to cut of each leaf of inputs and targets, or None, and the padded length."""
+    """Returns the dimension to cut of each leaf of inputs and targets, or None, and the padded
+    length.
+    """
     names = [parameter.name for parameter in parameters_of(forward) or ()]
     names += map(str, range(len(names), len(inputs.inputs)))
-    values = [*zip(names, inputs.inputs, strict=False), *inputs.kwargs.items(), ("targets", targets)]
-    is_named, passed = isinstance(trim, Mapping), [name for name, _ in values]
+    values = [
+        *zip(names, inputs.inputs, strict=False),
+        *inputs.kwargs.items(),
+        ("targets", targets),
+    ]
+    is_named = isinstance(trim, Mapping)
+    passed = [name for name, _ in values]
     of_argument = trim if isinstance(trim, Mapping) else dict.fromkeys(passed, trim)
     if unknown := of_argument.keys() - passed:
         names_of_trim = ", ".join(map(str, unknown))
-        raise ValueError(f"trim= names {names_of_trim}, expected some of {', '.join(passed)}, which were passed")
+        raise ValueError(
+            f"trim= names {names_of_trim}, expected some of {', '.join(passed)}, which were passed"
+        )
     dims: list[int | None] = []
     longest: int | None = None
     for name, value in values:
@@ -312,22 +425,30 @@ def _trims(
 def _check_lengths(costs: Sequence[float], length: int | None) -> None:
     for row, cost in enumerate(costs):
         if cost != int(cost) or length is None or cost > length:
-            raise ValueError(f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, to trim to")
+            raise ValueError(
+                f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, to trim to"
+            )
 
 
 def _pinned(shard: Shard) -> Shard:
-    """Returns a shard with tensors of the host in page-locked memory, so that copies to an accelerator do not wait."""
+    """Returns a shard with tensors of the host in page-locked memory, so that copies to an
+    accelerator do not wait.
+    """
     if shard.device.type == "cpu":
         return shard
 
     def pin_leaf(leaf: object) -> object:
         return pin(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
-    return shard._replace(inputs=map_marked(pin_leaf, shard.inputs), targets=map_marked(pin_leaf, shard.targets))
+    return shard._replace(
+        inputs=map_marked(pin_leaf, shard.inputs), targets=map_marked(pin_leaf, shard.targets)
+    )
 
 
 def _inputs_and_targets(collated: object) -> tuple[object, object]:
-    """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it marks the inputs."""
+    """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it
+    marks the inputs.
+    """
     if isinstance(collated, Whole):
         inputs, targets = _inputs_and_targets(collated.value)
         if isinstance(inputs, Mapping):
@@ -337,4 +458,6 @@ def _inputs_and_targets(collated: object) -> tuple[object, object]:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:
         return collated[0], collated[1]
-    raise ValueError(f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping with 'labels'")
+    raise ValueError(
+        f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping with 'labels'"
+    )

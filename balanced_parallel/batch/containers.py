@@ -1,7 +1,9 @@
-"""Nested containers of a batch: their leaves, functions that map and merge them, and the dimensions of the rows in them.
+"""Nested containers of a batch: their leaves, functions that map and merge them, and the dimensions
+of the rows in them.
 
-torch's ``scatter`` and ``gather`` support tuples, lists and dicts only, and break strings (pytorch#41327, #62466, #13447). Here
-named tuples, mappings and dataclasses keep their type too, including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face.
+torch's ``scatter`` and ``gather`` support tuples, lists and dicts only, and break strings
+(pytorch#41327, #62466, #13447). Here named tuples, mappings and dataclasses keep their type too,
+including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face.
 """
 
 import copy
@@ -15,7 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.values import check_number
 
-Nested = TypeVar("Nested")  # a nested structure, or a leaf; a function that maps leaves returns the same structure
+# a nested structure, or a leaf; a function that maps leaves returns the same structure
+Nested = TypeVar("Nested")
 
 
 class Leaf:
@@ -23,7 +26,9 @@ class Leaf:
 
 
 class Container(NamedTuple):
-    """A container taken apart: the keys of its children as code, such as ``[0]``, the children, and how to rebuild it."""
+    """A container taken apart: the keys of its children as code, such as ``[0]``, the children, and
+    how to rebuild it.
+    """
 
     places: list[str]
     children: list[object]
@@ -36,33 +41,47 @@ def is_plain(value: object) -> bool:
 
 
 def is_row_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
-    """Returns True for a list with one plain value or None per row, or a tuple of strings, as ``default_collate`` makes it."""
+    """Returns True for a list with one plain value or None per row, or a tuple of strings, as
+    ``default_collate`` makes it.
+    """
     if type(value) is tuple:
         return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
     if isinstance(value, Leaf) or not isinstance(value, list):
         return False
-    return all(is_plain(entry) or entry is None for entry in value) and (not value or any(entry is not None for entry in value))
+    return all(is_plain(entry) or entry is None for entry in value) and (
+        not value or any(entry is not None for entry in value)
+    )
 
 
 def open_container(node: object) -> Container | None:
-    """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
+    """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any
+    other object.
+    """
     if _is_leaf(node):
         return None
-    if isinstance(node, Mapping):  # A ModelOutput is a dataclass too, but its mapping has no entries that are None.
-        return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
+    # A ModelOutput is a dataclass too, but its mapping has no entries that are None.
+    if isinstance(node, Mapping):
+        return Container(
+            [f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new)
+        )
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         children = [getattr(node, name) for name in names]
-        return Container([f".{name}" for name in names], children, lambda new: _with_fields(node, names, new))
+        return Container(
+            [f".{name}" for name in names], children, lambda new: _with_fields(node, names, new)
+        )
     if is_named_tuple(node):
-        return Container([f".{name}" for name in node._fields], list(node), lambda new: type(node)._make(new))
+        return Container(
+            [f".{name}" for name in node._fields], list(node), lambda new: type(node)._make(new)
+        )
     if isinstance(node, (tuple, list)):
         return Container([f"[{index}]" for index in range(len(node))], list(node), type(node))
     return None
 
 
 def _is_leaf(node: object) -> bool:
-    # The fields of a PackedSequence have no rows. A tensordict iterates over rows, and its classes keep their size.
+    # The fields of a PackedSequence have no rows. A tensordict iterates over rows, and its classes
+    # keep their size.
     is_other = isinstance(node, (Tensor, PackedSequence, Leaf)) or hasattr(type(node), "batch_dims")
     return is_other or is_row_list(node)
 
@@ -75,14 +94,17 @@ def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
 def _with_items(node: Any, values: Sequence[object]) -> object:
     if not hasattr(node, "__setitem__"):
         return type(node)(dict(zip(node, values, strict=True)))
-    new = copy.copy(node)  # keeps the factory of a defaultdict and the fields of a ModelOutput, which a constructor would need
+    # keeps the factory of a defaultdict and the fields of a ModelOutput, which a constructor would
+    # need
+    new = copy.copy(node)
     for key, value in zip(list(node), values, strict=True):
         new[key] = value
     return new
 
 
 def _with_fields(node: Nested, names: Sequence[str], values: Sequence[object]) -> Nested:
-    new = copy.copy(node)  # dataclasses.replace would refuse init=False fields and run __post_init__ on pieces
+    # dataclasses.replace would refuse init=False fields and run __post_init__ on pieces
+    new = copy.copy(node)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(new, name, value)
     return new
@@ -123,10 +145,17 @@ _LISTS = (
 )
 
 
-def zip_leaves(function: Callable[[str, list[Any]], object], nodes: Sequence[object], place: str = "") -> Any:
-    """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place."""
+def zip_leaves(
+    function: Callable[[str, list[Any]], object], nodes: Sequence[object], place: str = ""
+) -> Any:
+    """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of
+    the leaves at that place.
+    """
     opened = [open_container(node) for node in nodes]
-    forms = [container and (type(node), container.places) for node, container in zip(nodes, opened, strict=True)]
+    forms = [
+        container and (type(node), container.places)
+        for node, container in zip(nodes, opened, strict=True)
+    ]
     for index, (node, form) in enumerate(zip(nodes, forms, strict=True)):
         if form != forms[0]:
             hint = _LISTS if type(nodes[0]) is type(node) is list else ""
@@ -138,7 +167,9 @@ def zip_leaves(function: Callable[[str, list[Any]], object], nodes: Sequence[obj
         return function(place, list(nodes))
     columns = zip(*(container.children for container in opened if container), strict=True)
     pairs = zip(opened[0].places, columns, strict=True)
-    return opened[0].rebuild([zip_leaves(function, list(column), place + key) for key, column in pairs])
+    return opened[0].rebuild(
+        [zip_leaves(function, list(column), place + key) for key, column in pairs]
+    )
 
 
 def tensors_in(node: object) -> list[Tensor]:
@@ -157,7 +188,9 @@ def first_tensor(node: object) -> Tensor | None:
 
 
 def describe(node: object) -> str:
-    """Describes a value for error messages: the shape of a tensor, the type and the entries of a container."""
+    """Describes a value for error messages: the shape of a tensor, the type and the entries of a
+    container.
+    """
     if isinstance(node, Tensor):
         return f"a tensor of shape {tuple(node.shape)}"
     if is_row_list(node):
@@ -166,7 +199,11 @@ def describe(node: object) -> str:
         return f"the class {node.__name__}"
     container = open_container(node)
     if container is None:
-        return f"{type(node).__name__} {node!r}" if is_plain(node) or node is None else f"an object of type {type(node).__name__}"
+        return (
+            f"{type(node).__name__} {node!r}"
+            if is_plain(node) or node is None
+            else f"an object of type {type(node).__name__}"
+        )
     return f"{type(node).__name__} with entries {', '.join(container.places) or '(none)'}"
 
 
@@ -180,7 +217,9 @@ def check_dim(dim: object) -> None:
 
 
 def check_dims(dims: object, name: str) -> None:
-    """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and mappings."""
+    """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and
+    mappings.
+    """
     for dim in _single_dims(dims):
         if isinstance(dim, bool) or not isinstance(dim, int | None):
             raise TypeError(
@@ -196,11 +235,14 @@ def _single_dims(dims: object) -> list[object]:
     return [dim for entry in entries for dim in _single_dims(entry)]
 
 
-def leaf_dims(node: object, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
+def leaf_dims(
+    node: object, dims: Dims, default: int | None, place: str = ""
+) -> Iterator[int | None]:
     """Yields the dimension of the rows of each leaf of ``node``, in the order of :func:`leaves`.
 
-    ``dims`` is one dimension for all leaves, or a sequence or mapping with one entry per entry of ``node``. ``None`` stands for a
-    leaf without rows, and ``default`` for the entries that a mapping does not contain.
+    ``dims`` is one dimension for all leaves, or a sequence or mapping with one entry per entry of
+    ``node``. ``None`` stands for a leaf without rows, and ``default`` for the entries that a
+    mapping does not contain.
 
     Example:
         >>> list(leaf_dims({"x": 1, "state": (2, 3)}, {"state": (1, None)}, 0))
@@ -211,33 +253,50 @@ def leaf_dims(node: object, dims: Dims, default: int | None, place: str = "") ->
         return
     container = open_container(node)
     if container is None:
-        raise ValueError(f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container")
+        raise ValueError(
+            f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container"
+        )
     entries = _dims_of_entries(container, dims, default, place or "the value")
-    for key, child, entry in zip(container.places, container.children, entries.values(), strict=True):
+    for key, child, entry in zip(
+        container.places, container.children, entries.values(), strict=True
+    ):
         yield from leaf_dims(child, entry, default, place + key)
 
 
 def _dims_of_entries(
-    container: Container, dims: "Sequence[Dims] | Mapping[object, Dims]", default: int | None, place: str
+    container: Container,
+    dims: "Sequence[Dims] | Mapping[object, Dims]",
+    default: int | None,
+    place: str,
 ) -> dict[str, Dims]:
     names = entry_names(container)
     if not isinstance(dims, Mapping):
         if len(dims) != len(names):
-            raise ValueError(f"{place} has {len(names)} entries, but the dimensions {dims!r} are for {len(dims)}")
+            raise ValueError(
+                f"{place} has {len(names)} entries, but the dimensions {dims!r} are for {len(dims)}"
+            )
         return dict(zip(names, dims, strict=True))
     by_name = {str(key): entry for key, entry in dims.items()}
     if unknown := by_name.keys() - set(names):
-        raise ValueError(f"{place} has entries {', '.join(names)}, but dims are given for {min(unknown)!r}")
+        raise ValueError(
+            f"{place} has entries {', '.join(names)}, but dims are given for {min(unknown)!r}"
+        )
     return {name: by_name.get(name, default) for name in names}
 
 
 def entry_names(container: Container) -> list[str]:
-    """Returns the names of the entries as a user writes them in ``dims``: ``logits`` for ``.logits``, ``0`` for ``[0]``."""
+    """Returns the names of the entries as a user writes them in ``dims``: ``logits`` for
+    ``.logits``, ``0`` for ``[0]``.
+    """
     return [place.strip(".[]'\"") for place in container.places]
 
 
-def map_rows(function: Callable[[Any, int | None], object], node: Nested, dims: Dims, place: str = "output") -> Nested:
-    """Returns a copy of ``node`` with ``function(leaf, dim)`` in place of each leaf, from the dimension of its rows."""
+def map_rows(
+    function: Callable[[Any, int | None], object], node: Nested, dims: Dims, place: str = "output"
+) -> Nested:
+    """Returns a copy of ``node`` with ``function(leaf, dim)`` in place of each leaf, from the
+    dimension of its rows.
+    """
     dims_of_leaves = leaf_dims(node, dims, 0, place)
     return map_leaves(lambda leaf: function(leaf, next(dims_of_leaves)), node)
 
@@ -247,7 +306,11 @@ def dims_at(node: object, dims: Dims, key: object) -> Dims:
     if dims is None or isinstance(dims, int):
         return dims
     container = open_container(node)
-    return 0 if container is None else _dims_of_entries(container, dims, 0, "the output").get(str(key), 0)
+    return (
+        0
+        if container is None
+        else _dims_of_entries(container, dims, 0, "the output").get(str(key), 0)
+    )
 
 
 def is_first(dims: Dims) -> bool:

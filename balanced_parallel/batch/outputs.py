@@ -1,7 +1,9 @@
-"""``PerReplica``: the outputs of the replicas of one forward, each on its own device, and :func:`gather`, which joins them.
+"""``PerReplica``: the outputs of the replicas of one forward, each on its own device, and
+:func:`gather`, which joins them.
 
-torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather`` needs equal sizes. Here the ranks first
-exchange the layouts of their outputs. So sizes may differ, and a mismatch raises the same error on all ranks instead of a hang.
+torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather`` needs equal
+sizes. Here the ranks first exchange the layouts of their outputs. So sizes may differ, and a
+mismatch raises the same error on all ranks instead of a hang.
 """
 
 import functools
@@ -12,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.collectives import by_value, explain_unwatched, gather_objects, gather_rows, world_size
+from ..runtime.collectives import (
+    by_value,
+    explain_unwatched,
+    gather_objects,
+    gather_rows,
+    world_size,
+)
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
@@ -27,15 +35,17 @@ def _no_operator(outputs: "PerReplica", *others: object) -> NoReturn:
 class PerReplica(list[Any], containers.Leaf):
     """A list of outputs, one per replica, as :class:`DataParallelModel` returns it.
 
-    ``len``, ``for``, ``zip`` and indexing with a number work as for any list. A key or an attribute applies to each entry:
-    ``outputs["logits"]`` and ``outputs.logits`` return a ``PerReplica`` of the logits. Operators and functions of tensors raise
-    an error. A :class:`DataParallelCriterion` accepts it, and another :class:`DataParallelModel`, whose replicas use rows that
-    are on the right device in place.
+    ``len``, ``for``, ``zip`` and indexing with a number work as for any list. A key or an attribute
+    applies to each entry: ``outputs["logits"]`` and ``outputs.logits`` return a ``PerReplica`` of
+    the logits. Operators and functions of tensors raise an error. A :class:`DataParallelCriterion`
+    accepts it, and another :class:`DataParallelModel`, whose replicas use rows that are on the
+    right device in place.
 
     Args:
         entries: one entry per replica that had rows.
-        sizes: number of rows of each entry; None if the batch had no rows. Without this argument, as where another library
-            applies a function to all tensors, they are those of the first tensor of each entry.
+        sizes: number of rows of each entry; None if the batch had no rows. Without this argument,
+            as where another library applies a function to all tensors, they are those of the first
+            tensor of each entry.
         dim: dimension of the rows in the entries, or one dimension per part of an entry.
 
     Example:
@@ -49,8 +59,11 @@ class PerReplica(list[Any], containers.Leaf):
         torch.Size([5, 10])
     """
 
-    def __init__(self, entries: Iterable[object], sizes: Sequence[int | None] | None = None, dim: Dims = 0) -> None:
-        if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):  # an output is made in every forward
+    def __init__(
+        self, entries: Iterable[object], sizes: Sequence[int | None] | None = None, dim: Dims = 0
+    ) -> None:
+        # an output is made in every forward
+        if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):
             check_type("entries", entries, Iterable, "one entry per replica")
             check_type("sizes", sizes, Iterable | None, "the number of rows of each entry")
         if type(dim) is not int:
@@ -59,9 +72,12 @@ class PerReplica(list[Any], containers.Leaf):
         self.has_sizes = sizes is not None
         self.sizes = self._sizes_of_first_tensors() if sizes is None else tuple(sizes)
         if len(self.sizes) != len(self):
-            raise ValueError(f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry")
+            raise ValueError(
+                f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry"
+            )
         if self and not isinstance(dim, int):
-            list(leaf_dims(self[0], dim, 0, "the entry, or the result of map(function, dim=...),"))  # a check
+            # a check
+            list(leaf_dims(self[0], dim, 0, "the entry, or the result of map(function, dim=...),"))
         self.dim = dim
         self.order: list[int] | None = None
         if dim != 0:
@@ -75,21 +91,28 @@ class PerReplica(list[Any], containers.Leaf):
                 "lost: call gather() before, or leave precision and devices to this library"
             )
         tensors = map(containers.first_tensor, self)
-        return tuple(tensor.size(0) if tensor is not None and tensor.dim() else None for tensor in tensors)
+        return tuple(
+            tensor.size(0) if tensor is not None and tensor.dim() else None for tensor in tensors
+        )
 
     def in_order(self, order: Sequence[int] | None) -> "PerReplica":
-        """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
+        """Sets the order of the rows: their positions in the batch. ``None`` is the order of the
+        batch. Returns ``self``.
+        """
         if order is not None:
             self.__class__ = _PlacedOutputs
         self.order = None if order is None else list(order)
         return self
 
     def gather(self, device: DeviceLike | None = None, *, ranks: bool = True) -> Any:
-        """Concatenates the entries of all ranks, or of this rank, as :func:`balanced_parallel.gather` does."""
+        """Concatenates the entries of all ranks, or of this rank, as
+        :func:`balanced_parallel.gather` does.
+        """
         return gather(self, device, ranks=ranks)
 
     def map(self, function: Callable[[Any], object], dim: Dims = None) -> "PerReplica":
-        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows in the same order.
+        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows in the
+        same order.
 
         ``dim`` is the dimension of the rows in the results. ``None`` means that of the entries.
         """
@@ -111,14 +134,18 @@ class PerReplica(list[Any], containers.Leaf):
     def narrow(self, start: int, rows: int) -> "PerReplica":
         """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
         if self.order is not None:
-            raise ValueError("outputs of rows that were cut by cost have another order than the batch: call gather() first")
+            raise ValueError(
+                "outputs of rows that were cut by cost have another order than the batch: call gather() first"
+            )
         entries: list[object] = []
         sizes: list[int] = []
         for entry, part in zip(self, consecutive([size or 0 for size in self.sizes]), strict=True):
             common = range(max(start, part.start), min(start + rows, part.stop))
             if common or (rows == 0 and not entries):
                 first = common.start - part.start if common else 0
-                entries.append(_narrow(entry, range(first, first + len(common)), self.dim, len(part)))
+                entries.append(
+                    _narrow(entry, range(first, first + len(common)), self.dim, len(part))
+                )
                 sizes.append(len(common))
         return PerReplica(entries, sizes, self.dim)
 
@@ -141,7 +168,9 @@ class PerReplica(list[Any], containers.Leaf):
         if name.startswith("__") or name in ("sizes", "dim", "order", "has_sizes"):
             raise AttributeError(name)  # copy and pickle ask for them before they are set
         entries = list(self)
-        if any(isinstance(entry, Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
+        if any(isinstance(entry, Tensor) for entry in entries) or not all(
+            hasattr(entry, name) for entry in entries
+        ):
             _refuse(f".{name}", AttributeError)
         values = self._select(name, lambda entry: getattr(entry, name))
         if any(callable(value) and not isinstance(value, Tensor) for value in values):
@@ -163,7 +192,11 @@ class PerReplica(list[Any], containers.Leaf):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         if function is torch.autograd.grad:  # accepts a list of outputs
-            outputs = [entry for output in args[0] for entry in (output if isinstance(output, cls) else [output])]
+            outputs = [
+                entry
+                for output in args[0]
+                for entry in (output if isinstance(output, cls) else [output])
+            ]
             return function(outputs, *args[1:], **kwargs or {})
         return _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
 
@@ -178,7 +211,9 @@ class PerReplica(list[Any], containers.Leaf):
 
 
 class _PlacedOutputs(PerReplica):
-    """Outputs with their rows in another dimension or order than the batch, which a copy of the entries alone would lose."""
+    """Outputs with their rows in another dimension or order than the batch, which a copy of the
+    entries alone would lose.
+    """
 
 
 def _refuse(operation: str, error: type[Exception]) -> NoReturn:
@@ -193,28 +228,42 @@ def _narrow(entry: Nested, part: range, dims: Dims, size: int) -> Nested:
         return entry
     if part and (refusal := repeated_rows([entry], [size], dims)):
         raise ValueError(refusal)
-    return map_rows(lambda leaf, dim: leaf if dim is None else take_rows(leaf, part, dim), entry, dims)
+    return map_rows(
+        lambda leaf, dim: leaf if dim is None else take_rows(leaf, part, dim), entry, dims
+    )
 
 
-def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int | None = None, *, ranks: bool = True) -> Any:
+def gather(
+    outputs: Sequence[object],
+    device: DeviceLike | None = None,
+    dim: int | None = None,
+    *,
+    ranks: bool = True,
+) -> Any:
     """Concatenates the outputs of the replicas, in the order of the rows.
 
-    Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
-    per replica becomes a list, and ``None`` stays ``None``. Containers keep their type. Gradients flow back to all replicas.
-    Outputs of rows that were cut by cost come in the order of the batch, padded with zeros to the longest.
+    Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are
+    concatenated, one plain value per replica becomes a list, and ``None`` stays ``None``.
+    Containers keep their type. Gradients flow back to all replicas. Outputs of rows that were cut
+    by cost come in the order of the batch, padded with zeros to the longest.
 
-    In a process group, the outputs of all ranks are gathered on every rank, in the order of the ranks. All ranks must call this
-    function. Sizes may differ. A rank without rows passes an empty list.
+    In a process group, the outputs of all ranks are gathered on every rank, in the order of the
+    ranks. All ranks must call this function. Sizes may differ. A rank without rows passes an empty
+    list.
 
     Args:
         outputs: one output per replica, as :class:`DataParallelModel` returns them.
-        device: device of the result; ``None`` is that of the first output. With ``"cpu"``, no accelerator holds all rows.
+        device: device of the result; ``None`` is that of the first output. With ``"cpu"``, no
+            accelerator holds all rows.
         dim: dimension of the rows. ``None`` is that of a :class:`PerReplica`, else 0.
-        ranks: False leaves out the rows of other ranks, for a metric that sums over ranks itself, as those of torchmetrics do.
+        ranks: False leaves out the rows of other ranks, for a metric that sums over ranks itself,
+            as those of torchmetrics do.
 
     Raises:
-        TypeError: ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
-        ValueError: there are no outputs, their structures or shapes differ, or the order of their rows is unknown.
+        TypeError: ``outputs`` is not a list or tuple, or contains an object that cannot be
+            concatenated.
+        ValueError: there are no outputs, their structures or shapes differ, or the order of their
+            rows is unknown.
 
     Example:
         >>> gather([torch.zeros(3, 10), torch.zeros(2, 10)]).shape
@@ -226,7 +275,8 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
     replicas = _as_per_replica(outputs)
     check_type("ranks", ranks, bool, "True or False")
     check_dim(dim)
-    dims, order = replicas.dim if dim is None else dim, replicas.order
+    dims = replicas.dim if dim is None else dim
+    order = replicas.order
     is_local = not ranks or world_size() == 1
     refusal = None
     if order is None and (len(outputs) > 1 or not is_local):
@@ -246,13 +296,17 @@ def gather(outputs: Sequence[object], device: DeviceLike | None = None, dim: int
 
 def _as_per_replica(outputs: object) -> PerReplica:
     if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs):
-        raise TypeError(f"gather was given {containers.describe(outputs)}, expected a list: gather([output]) for one replica")
+        raise TypeError(
+            f"gather was given {containers.describe(outputs)}, expected a list: gather([output]) for one replica"
+        )
     if any(isinstance(output, containers.Leaf) for output in outputs):
         raise TypeError(
             f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: "
             "gather each, as in [outputs.gather() for outputs in calls], and join the results with torch.cat"
         )
-    return outputs if isinstance(outputs, PerReplica) else PerReplica(outputs, [None] * len(outputs))
+    return (
+        outputs if isinstance(outputs, PerReplica) else PerReplica(outputs, [None] * len(outputs))
+    )
 
 
 def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -> object:
@@ -261,17 +315,23 @@ def _join_in_order(outputs: PerReplica, device: DeviceLike | None, dims: Dims) -
     return reorder(join(outputs, device, dims, pads=True), outputs.order, dims, len(outputs))
 
 
-def repeated_rows(outputs: Sequence[object], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
-    """Returns an error for outputs with several rows for each of the ``sizes`` rows of their replica, and None for others.
+def repeated_rows(
+    outputs: Sequence[object], sizes: Sequence[int | None] | None, dims: Dims
+) -> str | None:
+    """Returns an error for outputs with several rows for each of the ``sizes`` rows of their
+    replica, and None for others.
 
-    Views a and b of rows 0, 1 and 2 on two replicas would be joined as ``a0 a1 b0 b1 a2 b2``, not ``a0 a1 a2 b0 b1 b2``.
+    Views a and b of rows 0, 1 and 2 on two replicas would be joined as ``a0 a1 b0 b1 a2 b2``, not
+    ``a0 a1 a2 b0 b1 b2``.
     """
     if not sizes or not sizes[0]:
         return None
     columns = zip(*(containers.leaves(output, "output") for output in outputs), strict=False)
     for column, dim in zip(columns, leaf_dims(outputs[0], dims, 0), strict=False):
         leaves = [leaf for _, leaf in column]
-        if dim is None or not all(isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves):
+        if dim is None or not all(
+            isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves
+        ):
             continue
         rows = [leaf.size(dim) for leaf in leaves]
         count = rows[0] // sizes[0]
@@ -285,8 +345,12 @@ def repeated_rows(outputs: Sequence[object], sizes: Sequence[int | None] | None,
     return None
 
 
-def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pads: bool = False) -> Any:
-    """Gathers the outputs of this process, as :func:`gather` does. ``pads`` fills up shorter tensors with zeros."""
+def join(
+    outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pads: bool = False
+) -> Any:
+    """Gathers the outputs of this process, as :func:`gather` does. ``pads`` fills up shorter
+    tensors with zeros.
+    """
     first = containers.first_tensor(list(outputs))
     target = torch.device("cpu") if first is None else first.device
     if device is not None:
@@ -301,10 +365,17 @@ def join(outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pa
 
 
 def padded(values: Sequence[object], dim: int | None) -> list[Any]:
-    """Pads tensors with zeros to the longest, in all dimensions but that of the rows. Returns other values as they are."""
+    """Pads tensors with zeros to the longest, in all dimensions but that of the rows. Returns other
+    values as they are.
+    """
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers_of_dims = {tensor.dim() for tensor in tensors}
-    if dim is None or len(tensors) < len(values) or len(numbers_of_dims) > 1 or 0 in numbers_of_dims:
+    if (
+        dim is None
+        or len(tensors) < len(values)
+        or len(numbers_of_dims) > 1
+        or 0 in numbers_of_dims
+    ):
         return [*values]
     longest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
     return [_pad(tensor, longest, dim) for tensor in tensors]
@@ -313,7 +384,11 @@ def padded(values: Sequence[object], dim: int | None) -> list[Any]:
 def _pad(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     missing = [size - length for size, length in zip(sizes, tensor.shape, strict=True)]
     missing[dim] = 0
-    return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
+    return (
+        F.pad(tensor, [each for size in reversed(missing) for each in (0, size)])
+        if any(missing)
+        else tensor
+    )
 
 
 def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> object:
@@ -326,7 +401,8 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     if all(containers.is_plain(value) for value in values):
         return values
     if len({*map(type, values)}) == 1 and isinstance(values[0], Iterable):
-        # Entries are joined one by one, as in torch's gather. Caches rely on it (huggingface/transformers#36373).
+        # Entries are joined one by one, as in torch's gather. Caches rely on it
+        # (huggingface/transformers#36373).
         kind: Any = type(values[0])
         join_leaves = functools.partial(_join, device=device, dim=dim)
         columns = zip(*values, strict=True)
@@ -360,7 +436,9 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
 def take_rows(leaf: object, part: RowNumbers, dim: int) -> object:
     """Returns some rows of a tensor, or of a list of plain values. A range of a tensor is a view."""
     if not isinstance(leaf, Tensor):
-        return type(leaf)(leaf[row] for row in part) if containers.is_row_list(leaf) and leaf else leaf
+        return (
+            type(leaf)(leaf[row] for row in part) if containers.is_row_list(leaf) and leaf else leaf
+        )
     if leaf.layout != torch.strided or leaf.is_nested:
         layout = "nested" if leaf.is_nested else str(leaf.layout)
         raise TypeError(
@@ -378,13 +456,19 @@ def take_rows(leaf: object, part: RowNumbers, dim: int) -> object:
 
 def layout_of(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """Returns the shape with -1 in place of the number of rows."""
-    return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
+    return tuple(
+        -1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape)
+    )
 
 
-def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
-    """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
+def _gather_ranks(
+    local: list[object], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool
+) -> Any:
+    """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather
+    per tensor.
 
-    ``local`` has the joined outputs of this rank, if it has any. All ranks raise the ``refusal`` of one.
+    ``local`` has the joined outputs of this rank, if it has any. All ranks raise the ``refusal`` of
+    one.
     """
     layouts = containers.map_leaves(_layout_of_leaf, local)
     of_ranks, refusals, pads_of_ranks = zip(*gather_objects((layouts, refusal, pads)), strict=True)
@@ -393,7 +477,9 @@ def _gather_ranks(local: list[object], dims: Dims, device: torch.device, refusal
     first = next((layouts for layouts in of_ranks if layouts), None)
     if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    join_leaves = functools.partial(_join_ranks, dims=leaf_dims(first[0], dims, 0), pads=any(pads_of_ranks))
+    join_leaves = functools.partial(
+        _join_ranks, dims=leaf_dims(first[0], dims, 0), pads=any(pads_of_ranks)
+    )
     without_rows = map_rows(functools.partial(_without_rows, device=device), first[0], dims)
     layout_without_rows = containers.map_leaves(_layout_of_leaf, without_rows)
     local_leaf = local[0] if local else without_rows
@@ -410,7 +496,9 @@ def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pa
     described = [_describe_layout(leaf, dim) for leaf in leaves]
     if len({*described}) > 1:
         layouts = by_value(described)
-        raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
+        raise ValueError(
+            f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout"
+        )
     if isinstance(local_leaf, Tensor) and dim is not None:
         return gather_rows(local_leaf, [leaf.size(dim) for leaf in leaves], dim)
     if not containers.is_row_list(local_leaf):
@@ -420,7 +508,9 @@ def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pa
 
 
 def _layout_of_leaf(leaf: object) -> object:
-    """Returns what ranks exchange of a leaf before its rows: a tensor without memory, or a list of plain values."""
+    """Returns what ranks exchange of a leaf before its rows: a tensor without memory, or a list of
+    plain values.
+    """
     if isinstance(leaf, Tensor):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     if leaf is None or containers.is_row_list(leaf):
@@ -436,7 +526,9 @@ def _without_rows(leaf: object, dim: int | None, device: torch.device) -> object
         return None if leaf is None else type(leaf)()
     if dim is None:
         layout = _describe_layout(leaf, dim)
-        raise ValueError(f"{layout} is the same in all replicas, but a rank without outputs does not have it: leave it out")
+        raise ValueError(
+            f"{layout} is the same in all replicas, but a rank without outputs does not have it: leave it out"
+        )
     return torch.empty_like(leaf, device=device).narrow(dim if leaf.dim() > 1 else 0, 0, 0)
 
 
@@ -447,7 +539,9 @@ def _describe_layout(leaf: object, dim: int | None) -> str:
 
 
 def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -> Nested:
-    """Returns gathered outputs in the order of the batch. Values with one entry for each of the ``replicas`` stay."""
+    """Returns gathered outputs in the order of the batch. Values with one entry for each of the
+    ``replicas`` stay.
+    """
     positions = sorted(range(len(order)), key=order.__getitem__)
 
     def put(leaf: Any, dim: int | None) -> object:
@@ -468,13 +562,19 @@ def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -
 
 
 def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
-    """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of their rows."""
+    """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of
+    their rows.
+    """
     return outputs.map(functools.partial(containers.map_tensors, Tensor.detach)).in_order(order)
 
 
 def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:
     """Joins the outputs of all micro-batches as the outputs of one batch, in the order of the rows."""
     entries = [output for outputs in micro_batches for output in outputs]
-    joined = PerReplica(entries, [size for outputs in micro_batches for size in outputs.sizes], dims)
+    joined = PerReplica(
+        entries, [size for outputs in micro_batches for size in outputs.sizes], dims
+    )
     orders = [outputs.order for outputs in micro_batches]
-    return joined.in_order(None if None in orders else [row for order in orders for row in order or ()])
+    return joined.in_order(
+        None if None in orders else [row for order in orders for row in order or ()]
+    )

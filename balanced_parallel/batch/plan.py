@@ -1,8 +1,9 @@
 """Plans of a batch: numbers of rows and costs in, the rows of each shard out. No tensors.
 
-A cut by cost gives each shard rows of about the same cost. A shard is padded to its longest row, so it costs rows x longest. Rows
-are sorted by cost, and each shard is a run of this order. No other partition has a lower maximum: exchange its rows for runs of
-the same sizes, and no shard gets a longer longest row.
+A cut by cost gives each shard rows of about the same cost. A shard is padded to its longest row, so
+it costs rows x longest. Rows are sorted by cost, and each shard is a run of this order. No other
+partition has a lower maximum: exchange its rows for runs of the same sizes, and no shard gets a
+longer longest row.
 """
 
 import bisect
@@ -26,7 +27,8 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     if isinstance(shares, int):
         more = rows % shares if shares else 0
         return [rows // shares + 1] * more + [rows // shares] * (shares - more) if shares else []
-    weights = [Fraction(share) for share in shares]  # exact: with rounded quotients the sizes could exceed the total
+    # exact: with rounded quotients the sizes could exceed the total
+    weights = [Fraction(share) for share in shares]
     exact = [rows * weight / sum(weights) for weight in weights]
     sizes = [math.floor(part) for part in exact]
     by_remainder = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
@@ -42,22 +44,29 @@ Plan = Sequence[Sequence[RowNumbers]]  # micro-batches x devices
 
 def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
     """Returns ranges of the given sizes, one behind the other."""
-    return list(itertools.starmap(range, itertools.pairwise(itertools.accumulate(sizes, initial=start))))
+    return list(
+        itertools.starmap(range, itertools.pairwise(itertools.accumulate(sizes, initial=start)))
+    )
 
 
 def equal_rows(
-    rows: int, shares: int | Sequence[float], limit: float | None = None, agree: Callable[[int], int] = lambda count: count
+    rows: int,
+    shares: int | Sequence[float],
+    limit: float | None = None,
+    agree: Callable[[int], int] = lambda count: count,
 ) -> Plan:
-    """Plans as few micro-batches as possible, whose sizes differ by at most one row. A device may get no rows.
+    """Plans as few micro-batches as possible, whose sizes differ by at most one row. A device may
+    get no rows.
 
-    ``limit`` is the most rows of a device in one micro-batch. ``agree`` returns the number of micro-batches to plan, for the
-    number that is needed.
+    ``limit`` is the most rows of a device in one micro-batch. ``agree`` returns the number of
+    micro-batches to plan, for the number that is needed.
 
     Example:
         >>> equal_rows(5, 2, limit=2)
         [[range(0, 2), range(2, 3)], [range(3, 4), range(4, 5)]]
     """
-    plan, start = [], 0
+    plan = []
+    start = 0
     count = count_micro_batches(rows, None if limit is None else int(limit), shares)
     for size in split_sizes(rows, agree(count)):
         plan.append(consecutive(split_sizes(size, shares), start))
@@ -65,24 +74,37 @@ def equal_rows(
     return plan
 
 
-def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | Sequence[float]) -> int:
-    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per device; 0 without rows."""
+def count_micro_batches(
+    rows: int, micro_batch_size: int | None, shares: int | Sequence[float]
+) -> int:
+    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per
+    device; 0 without rows.
+    """
     if micro_batch_size is None or rows == 0:
         return min(rows, 1)
     count = -(-rows // (micro_batch_size * (shares if isinstance(shares, int) else len(shares))))
-    while max(split_sizes(-(-rows // count), shares)) > micro_batch_size:  # the largest share decides
+    # the largest share decides
+    while max(split_sizes(-(-rows // count), shares)) > micro_batch_size:
         count += 1
     return count
 
 
 def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
-    """Splits the rows of the targets, a multiple if they are flattened, in proportion to the rows of the inputs."""
+    """Splits the rows of the targets, a multiple if they are flattened, in proportion to the rows
+    of the inputs.
+    """
     total = sum(shares)
-    return list(shares) if rows == total else [len(scaled(part, total, rows)) for part in consecutive(shares)]
+    return (
+        list(shares)
+        if rows == total
+        else [len(scaled(part, total, rows)) for part in consecutive(shares)]
+    )
 
 
 def scaled(part: RowNumbers, rows: int, target_rows: int) -> range:
-    """Returns the rows of the targets, a multiple if they are flattened, that belong to consecutive rows of the inputs."""
+    """Returns the rows of the targets, a multiple if they are flattened, that belong to consecutive
+    rows of the inputs.
+    """
     start, stop = (part[0], part[-1] + 1) if part else (0, 0)
     if rows == 0 or start * target_rows % rows or stop * target_rows % rows:
         raise ValueError(
@@ -93,14 +115,24 @@ def scaled(part: RowNumbers, rows: int, target_rows: int) -> range:
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[float, ...] | None:
-    """Returns the weights of the devices. Raises ``ValueError`` unless ``split`` is None or has a valid weight for each."""
+    """Returns the weights of the devices. Raises ``ValueError`` unless ``split`` is None or has a
+    valid weight for each.
+    """
     if split is None:
         return None
     try:
-        weights = () if isinstance(split, (str, Mapping, Set)) else tuple(float(weight) for weight in split)
+        weights = (
+            ()
+            if isinstance(split, (str, Mapping, Set))
+            else tuple(float(weight) for weight in split)
+        )
     except (TypeError, ValueError):  # The value is not a sequence of numbers.
         weights = ()
-    if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
+    if (
+        len(weights) != devices
+        or not all(0 <= weight < float("inf") for weight in weights)
+        or not sum(weights) > 0
+    ):
         raise ValueError(
             f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero, or "
             "'memory' for a DataParallelModel"
@@ -109,7 +141,9 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
 
 
 def share_by_memory(devices: Devices) -> tuple[float, ...] | None:
-    """Returns the weights of the devices by their free bytes now. Replicas on one device share its memory equally."""
+    """Returns the weights of the devices by their free bytes now. Replicas on one device share its
+    memory equally.
+    """
     free = [free_bytes(device) / devices.count(device) for device in devices]
     return tuple(part / sum(free) for part in free) if any(free) else None
 
@@ -126,15 +160,18 @@ def cut_by_cost(
     budget: float | None = None,
     together: int = 1,
 ) -> list[list[int]]:
-    """Splits rows into shards whose largest cost is as small as possible. Returns the rows of each, the longest first.
+    """Splits rows into shards whose largest cost is as small as possible. Returns the rows of each,
+    the longest first.
 
     Args:
         costs: one for each row.
         shards: their number. With fewer rows, one shard per row.
-        combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
-            the size of a padded shard. With ``sum`` nothing is padded, and a shard may have rows of any cost.
+        combine: cost of a shard, from the costs of its rows. It must not decrease with another row.
+            ``None`` is rows x longest, the size of a padded shard. With ``sum`` nothing is padded,
+            and a shard may have rows of any cost.
         most_rows: of a shard.
-        budget: the largest cost of a shard. The number of shards suffices for it, as :func:`cut_to_budget` finds.
+        budget: the largest cost of a shard. The number of shards suffices for it, as
+            :func:`cut_to_budget` finds.
         together: number of shards that run at the same time. The last of them may then be smaller.
 
     Example:
@@ -145,16 +182,22 @@ def cut_by_cost(
     """
     order = sorted_rows(costs)
     ordered = [float(costs[row]) for row in order]
-    shards, limit = min(shards, len(ordered)), most_rows or len(ordered)
+    shards = min(shards, len(ordered))
+    limit = most_rows or len(ordered)
     if len(ordered) > shards * limit:
-        raise ValueError(f"{len(ordered)} rows in {shards} shards of at most {limit}, expected {shards * limit} rows at most")
+        raise ValueError(
+            f"{len(ordered)} rows in {shards} shards of at most {limit}, expected {shards * limit} rows at most"
+        )
     if shards <= 1:
         return [order] if order else []
     best = _fill_evenly(ordered, shards, combine, limit, budget)
     full = len(best) // together * together
-    if 0 < full < len(best) < shards:  # Shards that run last need not fill the capacity, and can be more even.
+    # Shards that run last need not fill the capacity, and can be more even.
+    if 0 < full < len(best) < shards:
         rest = sorted(place for run in best[full:] for place in run)
-        last = cut_by_cost([ordered[place] for place in rest], shards - full, combine, most_rows=most_rows)
+        last = cut_by_cost(
+            [ordered[place] for place in rest], shards - full, combine, most_rows=most_rows
+        )
         best[full:] = [[rest[place] for place in run] for run in last]
     else:
         best = _use_all(best, shards, ordered, combine)
@@ -169,19 +212,24 @@ def _fill_evenly(
     if combine in (None, sum):
         low = max(low, sum(ordered) / shards)
     high = cost_of_shard(ordered, combine) if budget is None else budget
-    best, capacity = list(_fill(ordered, high, combine, limit)), low
+    best = list(_fill(ordered, high, combine, limit))
+    capacity = low
     while high - low > _PRECISION * high:
         runs = list(itertools.islice(_fill(ordered, capacity, combine, limit), shards + 1))
         if len(runs) <= shards:
-            best, high = runs, capacity
+            best = runs
+            high = capacity
         else:
             low = capacity
         capacity = (low + high) / 2
     return best
 
 
-def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None = None) -> list[list[int]]:
-    """Splits rows as :func:`cut_by_cost` does, into as few shards as possible that cost at most ``budget``.
+def cut_to_budget(
+    costs: Sequence[float], budget: float, combine: Combine | None = None
+) -> list[list[int]]:
+    """Splits rows as :func:`cut_by_cost` does, into as few shards as possible that cost at most
+    ``budget``.
 
     Example:
         >>> cut_to_budget([3, 9, 2, 3, 2, 4], 9)
@@ -190,7 +238,9 @@ def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None
     order = sorted_rows(costs)
     ordered = [float(costs[row]) for row in order]
     if order and (alone := cost_of_shard(ordered[:1], combine)) > budget:
-        raise ValueError(f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it")
+        raise ValueError(
+            f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it"
+        )
     return [[order[place] for place in run] for run in _fill(ordered, budget, combine, len(order))]
 
 
@@ -198,7 +248,9 @@ def sorted_rows(costs: Sequence[float]) -> list[int]:
     """Returns the indices of the rows, the largest cost first. Rows of equal cost keep their order."""
     for row, cost in enumerate(costs):
         if cost is None or not 0 <= cost < math.inf:
-            raise ValueError(f"the cost of row {row} is {cost}, expected a finite number that is not negative")
+            raise ValueError(
+                f"the cost of row {row} is {cost}, expected a finite number that is not negative"
+            )
     return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable
 
 
@@ -207,12 +259,15 @@ def cost_of_shard(costs: Sequence[float], combine: Combine | None) -> float:
     return len(costs) * costs[0] if combine is None else float(combine(costs))
 
 
-def _fill(ordered: Sequence[float], capacity: float, combine: Combine | None, limit: int) -> Iterator[Sequence[int]]:
+def _fill(
+    ordered: Sequence[float], capacity: float, combine: Combine | None, limit: int
+) -> Iterator[Sequence[int]]:
     """Yields shards of at most ``limit`` rows. The next one is opened if the next row does not fit."""
     if combine is sum:
         yield from _first_fit(ordered, capacity, limit)
         return
-    start, end = 0, len(ordered)
+    start = 0
+    end = len(ordered)
     while start < end:
         rows = min(limit, end - start)
         if combine is None:
@@ -220,7 +275,12 @@ def _fill(ordered: Sequence[float], capacity: float, combine: Combine | None, li
                 rows = int(capacity / ordered[start] + 1e-9) or 1
         elif combine(ordered[start : start + rows]) > capacity:
             fits = range(1, rows)  # numbers of first rows, for a bisection
-            rows = bisect.bisect_right(fits, capacity, key=lambda count: combine(ordered[start : start + count])) or 1
+            rows = (
+                bisect.bisect_right(
+                    fits, capacity, key=lambda count: combine(ordered[start : start + count])
+                )
+                or 1
+            )
         yield range(start, start + rows)
         start += rows
 
@@ -242,7 +302,9 @@ def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[li
     return runs
 
 
-def _use_all(runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], combine: Combine | None) -> list[RowNumbers]:
+def _use_all(
+    runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], combine: Combine | None
+) -> list[RowNumbers]:
     """Splits the runs of the highest cost until there is one for each shard."""
 
     def cost(run: RowNumbers) -> float:
@@ -251,7 +313,9 @@ def _use_all(runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], 
     split = [*runs]
     while len(split) < shards:
         run = max((run for run in split if len(run) > 1), key=cost)
-        above = 1 + bisect.bisect_left(range(1, len(run) - 1), True, key=lambda at: cost(run[:at]) >= cost(run[at:]))
+        above = 1 + bisect.bisect_left(
+            range(1, len(run) - 1), True, key=lambda at: cost(run[:at]) >= cost(run[at:])
+        )
         rows = min(max(above - 1, 1), above, key=lambda at: max(cost(run[:at]), cost(run[at:])))
         split.remove(run)
         split += [run[:rows], run[rows:]]

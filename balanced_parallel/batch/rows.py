@@ -1,10 +1,12 @@
 """Rows of the arguments of a call: marks for them, their number, and shards of them.
 
-torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3) and silently drops samples if a second input has fewer
-rows. Here sizes differ by at most one row. Inputs with different numbers of rows, and ambiguous ones, are errors.
+torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3) and silently drops samples if
+a second input has fewer rows. Here sizes differ by at most one row. Inputs with different numbers
+of rows, and ambiguous ones, are errors.
 
-The effective batch is a table of shards, micro-batches x devices. A :class:`Batch` is taken apart once, a plan gives the rows of
-each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per device, on two devices::
+The effective batch is a table of shards, micro-batches x devices. A :class:`Batch` is taken apart
+once, a plan gives the rows of each shard, and a :class:`Shard` has views of them. 14 rows of at
+most 3 per device, on two devices::
 
                  time ->
                  micro-batch 0   micro-batch 1   micro-batch 2
@@ -39,7 +41,8 @@ class Arguments(NamedTuple):
 
 
 class Whole:
-    """Marks an argument that every replica gets whole. Its tensors are copied to the device of each replica.
+    """Marks an argument that every replica gets whole. Its tensors are copied to the device of each
+    replica.
 
     Args:
         value: any value.
@@ -56,7 +59,8 @@ class Whole:
 
 
 class Rows:
-    """Marks a list with one entry per row: images of different sizes, one mapping per image, names. It is split by entries.
+    """Marks a list with one entry per row: images of different sizes, one mapping per image, names.
+    It is split by entries.
 
     Args:
         entries: a sequence, with one entry of any type per row.
@@ -69,7 +73,9 @@ class Rows:
 
     def __init__(self, entries: Sequence[object]) -> None:
         if isinstance(entries, Tensor) or not isinstance(entries, Sequence):
-            raise TypeError(f"Rows was given {containers.describe(entries)}, expected a list with one entry per row")
+            raise TypeError(
+                f"Rows was given {containers.describe(entries)}, expected a list with one entry per row"
+            )
         self.entries = list(entries)
 
 
@@ -94,7 +100,9 @@ def without_mark(value: object) -> Any:
 
 
 def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
-    """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of marks, which stay."""
+    """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of
+    marks, which stay.
+    """
 
     def apply(leaf: object) -> object:
         if isinstance(leaf, Along):
@@ -106,16 +114,26 @@ def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
     return containers.map_leaves(apply, node)
 
 
-def mark(arguments: Arguments, dims: Dims, function: Callable[..., object], *, first: int = 0, unnamed: int = 0) -> Arguments:
-    """Marks arguments of ``function`` with the dimensions of their rows: a sequence by position, a mapping by position or name.
+def mark(
+    arguments: Arguments,
+    dims: Dims,
+    function: Callable[..., object],
+    *,
+    first: int = 0,
+    unnamed: int = 0,
+) -> Arguments:
+    """Marks arguments of ``function`` with the dimensions of their rows: a sequence by position, a
+    mapping by position or name.
 
-    One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in the call of
-    ``arguments.inputs[0]``, and ``unnamed`` the number of further arguments that the function has before. An output that is a
-    tuple fills several arguments of a criterion, but is one argument of the call.
+    One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in
+    the call of ``arguments.inputs[0]``, and ``unnamed`` the number of further arguments that the
+    function has before. An output that is a tuple fills several arguments of a criterion, but is
+    one argument of the call.
     """
     if dims is None:
         return arguments
-    names, count = _names(function), first + len(arguments.inputs)
+    names = _names(function)
+    count = first + len(arguments.inputs)
 
     def key_at(position: int) -> int | str:
         place = position + unnamed
@@ -123,7 +141,9 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., object], *, f
 
     by_key: Mapping[int | str, Dims] = {}
     if isinstance(dims, Mapping):
-        by_key = {key_at(key) if isinstance(key, int) else key: entry for key, entry in dims.items()}
+        by_key = {
+            key_at(key) if isinstance(key, int) else key: entry for key, entry in dims.items()
+        }
         if names and (unknown := by_key.keys() - {*names, *arguments.kwargs}):
             raise ValueError(
                 f"dimensions are given for {unknown.pop()!r}, expected one of the arguments {', '.join(names)}, or "
@@ -144,12 +164,19 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., object], *, f
 
     positions = enumerate(arguments.inputs)
     inputs = [mark_value(value, key_at(first + at), f"inputs[{at}]") for at, value in positions]
-    kwargs = {name: mark_value(value, name, f"kwargs[{name!r}]") for name, value in arguments.kwargs.items()}
+    kwargs = {
+        name: mark_value(value, name, f"kwargs[{name!r}]")
+        for name, value in arguments.kwargs.items()
+    }
     return Arguments(tuple(inputs), kwargs)
 
 
-def mark_inputs(arguments: Arguments, dims: Dims, module: torch.nn.Module, method: str | None) -> Arguments:
-    """Returns the arguments of a module's ``forward``, or of another method, marked with the ``in_dims`` of ``forward``."""
+def mark_inputs(
+    arguments: Arguments, dims: Dims, module: torch.nn.Module, method: str | None
+) -> Arguments:
+    """Returns the arguments of a module's ``forward``, or of another method, marked with the
+    ``in_dims`` of ``forward``.
+    """
     function = getattr(module, method or "forward")
     if method is not None and dims is not None and not isinstance(dims, int):
         if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
@@ -179,7 +206,9 @@ def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter] | 
 
 
 def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
-    """Returns a value with its leaves marked, as :func:`mark` marks those of an argument. Marks that it has stay."""
+    """Returns a value with its leaves marked, as :func:`mark` marks those of an argument. Marks
+    that it has stay.
+    """
     if isinstance(value, (*MARKS, PerReplica)):  # they carry their own dimensions
         return value
     if dims is None:
@@ -190,19 +219,34 @@ def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
         dim = next(dims_of_leaves)
         if isinstance(leaf, (*MARKS, PerReplica)):
             return leaf
-        has_rows = (isinstance(leaf, Tensor) and leaf.dim() > 0) or (containers.is_row_list(leaf) and leaf)
+        has_rows = (isinstance(leaf, Tensor) and leaf.dim() > 0) or (
+            containers.is_row_list(leaf) and leaf
+        )
         return Whole(leaf) if dim is None else Along(leaf, dim) if has_rows else leaf
 
     return containers.map_leaves(mark_leaf, value)
 
 
-def count_rows(node: object, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
-    """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the inputs of ``node``."""
-    only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
+def count_rows(
+    node: object, dim: int = 0, expected: int | None = None, name: str = "inputs"
+) -> int | None:
+    """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the
+    inputs of ``node``.
+    """
+    only = (
+        node.inputs[0]
+        if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs
+        else node
+    )
     only = only[0] if type(only) is tuple and len(only) == 1 else only
-    if type(only) is Tensor and 0 <= dim < only.dim():  # This is a shortcut for the most frequent input.
+    # This is a shortcut for the most frequent input.
+    if type(only) is Tensor and 0 <= dim < only.dim():
         return only.size(dim)
-    parts = [(name, node.inputs), ("kwargs", node.kwargs)] if isinstance(node, Arguments) else [(name, node)]
+    parts = (
+        [(name, node.inputs), ("kwargs", node.kwargs)]
+        if isinstance(node, Arguments)
+        else [(name, node)]
+    )
     counts: dict[str, tuple[object, int]] = {}
     lists: dict[str, list[object]] = {}
     for label, part in parts:
@@ -210,16 +254,27 @@ def count_rows(node: object, dim: int = 0, expected: int | None = None, name: st
             place = place.removeprefix(".")
             if (rows := _leaf_rows(leaf, dim, place)) is not None:
                 counts[place] = leaf, rows
-        lists |= {place.removeprefix("."): entries for place, entries in _lists_of_one_type(part, label)}
-    return _common_rows(counts, lists, expected, f"the {name} have different numbers of rows along dimension {dim}")
+        lists |= {
+            place.removeprefix("."): entries for place, entries in _lists_of_one_type(part, label)
+        }
+    return _common_rows(
+        counts, lists, expected, f"the {name} have different numbers of rows along dimension {dim}"
+    )
 
 
 def _common_rows(
-    counts: Mapping[str, tuple[object, int]], lists: Mapping[str, list[object]], expected: int | None, difference: str
+    counts: Mapping[str, tuple[object, int]],
+    lists: Mapping[str, list[object]],
+    expected: int | None,
+    difference: str,
 ) -> int | None:
-    """Returns the number of rows of all leaves, from their places and those of the lists around them."""
+    """Returns the number of rows of all leaves, from their places and those of the lists around
+    them.
+    """
     unmarked = [place for place, (leaf, _) in counts.items() if type(leaf) is not Along]
-    ambiguous = {key: lists[key] for key in lists if any(place.startswith(key) for place in unmarked)}
+    ambiguous = {
+        key: lists[key] for key in lists if any(place.startswith(key) for place in unmarked)
+    }
     clear = [place for place in counts if not place.startswith(tuple(ambiguous))]
     first = next(iter([*clear, *counts]), None)
     if first is None:
@@ -256,7 +311,10 @@ def _lists_of_one_type(node: object, name: str) -> Iterator[tuple[str, list[obje
 
 
 def _are_alike(entries: list[object]) -> bool:
-    kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry) for entry in entries}
+    kinds = {
+        (type(entry), entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry)
+        for entry in entries
+    }
     return len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}
 
 
@@ -264,7 +322,11 @@ def _described(leaf: object) -> str:
     if isinstance(leaf, Rows):
         return f"Rows of {len(leaf.entries)} entries"
     leaf = without_mark(leaf)
-    return f"outputs of {len(leaf)} replicas" if isinstance(leaf, PerReplica) else containers.describe(leaf)
+    return (
+        f"outputs of {len(leaf)} replicas"
+        if isinstance(leaf, PerReplica)
+        else containers.describe(leaf)
+    )
 
 
 def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
@@ -290,10 +352,14 @@ def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
 def _refuse_objects(leaf: object, place: str) -> None:
     """Raises ``TypeError`` for an object with tensors that have rows."""
     if isinstance(leaf, PackedSequence):
-        raise TypeError(f"{place} is a PackedSequence, which cannot be split by rows: pass the padded tensor and the lengths")
+        raise TypeError(
+            f"{place} is a PackedSequence, which cannot be split by rows: pass the padded tensor and the lengths"
+        )
     if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
         shape = tuple(getattr(leaf, "shape", ()))
-        raise TypeError(f"{place} is an array of shape {shape}, expected a tensor: use torch.as_tensor")
+        raise TypeError(
+            f"{place} is an array of shape {shape}, expected a tensor: use torch.as_tensor"
+        )
     if _holds_tensors(leaf, 3):
         raise TypeError(
             f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, "
@@ -320,8 +386,15 @@ def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]
 
 
 def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
-    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay."""
-    if isinstance(node, Arguments) and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is Tensor:
+    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list
+    of them. Marks stay.
+    """
+    if (
+        isinstance(node, Arguments)
+        and len(node.inputs) == 1
+        and not node.kwargs
+        and type(node.inputs[0]) is Tensor
+    ):
         # This is a shortcut for the most frequent arguments.
         return cast(Nested, Arguments((take_rows(node.inputs[0], part, dim),), {}))
 
@@ -335,14 +408,18 @@ def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
         if None in leaf.sizes:
             return leaf
         if not isinstance(part, range):
-            raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
+            raise TypeError(
+                "rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')"
+            )
         return leaf.narrow(part.start, len(part))
 
     return containers.map_leaves(take_leaf, node)
 
 
 def move_leaves(node: object, device: torch.device | None) -> Any:
-    """Returns ``node`` with all tensors on ``device``, or where they are if that is None, and without marks."""
+    """Returns ``node`` with all tensors on ``device``, or where they are if that is None, and
+    without marks.
+    """
 
     def move_leaf(leaf: Any) -> object:
         if isinstance(leaf, Tensor):
@@ -352,7 +429,8 @@ def move_leaves(node: object, device: torch.device | None) -> Any:
         if isinstance(leaf, PerReplica) and device is not None:
             return leaf.on(device)
         has_to = device is not None and hasattr(leaf, "to") and _holds_tensors(leaf, 3)
-        return copy.copy(leaf).to(device) if has_to else leaf  # a copy: torch_geometric's method changes the object
+        # a copy: torch_geometric's method changes the object
+        return copy.copy(leaf).to(device) if has_to else leaf
 
     return containers.map_leaves(move_leaf, node)
 
@@ -360,13 +438,16 @@ def move_leaves(node: object, device: torch.device | None) -> Any:
 def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
     """Returns arguments on a device, without marks."""
     inputs, kwargs = arguments
-    if len(inputs) == 1 and not kwargs and type(inputs[0]) is Tensor:  # shortcut for the most frequent arguments
+    # shortcut for the most frequent arguments
+    if len(inputs) == 1 and not kwargs and type(inputs[0]) is Tensor:
         return Arguments((move(inputs[0], device),), kwargs)
     return Arguments(move_leaves(inputs, device), move_leaves(kwargs, device))
 
 
 def copy_views(arguments: Arguments, device: torch.device) -> Arguments:
-    """Returns arguments with copies of those tensors that are views, if they would not be moved to ``device`` anyway."""
+    """Returns arguments with copies of those tensors that are views, if they would not be moved to
+    ``device`` anyway.
+    """
 
     def copied(tensor: Tensor) -> Tensor:
         is_view = tensor.device == device and base_of(tensor) is not tensor
@@ -380,21 +461,27 @@ class Shard(NamedTuple):
 
     inputs: Arguments
     targets: Arguments  # The criterion's arguments after the outputs.
-    rows: RowNumbers | None  # Places in the effective batch of this process; None if the batch has no rows.
+    # Places in the effective batch of this process; None if the batch has no rows.
+    rows: RowNumbers | None
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
-    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # Surrounds model and criterion.
+    # Surrounds model and criterion.
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     is_joined: bool = False  # the inputs are one object, of the samples ``rows``
 
 
 class MicroBatch(NamedTuple):
-    """The shards of one forward. A model takes it in place of arguments, so that its hooks run as in any forward."""
+    """The shards of one forward. A model takes it in place of arguments, so that its hooks run as
+    in any forward.
+    """
 
     shards: Sequence[Shard]
 
 
 class ParallelModel(nn.Module):
-    """The model of a :class:`TrainStep`. Subclasses run it on the devices of a process, or on that of a rank."""
+    """The model of a :class:`TrainStep`. Subclasses run it on the devices of a process, or on that
+    of a rank.
+    """
 
     module: nn.Module
     devices: list[torch.device]
@@ -402,19 +489,24 @@ class ParallelModel(nn.Module):
     dim: int
     in_dims: Dims
     out_dims: Dims
-    # Methods that have run over ranks, and the mode of the module, with True for those that communicate with other ranks.
+    # Methods that have run over ranks, and the mode of the module, with True for those that
+    # communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module on the rows of the arguments, and returns a :class:`PerReplica` of its outputs."""
+        """Runs the module on the rows of the arguments, and returns a :class:`PerReplica` of its
+        outputs.
+        """
         if inputs and type(inputs[0]) is MicroBatch:
             return self._run_shards(inputs[0].shards)
         return self._run_by_hand(None, Arguments(inputs, kwargs))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module other than ``forward``, with arguments split and outputs returned as in a forward.
+        """Calls a method of the module other than ``forward``, with arguments split and outputs
+        returned as in a forward.
 
-        Entries of ``in_dims`` by name apply to its arguments too. Positions in ``in_dims`` are those of ``forward``.
+        Entries of ``in_dims`` by name apply to its arguments too. Positions in ``in_dims`` are
+        those of ``forward``.
 
         Example:
             >>> features = model.call("encode_image", images)  # doctest: +SKIP
@@ -422,17 +514,22 @@ class ParallelModel(nn.Module):
         return self._run_by_hand(method, Arguments(inputs, kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of ``torch.compile``.
+        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of
+        ``torch.compile``.
 
-        In one process, compiled replicas run one after the other in the calling thread. On several devices they are trained by
-        :class:`TrainStep`, whose backwards run in that thread, too. There, a forward by hand raises ``RuntimeError``, unless
-        gradients are off.
+        In one process, compiled replicas run one after the other in the calling thread. On several
+        devices they are trained by :class:`TrainStep`, whose backwards run in that thread, too.
+        There, a forward by hand raises ``RuntimeError``, unless gradients are off.
         """
         self.module.compile(*args, **kwargs)
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
         """Returns the arguments marked with the dimensions of ``in_dims``."""
-        return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
+        return (
+            arguments
+            if self.in_dims is None
+            else mark_inputs(arguments, self.in_dims, self.module, method)
+        )
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         """Runs the module on the shards of a micro-batch of :class:`TrainStep`."""
@@ -467,42 +564,62 @@ class Batch:
     pads = False  # True if each shard is padded to a length of its own.
     has_example = True  # A shard without rows can be made.
 
-    def __init__(self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
-        self.inputs, self.targets, self.dims = inputs, targets, dims
+    def __init__(
+        self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.inputs = inputs
+        self.targets = targets
+        self.dims = dims
         self.rows = count_rows(inputs, dims[0])  # None if no input has rows
-        self.target_rows = None if targets is NOTHING else count_rows(targets, dims[1], self.rows, "targets")
+        self.target_rows = (
+            None if targets is NOTHING else count_rows(targets, dims[1], self.rows, "targets")
+        )
         if self.rows == 0 and self.target_rows:
-            raise ValueError(f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number")
+            raise ValueError(
+                f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number"
+            )
         is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is Tensor
         # targets of the whole batch, in any number of parts
         self.counted_targets = [targets.inputs if is_plain else move_leaves(targets.inputs, None)]
 
     def plan(
-        self, devices: Devices, weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
+        self,
+        devices: Devices,
+        weights: Sequence[float] | None,
+        limit: float | None,
+        agree: Callable[[int], int],
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of at most ``limit`` rows per device.
 
-        ``agree`` returns the number of micro-batches to run, if this process needs the given one. Inputs that have no rows, such
-        as settings alone, are one micro-batch.
+        ``agree`` returns the number of micro-batches to run, if this process needs the given one.
+        Inputs that have no rows, such as settings alone, are one micro-batch.
         """
         if self.rows is None:
-            return iter([[Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]])
+            return iter(
+                [[Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]]
+            )
         plan = equal_rows(self.rows, weights or len(devices), limit, agree)
         return self._shards(plan, devices)
 
     def split(self, devices: Devices, weights: Sequence[float] | None) -> list[Shard]:
-        """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used."""
+        """Returns the shards of one forward. Devices without rows are left out; without any rows,
+        the first one is used.
+        """
         return next(self.plan(devices, weights, None, lambda count: max(count, 1)))
 
     def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
-        """Returns a sample, from which a later batch without samples makes a shard. ``earlier`` is that of an earlier batch."""
+        """Returns a sample, from which a later batch without samples makes a shard. ``earlier`` is
+        that of an earlier batch.
+        """
         return earlier
 
     def check_weight(self, weigh: Callable[..., object]) -> None:
         """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that the plan has cut."""
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
-        """Returns the most rows of a device in one forward, and a limit that halves them, 0 if nothing does."""
+        """Returns the most rows of a device in one forward, and a limit that halves them, 0 if
+        nothing does.
+        """
         plan = equal_rows(self.rows or 0, shares, limit)
         rows = max((len(part) for parts in plan for part in parts), default=0)
         return rows, -(-rows // 2) if rows > 1 else 0
@@ -510,26 +627,41 @@ class Batch:
     def _shards(self, plan: Plan, devices: Devices) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of a plan."""
         for parts in plan:
-            shards = [self.shard(part, device) for part, device in zip(parts, devices, strict=True) if part]
+            shards = [
+                self.shard(part, device)
+                for part, device in zip(parts, devices, strict=True)
+                if part
+            ]
             yield shards or [self.shard(range(0), devices[0])]
 
     def shard(self, part: RowNumbers, device: torch.device) -> Shard:
         """Returns some rows."""
-        rows, target_rows = self.rows or 0, self.target_rows
+        rows = self.rows or 0
+        target_rows = self.target_rows
         if len(part) == rows:
-            return Shard(self.inputs, self.targets, part, rows if target_rows is None else target_rows, device)
+            return Shard(
+                self.inputs,
+                self.targets,
+                part,
+                rows if target_rows is None else target_rows,
+                device,
+            )
         inputs = take(self.inputs, part, self.dims[0])
         if target_rows is None:
             return Shard(inputs, self.targets, part, len(part), device)
         of_targets = part if target_rows == rows else scaled(part, rows, target_rows)
-        return Shard(inputs, take(self.targets, of_targets, self.dims[1]), part, len(of_targets), device)
+        return Shard(
+            inputs, take(self.targets, of_targets, self.dims[1]), part, len(of_targets), device
+        )
 
 
 Mark = Callable[[object, tuple[object, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
 
 
 class Cut:
-    """A way to cut batches, for ``TrainStep(cut=...)``. ``limit`` is that of a device in one forward."""
+    """A way to cut batches, for ``TrainStep(cut=...)``. ``limit`` is that of a device in one
+    forward.
+    """
 
     limit: float | None = None
 
@@ -543,21 +675,26 @@ class Cut:
         unit: str,
         is_strict: bool,
     ) -> Batch:
-        """Takes a batch apart. ``mark`` returns inputs and targets with marks, and the dimensions of the rows in what has none.
+        """Takes a batch apart. ``mark`` returns inputs and targets with marks, and the dimensions
+        of the rows in what has none.
 
-        ``forward`` is that of the module, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. A row over the limit is an error if
-        strict; otherwise it runs alone.
+        ``forward`` is that of the module, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. A row
+        over the limit is an error if strict; otherwise it runs alone.
         """
         raise NotImplementedError
 
 
 def scatter(
-    inputs: object, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0, *, split: Sequence[float] | None = None
+    inputs: object,
+    device_ids: Sequence[DeviceLike] | None = None,
+    dim: int = 0,
+    *,
+    split: Sequence[float] | None = None,
 ) -> list[Any]:
     """Splits ``inputs`` by rows over devices, and moves the shards there. Gradients flow back.
 
-    Lists of strings or numbers have one entry per row. 0-dim tensors, plain values and other objects go to every replica.
-    Containers keep their type.
+    Lists of strings or numbers have one entry per row. 0-dim tensors, plain values and other
+    objects go to every replica. Containers keep their type.
 
     Args:
         inputs: a tensor, or tuples, named tuples, lists, mappings and dataclasses of tensors.
@@ -566,7 +703,8 @@ def scatter(
         split: one weight per device. ``None`` means sizes that differ by at most one row.
 
     Returns:
-        A list with one structure like ``inputs`` per device that gets rows. Without rows, a list with one structure.
+        A list with one structure like ``inputs`` per device that gets rows. Without rows, a list
+        with one structure.
 
     Raises:
         ValueError: inputs have different numbers of rows.
@@ -580,19 +718,24 @@ def scatter(
     """
     devices = resolve_devices(device_ids)
     check_dim(dim)
-    weights, arguments = check_split(split, len(devices)), spread(inputs)
+    weights = check_split(split, len(devices))
+    arguments = spread(inputs)
     shards = Batch(Arguments(arguments, {}), dims=(dim, 0)).split(devices, weights)
     moved = [move_leaves(shard.inputs.inputs, shard.device) for shard in shards]
     return moved if arguments is inputs else [piece for (piece,) in moved]
 
 
 def as_arguments(inputs: object) -> Arguments:
-    """Converts ``inputs`` to the arguments of a call: a mapping to keyword arguments, a tuple to positional arguments."""
+    """Converts ``inputs`` to the arguments of a call: a mapping to keyword arguments, a tuple to
+    positional arguments.
+    """
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
     return Arguments(spread(inputs), {})
 
 
 def spread(value: object) -> tuple[Any, ...]:
-    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also for a named tuple."""
+    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also
+    for a named tuple.
+    """
     return value if isinstance(value, tuple) and not containers.is_named_tuple(value) else (value,)

@@ -1,6 +1,7 @@
 """Batch samplers of a rank: its rows of each effective batch, from any batch on.
 
-``BalancedBatchSampler`` yields the effective batches of ``RankBatchSampler``, with rows of equal cost for each rank.
+``BalancedBatchSampler`` yields the effective batches of ``RankBatchSampler``, with rows of equal
+cost for each rank.
 """
 
 import reprlib
@@ -14,27 +15,35 @@ from ..runtime import collectives
 from ..runtime.values import check_number, check_type, naming_arguments
 from .plan import Combine, consecutive, cut_by_cost, sorted_rows, split_sizes
 
-# The process has one, since a step is given batches and not the sampler that made them. The ranks of a step compare it.
+# The process has one, since a step is given batches and not the sampler that made them. The ranks
+# of a step compare it.
 _begun = "no RankBatchSampler"
 
 
 def begun_batches() -> str:
-    """Describes the batches that a sampler over the ranks of the process group began last. Ranks compare them."""
+    """Describes the batches that a sampler over the ranks of the process group began last. Ranks
+    compare them.
+    """
     return _begun
 
 
 class RankBatchSampler(Sampler[list[int]]):
-    """A batch sampler that yields this rank's rows of each effective batch, and can begin in the middle of an epoch.
+    """A batch sampler that yields this rank's rows of each effective batch, and can begin in the
+    middle of an epoch.
 
-    The order depends on seed and epoch alone, and no row is repeated or dropped. So any number of ranks trains on the same
-    effective batches, also if it changes at a restart. A rank may get no rows. The position is counted in batches that were
-    trained on: call :meth:`advance` after each. An iteration yields the rest of the present epoch.
+    The order depends on seed and epoch alone, and no row is repeated or dropped. So any number of
+    ranks trains on the same effective batches, also if it changes at a restart. A rank may get no
+    rows. The position is counted in batches that were trained on: call :meth:`advance` after each.
+    An iteration yields the rest of the present epoch.
 
     Args:
         rows: the data set.
-        batch_size: rows of an effective batch, over all ranks. The last batch of an epoch may be smaller.
-        seed: shuffles each epoch anew; ``None`` keeps the order of the data set, and every iteration is the same.
-        rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
+        batch_size: rows of an effective batch, over all ranks. The last batch of an epoch may be
+            smaller.
+        seed: shuffles each epoch anew; ``None`` keeps the order of the data set, and every
+            iteration is the same.
+        rank, ranks: this process and the number of processes; ``None`` asks the process group, or
+            is one process.
 
     Raises:
         TypeError: a sampler or a loader in place of the data set.
@@ -52,14 +61,27 @@ class RankBatchSampler(Sampler[list[int]]):
 
     @naming_arguments
     def __init__(
-        self, rows: Sized, batch_size: int, seed: int | None = None, *, rank: int | None = None, ranks: int | None = None
+        self,
+        rows: Sized,
+        batch_size: int,
+        seed: int | None = None,
+        *,
+        rank: int | None = None,
+        ranks: int | None = None,
     ) -> None:
         _refuse_samplers("rows", rows)
         check_type("rows", rows, Sized, "a data set with a length")
-        for name, value in (("batch_size", batch_size), ("seed", seed), ("rank", rank), ("ranks", ranks)):
+        for name, value in (
+            ("batch_size", batch_size),
+            ("seed", seed),
+            ("rank", rank),
+            ("ranks", ranks),
+        ):
             if value is not None or name == "batch_size":
                 check_number(name, value, "an integer", whole=True)
-        self.rows, self.batch_size, self.seed = len(rows), batch_size, seed
+        self.rows = len(rows)
+        self.batch_size = batch_size
+        self.seed = seed
         self.rank = collectives.rank() if rank is None else rank
         self.ranks = collectives.world_size() if ranks is None else ranks
         self.batches = 0  # trained on, in all epochs
@@ -81,9 +103,12 @@ class RankBatchSampler(Sampler[list[int]]):
         return -(-self.rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        begin, order = self.batches, self._order()
+        begin = self.batches
+        order = self._order()
         if self.seed is not None and self._yielded_from == begin:
-            raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
+            raise RuntimeError(
+                "the rest of this epoch was yielded already, expected sampler.advance() after each batch"
+            )
         if self._follows_group:
             global _begun
             settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
@@ -109,30 +134,40 @@ class RankBatchSampler(Sampler[list[int]]):
         """Goes to a position, which any number of ranks may have saved."""
         saved = {name: state_dict[name] for name in self._data()}
         if saved != self._data():
-            raise ValueError(f"the position was saved with {saved}, expected {self._data()}: the batches would be others")
-        self.batches, self._yielded_from = state_dict["batches"], -1
+            raise ValueError(
+                f"the position was saved with {saved}, expected {self._data()}: the batches would be others"
+            )
+        self.batches = state_dict["batches"]
+        self._yielded_from = -1
 
     def _data(self) -> dict[str, int | None]:
         return {"rows": self.rows, "batch_size": self.batch_size, "seed": self.seed}
 
     def _order(self) -> Sequence[int]:
-        mixed = (self.seed or 0) * 1_000_003 + self.epoch  # the CPU's generator uses only the low 32 bits
+        # the CPU's generator uses only the low 32 bits
+        mixed = (self.seed or 0) * 1_000_003 + self.epoch
         generator = torch.Generator().manual_seed(mixed % 2**32)
-        return range(self.rows) if self.seed is None else torch.randperm(self.rows, generator=generator).tolist()
+        return (
+            range(self.rows)
+            if self.seed is None
+            else torch.randperm(self.rows, generator=generator).tolist()
+        )
 
 
 class BalancedBatchSampler(RankBatchSampler):
-    """A :class:`RankBatchSampler` that gives each rank rows of equal cost, where rows have different lengths.
+    """A :class:`RankBatchSampler` that gives each rank rows of equal cost, where rows have
+    different lengths.
 
-    Effective batches and state are those of :class:`RankBatchSampler`, so a run may change from one to the other. The rows of a
-    batch are sorted by cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the
-    tokens of a rank after padding. So a row has the same place in the effective batch for any number of ranks, except with
-    ``combine=sum``.
+    Effective batches and state are those of :class:`RankBatchSampler`, so a run may change from one
+    to the other. The rows of a batch are sorted by cost and cut over the ranks, so that the largest
+    ``rows x highest cost`` is as small as possible: the tokens of a rank after padding. So a row
+    has the same place in the effective batch for any number of ranks, except with ``combine=sum``.
 
     Args:
         costs: the cost of each row of the data set, such as its length. Not negative.
         batch_size, seed, rank, ranks: as for :class:`RankBatchSampler`.
-        combine: returns the cost of a rank from the costs of its rows. ``sum`` is for costs that add up, without padding.
+        combine: returns the cost of a rank from the costs of its rows. ``sum`` is for costs that
+            add up, without padding.
 
     Raises:
         ValueError: a cost is negative or not finite; or as :class:`RankBatchSampler`.
@@ -160,16 +195,20 @@ class BalancedBatchSampler(RankBatchSampler):
         _refuse_samplers("costs", costs)
         check_type("combine", combine, Callable | None, "a function")
         try:
-            self.costs, self.combine = [float(cost) for cost in costs], combine
+            self.costs = [float(cost) for cost in costs]
+            self.combine = combine
         except (TypeError, ValueError) as error:
-            raise TypeError(f"costs={reprlib.repr(costs)}, expected one number for each row: {error}") from error
+            raise TypeError(
+                f"costs={reprlib.repr(costs)}, expected one number for each row: {error}"
+            ) from error
         super().__init__(self.costs, batch_size, seed, rank=rank, ranks=ranks)
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
     def share(self, batch: list[int]) -> list[int]:
         """Returns this rank's rows of an effective batch, the costliest first."""
         shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
-        return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []  # fewer rows than ranks
+        # fewer rows than ranks
+        return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []
 
 
 def _refuse_samplers(name: str, value: object) -> None:

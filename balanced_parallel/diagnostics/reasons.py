@@ -1,4 +1,6 @@
-"""Known reasons for a difference between the split and the plain program, which :func:`find_reasons` runs once more."""
+"""Known reasons for a difference between the split and the plain program, which
+:func:`find_reasons` runs once more.
+"""
 
 import math
 import warnings
@@ -27,14 +29,23 @@ from .recording import (
 
 _BY_ROW = "compare with reproducible=True"
 _WRITTEN = "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept"
-_ROUNDING = TOLERANCES | {torch.float64: 1e-5, torch.float32: 1e-5}  # float64 with a part in float32
+# float64 with a part in float32
+_ROUNDING = TOLERANCES | {torch.float64: 1e-5, torch.float32: 1e-5}
 
 
 def find_reasons(
-    comparison: Comparison, errors: Mapping[str, float], state: Mapping[str, float], *, reproducible: bool
+    comparison: Comparison,
+    errors: Mapping[str, float],
+    state: Mapping[str, float],
+    *,
+    reproducible: bool,
 ) -> list[str]:
-    """Returns the reasons that apply. ``errors`` has those of the gradients and, without a name, of the loss."""
-    plain, limit, largest = comparison.plain, comparison.limit, max(errors.values())
+    """Returns the reasons that apply. ``errors`` has those of the gradients and, without a name, of
+    the loss.
+    """
+    plain = comparison.plain
+    limit = comparison.limit
+    largest = max(errors.values())
     names_of_loss = _written(comparison.losses.module, plain.criterion)
     names_of_model = _written(comparison.module, plain.module)
     of_loss = [f"state written by the criterion: {name}; {_WRITTEN}" for name in names_of_loss]
@@ -58,14 +69,17 @@ def find_reasons(
 
 def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
     """Returns a reason where no other applies."""
-    plain, model, limit = comparison.plain, comparison.model, comparison.limit
+    plain = comparison.plain
+    model = comparison.model
+    limit = comparison.limit
     if any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors_in(plain.output)):
         return [
             "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
             "function (output, *targets) -> scalar that returns the divisor of its mean, and pass the targets to the criterion "
             "too; compute a loss of several parts, such as one with a router loss, in the criterion (docs/huggingface.md)"
         ]
-    is_half = plain.dtype.itemsize < 4  # The tolerance hides many a wrong loss, whose gradients are over it.
+    # The tolerance hides many a wrong loss, whose gradients are over it.
+    is_half = plain.dtype.itemsize < 4
     difference = first_difference(plain.calls[0], comparison.split.calls, model.dim, limit)
     if error_of_loss <= limit and difference is None and not is_half:
         reason = "a hook or an autograd function changes gradients (docs/exactness.md)"
@@ -74,7 +88,9 @@ def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
 
 
 def without_errors(reasons: Iterable[str]) -> list[str]:
-    """Returns the reasons, or none if a model, a criterion or a weight function raises an error for a part of the batch."""
+    """Returns the reasons, or none if a model, a criterion or a weight function raises an error for
+    a part of the batch.
+    """
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             return list(reasons)
@@ -91,11 +107,15 @@ def _reasons_of_forward(comparison: Comparison) -> Iterator[str]:
         yield f"random numbers: the model draws them, in {place}: {_BY_ROW}, or {other}"
         if is_random_in_eval:
             return
-    yield from _mixed_rows(evaluated if place is not None or batch_norms(module) else module, comparison)
+    yield from _mixed_rows(
+        evaluated if place is not None or batch_norms(module) else module, comparison
+    )
 
 
 def _random_place(module: nn.Module, comparison: Comparison) -> str | None:
-    """Returns the place in ``module`` that draws random numbers, or None if two seeds give one output."""
+    """Returns the place in ``module`` that draws random numbers, or None if two seeds give one
+    output.
+    """
     device = comparison.model.devices[0]
     first, second = (Program(module).forward(comparison.inputs, device, seed) for seed in range(2))
     difference = first_difference(first, [second], 0, comparison.limit)
@@ -103,10 +123,13 @@ def _random_place(module: nn.Module, comparison: Comparison) -> str | None:
 
 
 def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
-    """Yields a reason if the halves of a batch have other outputs than the whole. Nothing is random."""
+    """Yields a reason if the halves of a batch have other outputs than the whole. Nothing is
+    random.
+    """
     if batch_norms(module):
         return  # they have a reason of their own
-    model, limit = comparison.model, comparison.limit
+    model = comparison.model
+    limit = comparison.limit
     batch = Batch(model.mark(comparison.inputs), dims=(model.dim, 0))
     whole = Program(module).forward(batch.inputs, model.devices[0])
     shards = batch.split(model.devices[:1] * 2, None)
@@ -139,7 +162,9 @@ def _mixing_layers(comparison: Comparison) -> Iterator[str]:
 
 
 def _reasons_of_loss(comparison: Comparison) -> Iterator[str]:
-    output, losses, values = comparison.plain.output, comparison.losses, []
+    output = comparison.plain.output
+    losses = comparison.losses
+    values = []
     targets = move_leaves(comparison.targets, comparison.model.devices[0])
     for seed in range(2):
         torch.manual_seed(seed)
@@ -157,12 +182,17 @@ def _registered(part: object) -> dict[str, Tensor]:
         f"{name}.{key}".lstrip("."): tensor
         for name, layer in (part.named_modules() if isinstance(part, nn.Module) else ())
         if not isinstance(layer, BatchNorm)
-        for key, tensor in (*layer.named_buffers(recurse=False), *layer.named_parameters(recurse=False))
+        for key, tensor in (
+            *layer.named_buffers(recurse=False),
+            *layer.named_parameters(recurse=False),
+        )
     }
 
 
 def _attributes(part: object) -> dict[str, object]:
-    """Returns plain values, tensors, lists and dictionaries in attributes of a module or another object."""
+    """Returns plain values, tensors, lists and dictionaries in attributes of a module or another
+    object.
+    """
     layers = part.named_modules() if isinstance(part, nn.Module) else [("", part)]
     return {
         f"{name}.{key}".lstrip("."): value
@@ -170,7 +200,8 @@ def _attributes(part: object) -> dict[str, object]:
         for key, value in getattr(layer, "__dict__", {}).items()
         if is_plain(value)
         or isinstance(value, (Tensor, list, type(None)))
-        or (isinstance(value, dict) and not key.startswith("_"))  # nn.Module has others, as _buffers.
+        # nn.Module has others, as _buffers.
+        or (isinstance(value, dict) and not key.startswith("_"))
     }
 
 
@@ -199,10 +230,13 @@ def _same(before: object, after: object) -> bool:
 def errors_of_state(plain: Program, split: Program, limit: float) -> dict[str, float]:
     """Returns the relative error of each buffer and parameter that differs between two programs."""
     errors = {}
-    models, criteria = ("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)
+    models = ("", plain.module, split.module)
+    criteria = ("criterion.", plain.criterion, split.criterion)
     for prefix, plain_part, split_part in (models, criteria):
         earlier = _registered(plain_part)
         for name, tensor in _registered(split_part).items():
             is_comparable = name in earlier and earlier[name].shape == tensor.shape
-            errors[f"{prefix}{name}"] = relative_error(tensor, earlier[name]) if is_comparable else math.inf
+            errors[f"{prefix}{name}"] = (
+                relative_error(tensor, earlier[name]) if is_comparable else math.inf
+            )
     return {name: error for name, error in errors.items() if error > limit}

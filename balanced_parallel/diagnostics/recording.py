@@ -1,4 +1,6 @@
-"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch."""
+"""Programs that record what their modules compute, the first difference between two of them, and
+losses of parts of a batch.
+"""
 
 import collections
 import copy
@@ -26,7 +28,8 @@ from ..runtime import row_random
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Copied = TypeVar("Copied")
-ModuleCalls = list[tuple[str, list[Tensor]]]  # name and type of each module, as forwards end, with its tensors
+# name and type of each module, as forwards end, with its tensors
+ModuleCalls = list[tuple[str, list[Tensor]]]
 
 
 class Program:
@@ -41,14 +44,17 @@ class Program:
             label = f"{name or 'the model'} ({type(layer).__name__})"
             layer.register_forward_hook(functools.partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
-        self.dtype = next((parameter.dtype for parameter in self.module.parameters()), torch.float32)
+        self.dtype = next(
+            (parameter.dtype for parameter in self.module.parameters()), torch.float32
+        )
         self.optimizer = _NoUpdate([*self.learning().values()] or [torch.zeros(())])
         self.begin(0)
 
     def begin(self, seed: int) -> None:
         """Deletes the calls and gradients of the previous step, and seeds the next."""
         self._calls: dict[tuple[int, int], ModuleCalls] = {}
-        self._running: set[int] = set()  # replicas in a forward, not in a recomputation by a checkpoint
+        # replicas in a forward, not in a recomputation by a checkpoint
+        self._running: set[int] = set()
         self._forwards: collections.Counter[int] = collections.Counter()  # per replica
         self.optimizer.zero_grad()
         torch.manual_seed(seed)
@@ -87,21 +93,32 @@ class Program:
         self.module.to(device)(*inputs, **kwargs)
         return self.calls[0]
 
-    def run(self, arguments: Arguments, targets: tuple[object, ...], device: torch.device) -> Tensor:
+    def run(
+        self, arguments: Arguments, targets: tuple[object, ...], device: torch.device
+    ) -> Tensor:
         """Runs a step of the plain program on one device. Returns the loss."""
         self.forward(arguments, device)
-        criterion = self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
+        criterion = (
+            self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
+        )
         loss = scalar_of(call_spread(criterion, self.output, move_leaves(targets, device), {}))
         loss.backward()
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""
+        """Returns the gradients of all parameters and buffers that require them, with zeros for a
+        gradient that is None.
+        """
         tensors = self.learning().items()
-        return {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in tensors}
+        return {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in tensors
+        }
 
     def learning(self) -> dict[str, Tensor]:
-        """Returns the parameters and buffers that require gradients, those of the criterion with the prefix ``criterion.``."""
+        """Returns the parameters and buffers that require gradients, those of the criterion with
+        the prefix ``criterion.``.
+        """
         parts = {"": self.module, "criterion.": self.criterion}
         return {
             f"{prefix}{name}": tensor
@@ -141,14 +158,18 @@ def _replica_index() -> int:
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Returns the largest difference over the largest absolute value of ``expected``, or over ``floor`` if that is larger.
+    """Returns the largest difference over the largest absolute value of ``expected``, or over
+    ``floor`` if that is larger.
 
-    It is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
+    It is infinite if only one of two elements is nan, because nan is not greater than any
+    tolerance.
     """
     if expected.numel() == 0:
         return 0.0
-    dtype = torch.promote_types(torch.promote_types(value.dtype, expected.dtype), torch.float64)  # complex ones stay complex
-    value, expected = (tensor.detach().cpu().to(dtype) for tensor in (value, expected))  # some devices have no float64
+    # complex ones stay complex
+    dtype = torch.promote_types(torch.promote_types(value.dtype, expected.dtype), torch.float64)
+    # some devices have no float64
+    value, expected = (tensor.detach().cpu().to(dtype) for tensor in (value, expected))
     same = (value == expected) | (value.isnan() & expected.isnan())
     difference = float(torch.where(same, 0.0, value - expected).abs().max())
     scale = max(float(expected.abs().max()), floor)
@@ -173,7 +194,9 @@ class Difference(NamedTuple):
         return f"{self.label}: relative error {self.error:.1e}; equal up to {self.previous}"
 
 
-def first_difference(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int, tolerance: float) -> Difference | None:
+def first_difference(
+    expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int, tolerance: float
+) -> Difference | None:
     """Returns the first module, in the order in which forwards end, whose joined outputs differ."""
     previous = "the inputs"
     for label, error in errors_of_calls(expected, parts, dim):
@@ -183,13 +206,18 @@ def first_difference(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: i
     return None
 
 
-def errors_of_calls(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int) -> Iterator[tuple[str, float | None]]:
-    """Yields the relative error of the joined outputs of each module, or None if they cannot be joined.
+def errors_of_calls(
+    expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int
+) -> Iterator[tuple[str, float | None]]:
+    """Yields the relative error of the joined outputs of each module, or None if they cannot be
+    joined.
 
     It is infinite for a module that the replicas did not run in the same order.
     """
     for index, (label, tensors) in enumerate(expected):
-        shards = [shard for part in parts for name, shard in part[index : index + 1] if name == label]
+        shards = [
+            shard for part in parts for name, shard in part[index : index + 1] if name == label
+        ]
         if len(shards) < len(parts):
             yield label, math.inf
             return
@@ -199,23 +227,32 @@ def errors_of_calls(expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: in
 
 
 def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float | None:
-    """Joins shards along the first dimension that gives the expected shape, ``dim`` before others; None if there is none."""
+    """Joins shards along the first dimension that gives the expected shape, ``dim`` before others;
+    None if there is none.
+    """
     dims = range(expected.dim())
-    for along in dict.fromkeys([dim % len(dims), *dims] if dims else []):  # The loss of a model has no rows.
+    # The loss of a model has no rows.
+    for along in dict.fromkeys([dim % len(dims), *dims] if dims else []):
         layouts = {layout_of(tensor, along) for tensor in (expected, *shards)}
         if len(layouts) == 1 and sum(shard.size(along) for shard in shards) == expected.size(along):
-            return relative_error(torch.cat([shard.to(expected.device) for shard in shards], along), expected)
+            return relative_error(
+                torch.cat([shard.to(expected.device) for shard in shards], along), expected
+            )
     return None
 
 
 def scalar_of(result: object) -> Tensor:
-    """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum of several terms."""
+    """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum
+    of several terms.
+    """
     result = loss_of(result)
     if isinstance(result, Tensor):
         return result
     terms = [leaf for _, leaf in containers.leaves(result)]
     if not terms or not all(isinstance(term, Tensor) and term.numel() == 1 for term in terms):
-        raise TypeError(f"the criterion returned {containers.describe(result)}, expected a scalar or several")
+        raise TypeError(
+            f"the criterion returned {containers.describe(result)}, expected a scalar or several"
+        )
     return torch.stack([term.reshape(()) for term in terms]).sum()
 
 
@@ -230,8 +267,11 @@ def copy_of(criterion: Copied) -> Copied:
 
 
 def loss_in_parts(comparison: Comparison) -> Iterator[str]:
-    """Yields a reason if the loss computed from uneven parts of the rows differs from that of all rows, or raises an error."""
-    wrapped, targets = comparison.losses, comparison.targets
+    """Yields a reason if the loss computed from uneven parts of the rows differs from that of all
+    rows, or raises an error.
+    """
+    wrapped = comparison.losses
+    targets = comparison.targets
     if is_known(wrapped.module) and wrapped.weight is None:
         return  # a rule gives the divisor
     whole, *cuts = _cuts(comparison)
@@ -251,7 +291,8 @@ def loss_in_parts(comparison: Comparison) -> Iterator[str]:
 
 
 def weight_in_parts(comparison: Comparison) -> Iterator[str]:
-    """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that for all rows.
+    """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that
+    for all rows.
 
     Equal parts hide a wrong divisor: the mean of their means is right.
     """
@@ -264,7 +305,11 @@ def weight_in_parts(comparison: Comparison) -> Iterator[str]:
     )
     if abs(first + others - whole) > comparison.limit * whole:
         entries = len(spread(comparison.plain.output))
-        reason = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
+        reason = (
+            f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments"
+            if entries > 1
+            else ""
+        )
         yield (
             f"weight= does not add up: it returned {whole:g} for {all_rows.sizes[0]} rows, {first:g} for the first of them and "
             f"{others:g} for the others, expected the number of terms that the mean divides by{reason}"
@@ -273,7 +318,8 @@ def weight_in_parts(comparison: Comparison) -> Iterator[str]:
 
 def _cuts(comparison: Comparison) -> list[PerReplica]:
     """Returns the output in one part, and in two uneven parts of its rows in several ways."""
-    output, dims = comparison.plain.output, comparison.model.out_dims
+    output = comparison.plain.output
+    dims = comparison.model.out_dims
     dim = dims if isinstance(dims, int) else 0
     rows = tensors_in(output)[0].size(dim)
     third = max(rows // 3, 1)

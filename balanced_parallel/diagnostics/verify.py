@@ -1,4 +1,6 @@
-"""``verify``: comparison of the split program with the plain program, on the user's own model and batch."""
+"""``verify``: comparison of the split program with the plain program, on the user's own model and
+batch.
+"""
 
 import functools
 import warnings
@@ -38,9 +40,10 @@ _MAX_GRADIENTS = 10  # gradients in the table
 class VerificationReport:
     """Relative errors of the split program. ``print(report)`` prints a table.
 
-    The error of a gradient is its largest difference over the largest entry of the plain gradient, or over a part of the largest
-    entry of all gradients, if that is more: a thousandth in float64, a tenth in other dtypes. A gradient that is zero but for
-    rounding, as of a bias in front of a batch norm, would differ otherwise.
+    The error of a gradient is its largest difference over the largest entry of the plain gradient,
+    or over a part of the largest entry of all gradients, if that is more: a thousandth in float64,
+    a tenth in other dtypes. A gradient that is zero but for rounding, as of a bias in front of a
+    batch norm, would differ otherwise.
 
     Attributes:
         devices, micro_batches: one device per replica, and the number of forwards of each.
@@ -49,10 +52,12 @@ class VerificationReport:
         gradient_errors: relative error of each gradient, by the name of the parameter.
         first_difference: first module whose output differs, with its error; None if there is none.
         reasons: known reasons for a difference that apply.
-        step: number of the step that the errors belong to: the first of two that differs, else the second.
-        state_errors: relative error of each buffer, and of each parameter that a forward has written, that differs after the
-            steps, except those of batch norms.
-        warnings: what equal results do not show: a batch that was not split, a ``weight=`` that does not add up.
+        step: number of the step that the errors belong to: the first of two that differs, else the
+            second.
+        state_errors: relative error of each buffer, and of each parameter that a forward has
+            written, that differs after the steps, except those of batch norms.
+        warnings: what equal results do not show: a batch that was not split, a ``weight=`` that
+            does not add up.
     """
 
     devices: tuple[str, ...]
@@ -70,8 +75,13 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        """True if the errors of the loss and of all gradients are within the tolerance, and no buffer or parameter differs."""
-        return not self.state_errors and max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
+        """True if the errors of the loss and of all gradients are within the tolerance, and no
+        buffer or parameter differs.
+        """
+        return (
+            not self.state_errors
+            and max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
+        )
 
     def __str__(self) -> str:
         gradients = sorted(self.gradient_errors.items(), key=lambda item: -item[1])
@@ -83,7 +93,10 @@ class VerificationReport:
             f"micro-batches: {self.micro_batches}",
             f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
             f"{'':{width}}  relative error",
-            *(f"{name:{width}}  {error:.1e}{'  <-' * (error > self.tolerance)}" for name, error in table),
+            *(
+                f"{name:{width}}  {error:.1e}{'  <-' * (error > self.tolerance)}"
+                for name, error in table
+            ),
         ]
         if len(gradients) > _MAX_GRADIENTS:
             lines.append(f"... and {len(gradients) - _MAX_GRADIENTS} more")
@@ -116,24 +129,34 @@ def verify(
 ) -> VerificationReport:
     """Runs the plain and the split program on the same batch, and compares losses and gradients.
 
-    Each program runs two steps on copies, without updates of parameters. The second step shows state that the first has written.
-    The programs start with different random states, so a model that draws random numbers is not equal by chance: compare it in
-    eval mode, or with ``reproducible=True``. TF32 is off. Use float64 (``model.double()``) for the clearest result.
+    Each program runs two steps on copies, without updates of parameters. The second step shows
+    state that the first has written. The programs start with different random states, so a model
+    that draws random numbers is not equal by chance: compare it in eval mode, or with
+    ``reproducible=True``. TF32 is off. Use float64 (``model.double()``) for the clearest result.
 
     Args:
-        model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
-        criterion: a module, a function, or a :class:`DataParallelCriterion`. Several terms are added up.
-        inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that computes its own loss.
-        device_ids, in_dims, weight: as in :class:`DataParallelModel` and :class:`DataParallelCriterion`. Without ``device_ids``,
-            a single device has three replicas.
-        micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch in one forward.
-        dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
-        tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
-        reproducible: draws random numbers as ``TrainStep(reproducible=True)``, in the plain program those of one device.
+        model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then
+            used.
+        criterion: a module, a function, or a :class:`DataParallelCriterion`. Several terms are
+            added up.
+        inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that
+            computes its own loss.
+        device_ids, in_dims, weight: as in :class:`DataParallelModel` and
+            :class:`DataParallelCriterion`. Without ``device_ids``, a single device has three
+            replicas.
+        micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch
+            in one forward.
+        dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given
+            wrappers, else 0.
+        tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for
+            float16 and 5e-2 for bfloat16.
+        reproducible: draws random numbers as ``TrainStep(reproducible=True)``, in the plain program
+            those of one device.
 
     Returns:
-        A :class:`VerificationReport` with the errors of loss and gradients, and of state that ends with other values. If they
-        exceed the tolerance, it has the first module whose output differs, and the known reasons that apply.
+        A :class:`VerificationReport` with the errors of loss and gradients, and of state that ends
+        with other values. If they exceed the tolerance, it has the first module whose output
+        differs, and the known reasons that apply.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
@@ -148,9 +171,12 @@ def verify(
     if tolerance is not None:
         check_number("tolerance", tolerance, "a number that is not negative, or None", at_least=0)
     module = model.module if isinstance(model, DataParallelModel) else model
-    inner: Criterion = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
+    inner: Criterion = (
+        criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
+    )
     with keep_random_state(), without_tf32(), warnings.catch_warnings():
-        plain, split = Program(module, inner), Program(module, inner)
+        plain = Program(module, inner)
+        split = Program(module, inner)
         limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
         wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)
         wrap = functools.partial(_wrap_criterion, like=criterion, dim=dim, model_dim=wrapped.dim)
@@ -164,7 +190,9 @@ def verify(
         settings = {"optimizer": split.optimizer, "micro_batch_size": micro_batch_size}
         make_split = functools.partial(make_step, wrapped, **settings)
         step = make_split(wrap(split.criterion, weight=weight))
-        errors, refusal, number = {"": 0.0}, "", 0
+        errors = {"": 0.0}
+        refusal = ""
+        number = 0
         while number < 2 and max(errors.values()) <= limit:
             number += 1
             loss = run_plain()
@@ -173,7 +201,8 @@ def verify(
             except (UnknownMeanError, TypeError) as error:  # The report has it, or a reason.
                 if not isinstance(step.criterion.kind, MeansInside):
                     raise
-                refusal, weight = str(error), "rows"
+                refusal = str(error)
+                weight = "rows"
                 step = make_split(wrap(split.criterion, weight=weight))
                 split_loss = _run_step(split, step, inputs, targets)
             errors = {"": relative_error(split_loss, loss), **_errors_of_gradients(plain, split)}
@@ -181,7 +210,8 @@ def verify(
         comparison = Comparison(module, plain, split, wrapped, losses, *batch, limit)
         state = errors_of_state(plain, split, limit)
         reasons = find_reasons(comparison, errors, state, reproducible=reproducible)
-        difference, hidden = None, list[str]()
+        difference = None
+        hidden = list[str]()
         if max(errors.values()) > limit:
             difference = first_difference(plain.calls[0], split.calls, wrapped.dim, limit)
         else:
@@ -205,7 +235,8 @@ def verify(
 
 
 def _errors_of_gradients(plain: Program, split: Program) -> dict[str, float]:
-    expected, gradients = plain.gradients(), split.gradients()
+    expected = plain.gradients()
+    gradients = split.gradients()
     sizes = (float(gradient.abs().max()) for gradient in expected.values() if gradient.numel())
     largest = max(sizes, default=0.0)
     floor = largest * (1e-3 if plain.dtype == torch.float64 else 0.1)
@@ -218,9 +249,15 @@ def _run_step(program: Program, step: TrainStep, inputs: object, targets: object
 
 
 def _wrap_model(
-    module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
+    module: nn.Module,
+    like: nn.Module,
+    device_ids: Sequence[DeviceLike] | None,
+    dim: int | None,
+    in_dims: Dims,
 ) -> DataParallelModel:
-    """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
+    """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller
+    take precedence.
+    """
     settings: dict[str, Any] = {"dim": 0}
     devices: Sequence[DeviceLike] = device_ids or resolve_devices(None)
     if isinstance(like, DataParallelModel):
@@ -239,7 +276,9 @@ def _wrap_criterion(
     model_dim: int,
     weight: WeightSetting,
 ) -> DataParallelCriterion:
-    """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and precision."""
+    """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and
+    precision.
+    """
     settings: dict[str, Any] = {"dim": model_dim}
     if isinstance(like, DataParallelCriterion):
         settings = {**like.arguments, "device_ids": None, "output_device": None, "precision": None}

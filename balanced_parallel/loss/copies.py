@@ -33,16 +33,19 @@ _WITHOUT = "write it without collectives, as for one process with all rows, and 
 class OwnCollectives:
     """Collectives of a criterion's own, as in programs that come from ``DistributedDataParallel``.
 
-    The first call tells whether there are some. The loss is what that class makes of it then: the mean of the values of all
-    ranks. Each rank has to call the criterion once, so ranks tell how often they will.
+    The first call tells whether there are some. The loss is what that class makes of it then: the
+    mean of the values of all ranks. Each rank has to call the criterion once, so ranks tell how
+    often they will.
     """
 
     is_possible: bool = False
     is_mean: bool = False
 
     def __post_init__(self) -> None:
-        self.is_used = self._is_common = False  # In common ones, each rank calls the criterion once.
-        self.asks = self.is_open = self.is_possible  # It is open until the first call has come to its end.
+        # In common ones, each rank calls the criterion once.
+        self.is_used = self._is_common = False
+        # It is open until the first call has come to its end.
+        self.asks = self.is_open = self.is_possible
 
     def agree(self, calls: int) -> None:
         """Learns how often each rank calls the criterion in an update. All ranks call this."""
@@ -55,7 +58,9 @@ class OwnCollectives:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Surrounds a call of the criterion. The first one finds collectives, or refuses them before they wait for a rank."""
+        """Surrounds a call of the criterion. The first one finds collectives, or refuses them
+        before they wait for a rank.
+        """
         names = set[str]()
         act = names.add if self._is_common else self.refuse
         with OnCollective(act) if world_size() > 1 else contextlib.nullcontext():
@@ -71,11 +76,15 @@ class OwnCollectives:
 
     def refuse(self, name: str = "") -> NoReturn:
         """Raises ``ValueError`` in place of a collective."""
-        raise ValueError(f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}")
+        raise ValueError(
+            f"{_COLLECTIVES}, expected rows and one micro-batch on each rank, and a mean, if it does: {_WITHOUT}"
+        )
 
 
 class Checks:
-    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when it has new terms."""
+    """Tells when a loss is compared with that of halves: the 1st, 2nd, 4th, 8th, ... time, and when
+    it has new terms.
+    """
 
     def __init__(self) -> None:
         self._calls = 0
@@ -90,7 +99,9 @@ class Checks:
 
 
 class ShardLoss(NamedTuple):
-    """Arguments of one replica: its copy of the criterion, its number of rows, its output, and its rows of the targets."""
+    """Arguments of one replica: its copy of the criterion, its number of rows, its output, and its
+    rows of the targets.
+    """
 
     criterion: Criterion
     rows: int
@@ -103,15 +114,22 @@ class ShardLoss(NamedTuple):
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
         watch = self.collectives.watch if self.collectives.is_open else contextlib.nullcontext
         with watch():
-            result = call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs)
+            result = call_spread(
+                criterion or self.criterion, self.output, self.targets, self.kwargs
+            )
         loss = result if isinstance(result, Tensor) else loss_of(result)
         if loss is None:
-            raise TypeError("the criterion returned None, expected a loss: a scalar tensor, or a structure of them")
+            raise TypeError(
+                "the criterion returned None, expected a loss: a scalar tensor, or a structure of them"
+            )
         return loss
 
     def nothing(self) -> Tensor:
         """Returns a zero that is connected to the output and to the criterion's parameters."""
-        tensors = [*filter(is_differentiable, containers.tensors_in(self.output)), *_parameters(self.criterion)]
+        tensors = [
+            *filter(is_differentiable, containers.tensors_in(self.output)),
+            *_parameters(self.criterion),
+        ]
         return zero_of(*tensors) if tensors else torch.zeros(())
 
 
@@ -120,9 +138,14 @@ def _parameters(criterion: Criterion) -> list[nn.Parameter]:
 
 
 def call_spread(
-    function: Callable[..., object], output: object, targets: tuple[object, ...], kwargs: Mapping[str, object]
+    function: Callable[..., object],
+    output: object,
+    targets: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> object:
-    """Calls a function of output and targets. The entries of a tuple fill its leading arguments, which an error tells."""
+    """Calls a function of output and targets. The entries of a tuple fill its leading arguments,
+    which an error tells.
+    """
     leading = spread(output)
     try:
         return function(*leading, *targets, **kwargs)
@@ -136,7 +159,9 @@ def call_spread(
 
 
 def loss_of(result: object) -> Any:
-    """Returns the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, or the result itself."""
+    """Returns the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``,
+    or the result itself.
+    """
     return getattr(result, "loss", result)
 
 
@@ -144,13 +169,14 @@ def loss_of(result: object) -> Any:
 class CriterionCopies:
     """A criterion and its copies, one on the device of each output.
 
-    ``halves`` and ``collectives`` note what the calls have shown. A second user of the criterion has notes of its own
-    (:meth:`without_notes`). Traces do not compare halves.
+    ``halves`` and ``collectives`` note what the calls have shown. A second user of the criterion
+    has notes of its own (:meth:`without_notes`). Traces do not compare halves.
     """
 
     criterion: Criterion
     devices: Sequence[torch.device] | None  # Outputs may be on these; ``None`` allows all.
-    output_device: torch.device | None  # A loss is moved there; ``None`` is the device of the first output.
+    # A loss is moved there; ``None`` is the device of the first output.
+    output_device: torch.device | None
     dim: int  # Unmarked targets have their rows in this dimension.
     precision: Precision
     replicas: Replicas
@@ -164,7 +190,9 @@ class CriterionCopies:
 
     @property
     def checks(self) -> Checks | None:
-        """The times when a loss is compared with that of halves, or None for one that is averaged over the ranks."""
+        """The times when a loss is compared with that of halves, or None for one that is averaged
+        over the ranks.
+        """
         return None if self.collectives.is_used else self.halves
 
     @property
@@ -175,10 +203,16 @@ class CriterionCopies:
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""
         with self.precision.autocast([device]), self.on([device]) as (criterion,):
-            return self.replicas.run([functools.partial(function, criterion)], [device], together=False)[0]
+            return self.replicas.run(
+                [functools.partial(function, criterion)], [device], together=False
+            )[0]
 
-    def on(self, devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
-        """Yields a copy for each device. A module on another device is moved to that of the first output."""
+    def on(
+        self, devices: Sequence[torch.device]
+    ) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
+        """Yields a copy for each device. A module on another device is moved to that of the first
+        output.
+        """
         criterion = self.criterion
         if isinstance(criterion, nn.Module):
             for tensor in (*criterion.parameters(), *criterion.buffers()):
@@ -191,12 +225,17 @@ class CriterionCopies:
             if any(device.type != "cpu" for device in devices):
                 bound = containers.map_tensors(pin, bound)
             moved = [move_leaves(bound, device) for device in devices]
-            copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
+            copies = [
+                functools.partial(criterion.func, *arguments, **settings)
+                for arguments, settings in moved
+            ]
         return contextlib.nullcontext(copies)
 
 
 class Calls(NamedTuple):
-    """The calls of a criterion in one forward: a copy, an output and a shard of the targets for each replica."""
+    """The calls of a criterion in one forward: a copy, an output and a shard of the targets for
+    each replica.
+    """
 
     copies: CriterionCopies
     outputs: PerReplica
@@ -207,14 +246,19 @@ class Calls(NamedTuple):
         self.copies.collectives.agree(int(any(shard.target_rows for shard in self.shards)))
 
     def run(self, function: Callable[..., T], *columns: Sequence[object]) -> list[T]:
-        """Returns the result of ``function(shard, *others)`` for each replica, on the device of its output.
+        """Returns the result of ``function(shard, *others)`` for each replica, on the device of its
+        output.
 
         Each of ``columns`` has another argument for each replica.
         """
-        copies, devices = self.copies, devices_of(self.outputs, self.copies.devices)
+        copies = self.copies
+        devices = devices_of(self.outputs, self.copies.devices)
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
             replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
-            work = [functools.partial(_call, function, copies.collectives, *replica) for replica in replicas]
+            work = [
+                functools.partial(_call, function, copies.collectives, *replica)
+                for replica in replicas
+            ]
             return copies.replicas.run(work, devices, together=False)
 
 
@@ -230,7 +274,10 @@ def _call(
     targets, kwargs = move_arguments(shard.targets, device)
     with shard.context():
         try:
-            return function(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives), *others)
+            return function(
+                ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives),
+                *others,
+            )
         except (RuntimeError, IndexError) as error:
             if names := _tensors_outside(criterion):
                 error.add_note(
@@ -241,31 +288,46 @@ def _call(
 
 
 def _tensors_outside(criterion: Criterion) -> list[str]:
-    """Returns the names of tensors that a function reads beside its arguments, or that a module has as plain attributes."""
+    """Returns the names of tensors that a function reads beside its arguments, or that a module has
+    as plain attributes.
+    """
     try:
-        outside = inspect.getclosurevars(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+        outside = inspect.getclosurevars(
+            criterion.forward if isinstance(criterion, nn.Module) else criterion
+        )
         values = {**vars(criterion), **outside.globals, **outside.nonlocals}
-    except TypeError:  # it is not written in Python, or a functools.partial, whose tensors are moved
+    # it is not written in Python, or a functools.partial, whose tensors are moved
+    except TypeError:
         return []
     return [name for name, value in values.items() if isinstance(value, Tensor)]
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
-    """Returns the device of each output. One without tensors gets that of its number in ``allowed``, or the CPU."""
+    """Returns the device of each output. One without tensors gets that of its number in
+    ``allowed``, or the CPU.
+    """
     devices: list[torch.device] = []
     for number, output in enumerate(outputs):
         tensor = output if type(output) is Tensor else containers.first_tensor(output)
         fallback = allowed or [torch.device("cpu")]
         devices.append(fallback[number % len(fallback)] if tensor is None else tensor.device)
         if allowed is not None and devices[-1] not in allowed:
-            raise ValueError(f"an output is on {devices[-1]}, expected one of device_ids={[str(device) for device in allowed]}")
+            raise ValueError(
+                f"an output is on {devices[-1]}, expected one of device_ids={[str(device) for device in allowed]}"
+            )
     return devices
 
 
 def shards_of_targets(
-    outputs: PerReplica, targets: Arguments, rows: int | None, dim: int, allowed: Sequence[torch.device] | None
+    outputs: PerReplica,
+    targets: Arguments,
+    rows: int | None,
+    dim: int,
+    allowed: Sequence[torch.device] | None,
 ) -> list[Shard]:
-    """Cuts marked targets of ``rows`` rows as the outputs' shards. ``dim`` is the dimension of the rows in unmarked targets."""
+    """Cuts marked targets of ``rows`` rows as the outputs' shards. ``dim`` is the dimension of the
+    rows in unmarked targets.
+    """
     known_sizes = [size for size in outputs.sizes if size is not None]
     if len(known_sizes) == len(outputs):
         sizes = proportional_sizes(sum(known_sizes) if rows is None else rows, known_sizes)

@@ -1,11 +1,13 @@
-"""Losses whose rows depend on each other, computed from parts of the batch: replicas, micro-batches and ranks.
+"""Losses whose rows depend on each other, computed from parts of the batch: replicas, micro-batches
+and ranks.
 
-    first pass     forward 0 | forward 1 | ...     without a graph; the parts of the loss are collected
-    differentiate  loss of all parts, and its derivative at each of them, once per process
+    first pass     forward 0 | forward 1 | ...     without a graph; the parts of the loss are
+    collected differentiate  loss of all parts, and its derivative at each of them, once per process
     second pass    forward 0 | backward 0 | forward 1 | backward 1 | ...     from these derivatives
 
-This is GradCache (arXiv:2101.06983). The parts are outputs, which are gathered (:class:`WholeLoss`: contrastive losses, mined
-triplets), or statistics, which are summed (``LossOfSums``, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
+This is GradCache (arXiv:2101.06983). The parts are outputs, which are gathered (:class:`WholeLoss`:
+contrastive losses, mined triplets), or statistics, which are summed (``LossOfSums``, of an
+:class:`AdditiveLoss`: Dice, Pearson's correlation).
 """
 
 import abc
@@ -45,14 +47,19 @@ from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 class CoupledLoss(abc.ABC):
     """The loss of one update, whose rows depend on each other.
 
-    ``home`` is a device for a process without rows. ``is_split`` tells that several devices, ranks or micro-batches
-    have the rows.
+    ``home`` is a device for a process without rows. ``is_split`` tells that several devices, ranks
+    or micro-batches have the rows.
     """
 
-    def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
-        self.copies, self.home, self.is_split = copies, home, is_split
+    def __init__(
+        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
+    ) -> None:
+        self.copies = copies
+        self.home = home
+        self.is_split = is_split
         self._loss = torch.zeros(())  # The loss of all ranks. A part hands it back once.
-        self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # Each has the derivative of the loss.
+        # Each has the derivative of the loss.
+        self._of_parameters: list[tuple[Tensor, Tensor | None]] = []
 
     @abc.abstractmethod
     def value(self, calls: Calls) -> Any:
@@ -60,7 +67,9 @@ class CoupledLoss(abc.ABC):
 
     @abc.abstractmethod
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Computes the loss of all parts on all ranks, and its derivative at each, from a scaled loss. Every rank calls this."""
+        """Computes the loss of all parts on all ranks, and its derivative at each, from a scaled
+        loss. Every rank calls this.
+        """
 
     @abc.abstractmethod
     def collect(self, calls: Calls) -> list[Any]:
@@ -72,10 +81,14 @@ class CoupledLoss(abc.ABC):
 
     @abc.abstractmethod
     def _take(self, part: Any) -> list[tuple[Tensor, Tensor | None]]:
-        """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
+        """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in
+        the order of the first pass.
+        """
 
     def hand_back(self, calls: Calls) -> list[LossSum]:
-        """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything is the loss."""
+        """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything
+        is the loss.
+        """
         return self.hand_back_parts(self._parts(calls))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
@@ -83,33 +96,52 @@ class CoupledLoss(abc.ABC):
         losses = []
         for part in parts:
             pairs = [*self._take(part), *self._of_parameters]
-            learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
+            learning = [
+                (tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)
+            ]
             value = move(self._loss, pairs[0][0].device) if pairs else self._loss
-            total = hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning])
+            total = hand_back(
+                value, [slope for _, slope in learning], [tensor for tensor, _ in learning]
+            )
             losses.append(LossSum(total, None))
-            self._loss, self._of_parameters = torch.zeros_like(self._loss), []
+            self._loss = torch.zeros_like(self._loss)
+            self._of_parameters = []
         return losses
 
     def _derivatives(
-        self, compute: Callable[[], Any], at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
+        self,
+        compute: Callable[[], Any],
+        at: Sequence[Tensor],
+        ranks: Sequence[int],
+        scaler: torch.amp.GradScaler | None,
     ) -> list[Tensor | None]:
-        """Computes the loss, and keeps it and its derivatives at the criterion's parameters. Returns those at other tensors.
+        """Computes the loss, and keeps it and its derivatives at the criterion's parameters.
+        Returns those at other tensors.
 
-        The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share to gradients of parameters.
+        The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share
+        to gradients of parameters.
         """
         parameters = [parameter for parameter in self.copies.parameters if parameter.requires_grad]
-        learning = [*(tensor.requires_grad_() for tensor in at if is_differentiable(tensor)), *parameters]
+        learning = [
+            *(tensor.requires_grad_() for tensor in at if is_differentiable(tensor)),
+            *parameters,
+        ]
         with torch.enable_grad():
             loss = compute()
             whole = scaled(loss, scaler)
         gradients = torch.autograd.grad(whole, learning, allow_unused=True)
         if scaler is not None:
             scale = scaled(torch.ones((), device=loss.device), scaler)
-            gradients = tuple(slope if slope is None else widen(slope) / move(scale, slope.device) for slope in gradients)
+            gradients = tuple(
+                slope if slope is None else widen(slope) / move(scale, slope.device)
+                for slope in gradients
+            )
         self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss)
         slopes = iter(gradients)
         derivatives = [next(slopes) if is_differentiable(tensor) else None for tensor in at]
-        self._of_parameters = [(parameter, self._share(next(slopes), ranks)) for parameter in parameters]
+        self._of_parameters = [
+            (parameter, self._share(next(slopes), ranks)) for parameter in parameters
+        ]
         return derivatives
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
@@ -125,25 +157,33 @@ class ShardStatistics(NamedTuple):
     nothing: Tensor  # a zero on the device of the output, connected to it
 
 
-ROWS_TO_CHECK = 16  # two rows may look independent by chance, as by an equal number of positive targets
+# two rows may look independent by chance, as by an equal number of positive targets
+ROWS_TO_CHECK = 16
 
 
 class LossOfSums(CoupledLoss):
-    """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
+    """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows
+    adds nothing.
+    """
 
-    def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
+    def __init__(
+        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
+    ) -> None:
         super().__init__(copies, home, is_split=is_split)
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
-        self._rows_checked = 0  # rows of this update whose statistics were compared with those of halves
+        # rows of this update whose statistics were compared with those of halves
+        self._rows_checked = 0
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(calls)
         self._add(parts)
         if not self._sum_over_ranks(parts[0].nothing):
-            raise ValueError("the batch has no rows, expected one at least: there are no statistics")
+            raise ValueError(
+                "the batch has no rows, expected one at least: there are no statistics"
+            )
         return self._finish()
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -151,7 +191,9 @@ class LossOfSums(CoupledLoss):
         has_rows = bool(self._total)
         ranks = self._sum_over_ranks(torch.zeros((), device=self.home))
         if has_rows:
-            slopes = self._derivatives(lambda: add_leaves(self._finish()), [*self._total.values()], ranks, scaler)
+            slopes = self._derivatives(
+                lambda: add_leaves(self._finish()), [*self._total.values()], ranks, scaler
+            )
             self._slopes = dict(zip(self._total, slopes, strict=True))
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
@@ -161,8 +203,12 @@ class LossOfSums(CoupledLoss):
             return ShardStatistics({}, None, nothing)
         criterion: Any = shard.criterion
         result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
-        tensors = {place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)}
-        return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
+        tensors = {
+            place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)
+        }
+        return ShardStatistics(
+            tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing
+        )
 
     def _parts(self, calls: Calls) -> list[ShardStatistics]:
         parts: list[ShardStatistics] = calls.run(self._statistics)
@@ -175,7 +221,8 @@ class LossOfSums(CoupledLoss):
         Raises:
             ValueError: they are not the sum of those of the halves.
         """
-        first, checks = next(filter(None, statistics), None), self.copies.checks
+        first = next(filter(None, statistics), None)
+        checks = self.copies.checks
         if first is None or checks is None or not self.is_split:
             return
         form = *map(self._kind, first), *_flags(self.copies.criterion)
@@ -195,7 +242,10 @@ class LossOfSums(CoupledLoss):
         except Exception as error:  # noqa: BLE001 - it may raise anything
             if output.sizes[0] == 1:
                 return
-            self._refuse(f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}", error)
+            self._refuse(
+                f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}",
+                error,
+            )
         if all(sample.tensors for sample in samples):
             self._compare([sample.tensors for sample in samples])
 
@@ -213,28 +263,43 @@ class LossOfSums(CoupledLoss):
                 self._structure = part.structure
             for place, tensor in part.tensors.items():
                 total = self._total.get(place)
-                self._total[place] = widen(tensor) if total is None else total + move(widen(tensor), total.device)
+                self._total[place] = (
+                    widen(tensor) if total is None else total + move(widen(tensor), total.device)
+                )
 
     def _take(self, part: ShardStatistics) -> list[tuple[Tensor, Tensor | None]]:
-        slopes = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()] or [(part.nothing, None)]
-        return [(tensor, slope if slope is None else move(slope, part.nothing.device)) for tensor, slope in slopes]
+        slopes = [(tensor, self._slopes.get(place)) for place, tensor in part.tensors.items()] or [
+            (part.nothing, None)
+        ]
+        return [
+            (tensor, slope if slope is None else move(slope, part.nothing.device))
+            for tensor, slope in slopes
+        ]
 
     def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
-        """Sums the statistics of all ranks, with the graph of ``nothing``. Returns the ranks with rows.
+        """Sums the statistics of all ranks, with the graph of ``nothing``. Returns the ranks with
+        rows.
 
         Every rank calls this.
         """
         local = self._total
-        layout = self._structure, {place: tensor.detach().to("meta") for place, tensor in local.items()}
+        layout = (
+            self._structure,
+            {place: tensor.detach().to("meta") for place, tensor in local.items()},
+        )
         layouts = enumerate(gather_objects(layout if local else None))
         by_rank = {number: layout for number, layout in layouts if layout is not None}
         self._check_shapes([tensors for _, tensors in by_rank.values()])
         if world_size() == 1 or not by_rank:
             return [*by_rank]
         self._structure, tensors = next(iter(by_rank.values()))
-        local = local or {place: torch.zeros_like(tensor, device=nothing.device) for place, tensor in tensors.items()}
+        local = local or {
+            place: torch.zeros_like(tensor, device=nothing.device)
+            for place, tensor in tensors.items()
+        }
         for place, tensor in local.items():
-            # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
+            # Every rank computes the whole loss, and DistributedDataParallel averages their
+            # gradients.
             ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
             self._total[place] = hand_back(sum_over_ranks(tensor), [torch.ones_like(ours)], [ours])
         return [*by_rank]
@@ -244,11 +309,14 @@ class LossOfSums(CoupledLoss):
         for other in shapes:
             if [*other.items()] != [*shapes[0].items()]:
                 both = f"{[*shapes[0].values()]} and {[*other.values()]}"
-                raise ValueError(f"the statistics have shapes {both}, expected equal shapes for all rows")
+                raise ValueError(
+                    f"the statistics have shapes {both}, expected equal shapes for all rows"
+                )
 
     def _finish(self) -> Any:
         """Returns the loss of the statistics of all rows."""
-        tensors, device = iter(self._total.values()), next(iter(self._total.values())).device
+        tensors = iter(self._total.values())
+        device = next(iter(self._total.values())).device
         statistics = containers.map_leaves(lambda _: next(tensors), self._structure)
         loss = self.copies.run_once(operator.methodcaller("finish", statistics), device)
         return move(weighted_sum(loss, 1), self.copies.output_device or device)
@@ -259,26 +327,44 @@ class LossOfSums(CoupledLoss):
 
         A single row is repeated, with other values that have the same signs and are not larger.
         """
-        rows, targets = output.sizes[0], shard.targets
-        leaves = zip(containers.leaves(output[0]), containers.leaf_dims(output[0], output.dim, 0), strict=True)
-        counts = {leaf.size(dim) for (_, leaf), dim in leaves if isinstance(leaf, Tensor) and leaf.dim() and dim is not None}
-        if rows and (counts == {shard.target_rows} or (shard.is_joined and counts == {1})):  # words, or a packed row
+        rows = output.sizes[0]
+        targets = shard.targets
+        leaves = zip(
+            containers.leaves(output[0]),
+            containers.leaf_dims(output[0], output.dim, 0),
+            strict=True,
+        )
+        counts = {
+            leaf.size(dim)
+            for (_, leaf), dim in leaves
+            if isinstance(leaf, Tensor) and leaf.dim() and dim is not None
+        }
+        # words, or a packed row
+        if rows and (counts == {shard.target_rows} or (shard.is_joined and counts == {1})):
             rows = counts.pop()
             output = PerReplica(output, [rows], output.dim)
         if not rows:
             return []
         if rows == 1:
             join_twice = functools.partial(_join_rows, device=devices_of(output, None)[0])
-            pair = mark_leaves(output[0], output.dim, "the output"), mark(targets, self.copies.dim, self.copies.criterion)
+            pair = (
+                mark_leaves(output[0], output.dim, "the output"),
+                mark(targets, self.copies.dim, self.copies.criterion),
+            )
             first, targets = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
-            rows, output = 2, PerReplica([containers.map_leaves(without_mark, first)], [2], output.dim)
-        halves = join_outputs([output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)], output.dim)
+            rows = 2
+            output = PerReplica([containers.map_leaves(without_mark, first)], [2], output.dim)
+        halves = join_outputs(
+            [output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)], output.dim
+        )
         target_rows = count_rows(targets, self.copies.dim, rows, "targets")
         devices = devices_of(halves, None)
         states = generator_states(devices)
         result: list[ShardStatistics] = []
         for part in (output, halves):
-            shards = shards_of_targets(part, targets, target_rows, self.copies.dim, self.copies.devices)
+            shards = shards_of_targets(
+                part, targets, target_rows, self.copies.dim, self.copies.devices
+            )
             result += Calls(self.copies, part, shards).run(self._statistics)
         set_generators(states, devices)
         return result
@@ -289,10 +375,20 @@ class LossOfSums(CoupledLoss):
         places: dict[Any, Tensor] = functools.reduce(operator.or_, samples)
         for number, place in enumerate(places):
             total, first, last = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
-            if total.shape == first.shape == last.shape and all(place in sample for sample in samples):
-                size = torch.stack([move(each, total.device) for each in (total, first, last)]).abs().max()
-                # a mean is off by its own size, and the variance of one row is nan; nan in the whole is the caller's
-                if not total.isfinite().all() or (total - first - last).abs().max() <= self._tolerance(total) * size:
+            if total.shape == first.shape == last.shape and all(
+                place in sample for sample in samples
+            ):
+                size = (
+                    torch.stack([move(each, total.device) for each in (total, first, last)])
+                    .abs()
+                    .max()
+                )
+                # a mean is off by its own size, and the variance of one row is nan; nan in the
+                # whole is the caller's
+                if (
+                    not total.isfinite().all()
+                    or (total - first - last).abs().max() <= self._tolerance(total) * size
+                ):
                     continue
             values = f"of the first rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
             self._refuse(f"{self._name(number, place)} {values}")
@@ -314,42 +410,63 @@ class LossOfSums(CoupledLoss):
 
 
 def _flags(criterion: Any) -> list[bool]:
-    """Returns the flags of a module, such as one that a term has begun. Its whole numbers may count its calls."""
+    """Returns the flags of a module, such as one that a term has begun. Its whole numbers may count
+    its calls.
+    """
     modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
-    return [value for module in modules for value in vars(module).values() if isinstance(value, bool)]
+    return [
+        value for module in modules for value in vars(module).values() if isinstance(value, bool)
+    ]
 
 
 def _smaller(leaf: Any) -> Any:
     """Returns a tensor with all values between 0.5 and 0.9 of themselves."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf
-    return leaf * torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(leaf.shape)
+    return leaf * torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(
+        leaf.shape
+    )
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
     if isinstance(leaf, (int, float)):
         return add_up([leaf], device)
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over rows")
+        raise TypeError(
+            f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over rows"
+        )
     return leaf
 
 
 def _shown(tensor: Tensor) -> str:
-    return f"{float(tensor):.6g}" if tensor.numel() == 1 else f"a tensor of shape {tuple(tensor.shape)}"
+    return (
+        f"{float(tensor):.6g}"
+        if tensor.numel() == 1
+        else f"a tensor of shape {tuple(tensor.shape)}"
+    )
 
 
 def add_leaves(loss: Any) -> Tensor:
     """Returns the sum of all losses in a structure."""
-    return functools.reduce(torch.add, [weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None])
+    return functools.reduce(
+        torch.add,
+        [weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None],
+    )
 
 
 class WholeLoss(CoupledLoss):
-    """The loss of all outputs of an update. The first of outputs without rows is used, which must be the same in all parts."""
+    """The loss of all outputs of an update. The first of outputs without rows is used, which must
+    be the same in all parts.
+    """
 
-    def __init__(self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True) -> None:
+    def __init__(
+        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
+    ) -> None:
         super().__init__(copies, home, is_split=is_split)
-        self.pieces: list[Arguments] = []  # detached outputs and targets of all replicas and micro-batches, marked
-        self._refusal: str | None = None  # An error for outputs of several pieces that cannot be joined.
+        # detached outputs and targets of all replicas and micro-batches, marked
+        self.pieces: list[Arguments] = []
+        # An error for outputs of several pieces that cannot be joined.
+        self._refusal: str | None = None
         self._outputs = 1  # number of leading arguments that the outputs fill
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
 
@@ -357,26 +474,34 @@ class WholeLoss(CoupledLoss):
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
         self.pieces = self._parts(calls)
         loss = self._call(self._gather())
-        return containers.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
+        return containers.map_leaves(
+            lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss
+        )
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all outputs, and its derivative at each of them."""
-        pieces, rows = self.pieces, self._gather()
+        pieces = self.pieces
+        rows = self._gather()
         if not pieces:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
         tensors = [without_mark(leaf) for leaf in leaves]
-        derivatives = self._derivatives(lambda: add_leaves(self._call(rows)), tensors, rows.ranks, scaler)
+        derivatives = self._derivatives(
+            lambda: add_leaves(self._call(rows)), tensors, rows.ranks, scaler
+        )
         columns = zip(*[_output_leaves(piece, self._outputs) for piece in pieces], strict=True)
         starts = iter(rows.starts)
         self._pending = [[] for _ in pieces]
         for leaf, derivative, column in zip(leaves, derivatives, columns, strict=True):
             start = next(starts, 0) if isinstance(leaf, Along) else 0
             for pending, piece in zip(self._pending, map(without_mark, column), strict=True):
-                slope = None if pending is not self._pending[0] else self._share(derivative, rows.ranks)
+                slope = (
+                    None if pending is not self._pending[0] else self._share(derivative, rows.ranks)
+                )
                 if derivative is not None and isinstance(leaf, Along):
                     size = piece.size(leaf.dim)
-                    slope = derivative.narrow(leaf.dim, start, size).to(piece.device, copy=True)  # the whole can be freed
+                    # the whole can be freed
+                    slope = derivative.narrow(leaf.dim, start, size).to(piece.device, copy=True)
                     start += size
                 pending.append(slope)
 
@@ -394,29 +519,50 @@ class WholeLoss(CoupledLoss):
     def collect(self, calls: Calls) -> list[Any]:
         """Keeps outputs and targets of a micro-batch in the first pass."""
         parts = self._parts(calls)
-        self.pieces += map_marked(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, parts)
+        self.pieces += map_marked(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, parts
+        )
         return parts
 
     def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
-        leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
-        return [(without_mark(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
+        leaves = _output_leaves(part, self._outputs)
+        derivatives = self._pending.pop(0)
+        return [
+            (without_mark(leaf), derivative)
+            for leaf, derivative in zip(leaves, derivatives, strict=True)
+        ]
 
     def _gather(self) -> "RankRows":
         """Returns all pieces of all ranks as one. The pieces are forgotten."""
-        pieces, self.pieces = self.pieces, []
+        pieces = self.pieces
+        self.pieces = []
         outputs = [_output_leaves(piece, self._outputs) for piece in pieces]
-        is_due = len(pieces) > 1 and self.copies.checks is not None and self.copies.checks.are_due(None)
+        is_due = (
+            len(pieces) > 1 and self.copies.checks is not None and self.copies.checks.are_due(None)
+        )
         for leaves in zip(*outputs, strict=True) if is_due else ():
             _check_constant(*leaves)
-        device = self.copies.output_device or (without_mark(outputs[0][0]).device if outputs else self.home)
+        device = self.copies.output_device or (
+            without_mark(outputs[0][0]).device if outputs else self.home
+        )
         join = functools.partial(_join_rows, device=device)
         whole = containers.zip_leaves(join, pieces, "the batch") if pieces else None
-        return RankRows(whole, device, self._refusal if len(pieces) > 1 or world_size() > 1 else None)
+        return RankRows(
+            whole, device, self._refusal if len(pieces) > 1 or world_size() > 1 else None
+        )
 
     def _call(self, rows: "RankRows") -> Any:
         inputs, kwargs = move_arguments(rows.batch, rows.device)
-        arguments = 1, inputs[: self._outputs], inputs[self._outputs :], kwargs, self.copies.collectives
-        return self.copies.run_once(lambda criterion: ShardLoss(criterion, *arguments).call(), rows.device)
+        arguments = (
+            1,
+            inputs[: self._outputs],
+            inputs[self._outputs :],
+            kwargs,
+            self.copies.collectives,
+        )
+        return self.copies.run_once(
+            lambda criterion: ShardLoss(criterion, *arguments).call(), rows.device
+        )
 
 
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
@@ -439,18 +585,22 @@ def _check_constant(first: Any, *others: Any) -> None:
 class AdditiveLoss(nn.Module):
     """A loss that is a function of statistics, which add up over the rows.
 
-    ``loss(output, *targets)`` is ``finish(statistics(output, *targets))``, as in a plain program. In a
-    :class:`DataParallelCriterion` each replica computes the statistics of its own rows. Only these are moved and summed, over
-    replicas, ranks and micro-batches. ``finish`` is called once per process with the total, and its derivative is handed back.
-    Subclasses may override the methods ``statistics`` and ``finish`` instead.
+    ``loss(output, *targets)`` is ``finish(statistics(output, *targets))``, as in a plain program.
+    In a :class:`DataParallelCriterion` each replica computes the statistics of its own rows. Only
+    these are moved and summed, over replicas, ranks and micro-batches. ``finish`` is called once
+    per process with the total, and its derivative is handed back. Subclasses may override the
+    methods ``statistics`` and ``finish`` instead.
 
     Args:
-        statistics: a function or a module, ``(output, *targets) -> statistics``. These are a tensor, or tensors and numbers in a
-            tuple, a mapping or a dataclass: sums over the rows, never means.
-        finish: a function or a module that computes the loss of a total in the same structure, a scalar.
+        statistics: a function or a module, ``(output, *targets) -> statistics``. These are a
+            tensor, or tensors and numbers in a tuple, a mapping or a dataclass: sums over the rows,
+            never means.
+        finish: a function or a module that computes the loss of a total in the same structure, a
+            scalar.
 
     Raises:
-        ValueError: the statistics of a shard are not the sum of those of its halves. Some batches are checked.
+        ValueError: the statistics of a shard are not the sum of those of its halves. Some batches
+            are checked.
 
     Example:
         >>> def statistics(output, target):
@@ -464,12 +614,19 @@ class AdditiveLoss(nn.Module):
         tensor(0.0400)
     """
 
-    def __init__(self, statistics: Callable[..., Any] | None = None, finish: Callable[[Any], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        statistics: Callable[..., Any] | None = None,
+        finish: Callable[[Any], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         for name, function in (("statistics", statistics), ("finish", finish)):
             if not callable(function) and getattr(type(self), name) is getattr(AdditiveLoss, name):
-                raise TypeError(f"{name}={function!r}, expected a function, or a subclass with a method {name}")
-        self._statistics, self._finish = statistics, finish
+                raise TypeError(
+                    f"{name}={function!r}, expected a function, or a subclass with a method {name}"
+                )
+        self._statistics = statistics
+        self._finish = finish
 
     def statistics(self, *arguments: Any, **kwargs: Any) -> Any:
         """Returns the statistics of some rows."""
@@ -487,8 +644,11 @@ class AdditiveLoss(nn.Module):
 
 
 def _join_rows(place: str, values: list[Any], device: torch.device) -> Any:
-    """Returns the rows of marked values as one on ``device``, or the first value if they have no rows."""
-    first, plain = values[0], [without_mark(value) for value in values]
+    """Returns the rows of marked values as one on ``device``, or the first value if they have no
+    rows.
+    """
+    first = values[0]
+    plain = [without_mark(value) for value in values]
     if isinstance(first, Along) and isinstance(first.leaf, Tensor):
         return Along(join_tensors(place, plain, device, first.dim), first.dim)
     if isinstance(first, PerReplica):
@@ -504,11 +664,12 @@ def _is_list(leaf: object) -> bool:
 
 
 class RankRows:
-    """The rows of all ranks, in their order: ``batch``, which is differentiable, or None on a rank without one.
+    """The rows of all ranks, in their order: ``batch``, which is differentiable, or None on a rank
+    without one.
 
-    All ranks make one, of their joined pieces or None. All of them raise ``ValueError`` if one has a refusal.
-    ``starts`` are the places of this rank's rows in each tensor with rows, if there are other ranks, and ``ranks``
-    those with rows.
+    All ranks make one, of their joined pieces or None. All of them raise ``ValueError`` if one has
+    a refusal. ``starts`` are the places of this rank's rows in each tensor with rows, if there are
+    other ranks, and ``ranks`` those with rows.
     """
 
     def __init__(self, batch: Any, device: torch.device, refusal: str | None) -> None:
@@ -517,25 +678,36 @@ class RankRows:
         for message in filter(None, refusals):
             raise ValueError(message)
         by_rank = {number: each for number, each in enumerate(layouts) if each is not None}
-        self.batch, self.device, self.ranks = batch, device, [*by_rank]
+        self.batch = batch
+        self.device = device
+        self.ranks = [*by_rank]
         self._sizes: list[list[int]] = []  # Each tensor has the rows of all ranks.
         if world_size() > 1 and by_rank:
-            self._leaves = iter(() if batch is None else [leaf for _, leaf in containers.leaves(batch)])
+            self._leaves = iter(
+                () if batch is None else [leaf for _, leaf in containers.leaves(batch)]
+            )
             whole = containers.zip_leaves(self._gather_leaf, [*by_rank.values()], "the batch")
             self.batch = None if batch is None else whole
-            self.ranks = [number for number in by_rank if any(sizes[number] for sizes in self._sizes)] or self.ranks
+            self.ranks = [
+                number for number in by_rank if any(sizes[number] for sizes in self._sizes)
+            ] or self.ranks
         self.starts = [sum(sizes[: rank()]) for sizes in self._sizes]
 
     def _gather_leaf(self, place: str, layouts: list[Any]) -> Any:
         """Returns the rows of all ranks in the place of one leaf, which this rank may not have."""
-        leaf, joined = next(self._leaves, None), _join_rows(place, layouts, torch.device("meta"))
+        leaf = next(self._leaves, None)
+        joined = _join_rows(place, layouts, torch.device("meta"))
         if not isinstance(joined, Along):
             return leaf if joined is None else joined
         sizes = [0] * world_size()
         for number, each in zip(self.ranks, layouts, strict=True):
             sizes[number] = each.leaf.size(joined.dim)
         self._sizes.append(sizes)
-        tensor = torch.empty_like(each.leaf, device=self.device).narrow(joined.dim, 0, 0) if leaf is None else leaf.leaf
+        tensor = (
+            torch.empty_like(each.leaf, device=self.device).narrow(joined.dim, 0, 0)
+            if leaf is None
+            else leaf.leaf
+        )
         return Along(gather_rows(tensor.to(joined.leaf.dtype), sizes, joined.dim), joined.dim)
 
 

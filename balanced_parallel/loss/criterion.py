@@ -1,4 +1,6 @@
-"""``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
+"""``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over
+the whole batch.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,43 +23,57 @@ from .sums import is_structure
 
 
 class DataParallelCriterion(nn.Module):
-    """Computes a criterion on each replica's output, on its device, and returns the loss of the whole batch as one scalar.
+    """Computes a criterion on each replica's output, on its device, and returns the loss of the
+    whole batch as one scalar.
 
-    The result equals ``criterion(gather(outputs), *targets)`` on one device for every split. Each replica computes the sum of its
-    losses and their weight (:func:`loss_weight`). Both are summed over replicas and ranks, and divided once. A criterion that is
-    a sum is not divided. With ``reduction="none"`` the result is a :class:`PerReplica` of the replicas' losses. If a criterion
-    returns several means (a tuple, a mapping, a dataclass), so does the result, and each of them is exact.
+    The result equals ``criterion(gather(outputs), *targets)`` on one device for every split. Each
+    replica computes the sum of its losses and their weight (:func:`loss_weight`). Both are summed
+    over replicas and ranks, and divided once. A criterion that is a sum is not divided. With
+    ``reduction="none"`` the result is a :class:`PerReplica` of the replicas' losses. If a criterion
+    returns several means (a tuple, a mapping, a dataclass), so does the result, and each of them is
+    exact.
 
-    In ``criterion(outputs, *targets, **kwargs)``, targets and keyword arguments are split by rows as the model's inputs were. A
-    tuple as a replica's output fills the leading arguments of the criterion. Any other output is one argument.
+    In ``criterion(outputs, *targets, **kwargs)``, targets and keyword arguments are split by rows
+    as the model's inputs were. A tuple as a replica's output fills the leading arguments of the
+    criterion. Any other output is one argument.
 
     Args:
-        criterion: a module or a function. Parameters and buffers of a module are copied to each device, and its parameters get
-            gradients. The tensors of a ``functools.partial`` are moved to each device, those of a closure are not.
+        criterion: a module or a function. Parameters and buffers of a module are copied to each
+            device, and its parameters get gradients. The tensors of a ``functools.partial`` are
+            moved to each device, those of a closure are not.
         device_ids: the devices that outputs may be on; ``None`` allows all.
         output_device: device of the loss; ``None`` is the device of the first output.
-        dim: the dimension of the rows in the targets. ``None`` is 0, and an error if the rows of the outputs are in another.
-        weight: the divisor of the criterion's mean, if :func:`loss_weight` does not know it: ``"rows"``, or a function
-            ``(output, *targets) -> scalar`` that also gets the keyword arguments that it accepts. It is called with the targets
-            where they are, and on the outputs' devices only if that fails. For several means with different divisors it returns
-            a divisor for each, in the same structure. Or a mapping or sequence of functions ``(*targets) -> scalar``, one for
-            each mean: :class:`TrainStep` counts targets before the first micro-batch. A criterion that computes known means
-            inside, and adds them, needs none.
+        dim: the dimension of the rows in the targets. ``None`` is 0, and an error if the rows of
+            the outputs are in another.
+        weight: the divisor of the criterion's mean, if :func:`loss_weight` does not know it:
+            ``"rows"``, or a function ``(output, *targets) -> scalar`` that also gets the keyword
+            arguments that it accepts. It is called with the targets where they are, and on the
+            outputs' devices only if that fails. For several means with different divisors it
+            returns a divisor for each, in the same structure. Or a mapping or sequence of functions
+            ``(*targets) -> scalar``, one for each mean: :class:`TrainStep` counts targets before
+            the first micro-batch. A criterion that computes known means inside, and adds them,
+            needs none.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
-        minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count. For
-            several means, one number for each in the structure of the weights. A single one bounds the divisors that are whole
-            numbers, as counts are.
-        in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The entry of the
-            outputs, the first argument, is used only if they are not a :class:`PerReplica`.
-        whole: gathers all outputs and targets, of all ranks too, and computes the loss once per process, on ``output_device``.
-            For losses whose rows depend on each other, such as contrastive ones. For functions of sums: :class:`AdditiveLoss`.
+        minimum: lower bound of the divisor, for a criterion that divides by ``max(count,
+            minimum)``. ``weight`` is the count. For several means, one number for each in the
+            structure of the weights. A single one bounds the divisors that are whole numbers, as
+            counts are.
+        in_dims: the dimension of the rows of each argument of the call, as in
+            :class:`DataParallelModel`. The entry of the outputs, the first argument, is used only
+            if they are not a :class:`PerReplica`.
+        whole: gathers all outputs and targets, of all ranks too, and computes the loss once per
+            process, on ``output_device``. For losses whose rows depend on each other, such as
+            contrastive ones. For functions of sums: :class:`AdditiveLoss`.
 
     Raises:
-        TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
-        ValueError: targets and outputs have different numbers of rows; a loss is not a scalar, or it is split over several
-            shards and is neither a sum of known means nor described by ``weight`` or ``reduction``.
-        BaseException: the first failure of a replica. A note on it names the replica and its device.
+        TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on
+            each other.
+        ValueError: targets and outputs have different numbers of rows; a loss is not a scalar, or
+            it is split over several shards and is neither a sum of known means nor described by
+            ``weight`` or ``reduction``.
+        BaseException: the first failure of a replica. A note on it names the replica and its
+            device.
 
     Example:
         >>> criterion = DataParallelCriterion(torch.nn.CrossEntropyLoss())
@@ -81,7 +97,9 @@ class DataParallelCriterion(nn.Module):
         whole: bool = False,
     ) -> None:
         if isinstance(criterion, (DataParallelCriterion, nn.DataParallel)):
-            raise TypeError(f"the criterion is a {type(criterion).__name__} already, expected a plain one: pass its .module")
+            raise TypeError(
+                f"the criterion is a {type(criterion).__name__} already, expected a plain one: pass its .module"
+            )
         kind = kind_of(criterion, weight, reduction, whole, minimum)
         super().__init__()
         self.arguments = {
@@ -97,15 +115,21 @@ class DataParallelCriterion(nn.Module):
         }
         check_dim(dim)
         check_dims(in_dims, "in_dims")
-        self.module, self.kind = criterion, kind
-        self.weight, self.minimum, self.whole = weight, minimum, whole
-        self.dim, self.in_dims = dim, in_dims
+        self.module = criterion
+        self.kind = kind
+        self.weight = weight
+        self.minimum = minimum
+        self.whole = whole
+        self.dim = dim
+        self.in_dims = in_dims
         self.devices = None if device_ids is None else resolve_devices(device_ids)
         self.output_device = None if output_device is None else resolve_device(output_device)
         self.precision = Precision("fp32" if precision is None else precision)
         self.replicas = Replicas()
         is_averaged = kind.reduction == "mean" and not is_structure(weight)
-        collectives = OwnCollectives(is_possible=find_torch_loss(criterion) is None, is_mean=is_averaged)
+        collectives = OwnCollectives(
+            is_possible=find_torch_loss(criterion) is None, is_mean=is_averaged
+        )
         settings = self.devices, self.output_device, dim or 0, self.precision
         self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, Checks())
 
@@ -125,7 +149,9 @@ class DataParallelCriterion(nn.Module):
         return loss
 
     def _check_shared(self, outputs: PerReplica) -> None:
-        """Raises ``ValueError`` if ranks would not share the gradients of the outputs or of the parameters."""
+        """Raises ``ValueError`` if ranks would not share the gradients of the outputs or of the
+        parameters.
+        """
         refuse_unshared(self.parameters())
         if reason := explain_unwatched(leaf for _, leaf in containers.leaves(list(outputs))):
             raise ValueError(reason)
@@ -136,11 +162,16 @@ class DataParallelCriterion(nn.Module):
         in_dims = self.dim if self.in_dims is None else self.in_dims
         if in_dims is None or isinstance(in_dims, int):
             return in_dims
-        first: Dims = in_dims.get(0, self.dim) if isinstance(in_dims, Mapping) else (*in_dims, self.dim)[0]
+        first: Dims = (
+            in_dims.get(0, self.dim) if isinstance(in_dims, Mapping) else (*in_dims, self.dim)[0]
+        )
         return first
 
-    def mark(self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None) -> tuple[Arguments, int]:
-        """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
+    def mark(
+        self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None
+    ) -> tuple[Arguments, int]:
+        """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the
+        rows in unmarked arguments.
 
         An output fills ``leading`` arguments of the criterion; ``None`` asks its signature.
         """
@@ -155,10 +186,14 @@ class DataParallelCriterion(nn.Module):
             return Arguments(targets, kwargs), self.dim or 0
         function = self.module.forward if isinstance(self.module, nn.Module) else self.module
         leading = leading or _count_leading(function, len(targets))
-        return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
+        return mark(
+            Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1
+        ), self.dim or 0
 
     def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Calls:
-        """Cuts the arguments behind the outputs as the outputs' shards. Returns the call of each shard."""
+        """Cuts the arguments behind the outputs as the outputs' shards. Returns the call of each
+        shard.
+        """
         entries = _as_per_replica(outputs, self._output_dim)
         if entries.order is not None:
             raise ValueError(
@@ -171,11 +206,15 @@ class DataParallelCriterion(nn.Module):
         has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes
         if not has_sizes and not all(isinstance(part, PerReplica) for part in outputs):
             _check_rows_of_list(entries, rows)
-        return Calls(self.copies, entries, shards_of_targets(entries, batch, rows, dim, self.devices))
+        return Calls(
+            self.copies, entries, shards_of_targets(entries, batch, rows, dim, self.devices)
+        )
 
 
 def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
-    """Converts outputs to a ``PerReplica``: a list with one entry per replica, or a ``PerReplica`` per leading argument."""
+    """Converts outputs to a ``PerReplica``: a list with one entry per replica, or a ``PerReplica``
+    per leading argument.
+    """
     if isinstance(outputs, PerReplica) and outputs:
         return outputs
     if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs) or not outputs:
@@ -192,10 +231,14 @@ def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
 
 
 def _joined_arguments(outputs: Sequence[PerReplica]) -> PerReplica:
-    """Returns one ``PerReplica`` of several, each of which has one argument of the criterion for all replicas."""
+    """Returns one ``PerReplica`` of several, each of which has one argument of the criterion for
+    all replicas.
+    """
     if len({part.sizes for part in outputs}) > 1:
         rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
-        raise ValueError(f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each")
+        raise ValueError(
+            f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each"
+        )
     dims = tuple(part.dim for part in outputs)
     return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, dims).in_order(outputs[0].order)
 
@@ -208,8 +251,12 @@ def _rows_of(tensor: torch.Tensor | None, dim: Dims) -> int | None:
 
 
 def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
-    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on one device."""
-    devices = {tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None}
+    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on
+    one device.
+    """
+    devices = {
+        tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None
+    }
     if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
         raise ValueError(
             f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
@@ -234,8 +281,12 @@ def _check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
 
 
 def _count_leading(function: Callable[..., Any], targets: int) -> int:
-    """Returns the number of required arguments of ``function`` before its last ``targets`` ones. An output fills them."""
+    """Returns the number of required arguments of ``function`` before its last ``targets`` ones. An
+    output fills them.
+    """
     parameters = parameters_of(function) or []
-    positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    positional = [
+        parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     required = [parameter for parameter in positional if parameter.default is parameter.empty]
     return max(len(required) - targets, 1)

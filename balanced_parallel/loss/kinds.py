@@ -1,16 +1,15 @@
-"""The kind of a loss: how the parts of shards become the loss of the batch. It is chosen once, from the settings of a criterion.
+"""The kind of a loss: how the parts of shards become the loss of the batch. It is chosen once, from
+the settings of a criterion.
 
-    Sum          the parts add up
-    KnownMean    a loss of torch: called with reduction="sum", and divided once by its weight
-    WeighedMean  mean x weight of each shard, divided once by the sum of the weights
-    MeansInside  the criterion computes known means and adds them up; each is divided by its own count
-    OneCount     the same, once a batch has shown that all of them have one count
-    MeanOfRanks  the criterion communicates with the other ranks: the mean of their values
-    OfSums       a function of statistics that add up (Dice)
-    OfAllRows    a function of all outputs (contrastive)
+    Sum          the parts add up KnownMean    a loss of torch: called with reduction="sum", and
+    divided once by its weight WeighedMean  mean x weight of each shard, divided once by the sum of
+    the weights MeansInside  the criterion computes known means and adds them up; each is divided by
+    its own count OneCount     the same, once a batch has shown that all of them have one count
+    MeanOfRanks  the criterion communicates with the other ranks: the mean of their values OfSums
+    a function of statistics that add up (Dice) OfAllRows    a function of all outputs (contrastive)
 
-A kind is immutable, and does not know the batches. What these show of a loss (:meth:`Kind.learned`) is another kind, which the
-user of the criterion keeps.
+A kind is immutable, and does not know the batches. What these show of a loss (:meth:`Kind.learned`)
+is another kind, which the user of the criterion keeps.
 """
 
 import abc
@@ -33,7 +32,17 @@ from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entr
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .means import LossOfMeans, single_mean
-from .rules import add_loss, counts_classes, find_torch_loss, has_sum, is_known, loss_weight, reduction_in, reduction_of, unwrap
+from .rules import (
+    add_loss,
+    counts_classes,
+    find_torch_loss,
+    has_sum,
+    is_known,
+    loss_weight,
+    reduction_in,
+    reduction_of,
+    unwrap,
+)
 from .sums import (
     MINIMUM,
     Bound,
@@ -61,7 +70,8 @@ add_loss(LinearCrossEntropy, linear_cross_entropy)
 class Kind(abc.ABC):
     """The way in which the parts of a loss become that of the batch."""
 
-    passes: ClassVar[int] = 1  # over the micro-batches of an update; two if all rows must be seen before the first backward
+    # over the micro-batches of an update; two if all rows must be seen before the first backward
+    passes: ClassVar[int] = 1
     couples_rows: ClassVar[bool] = False  # parts of the rows have no loss of their own
     loss: ClassVar[type[CoupledLoss]]  # the loss of one update, for a kind of two passes
     reduction: str = "sum"
@@ -74,11 +84,15 @@ class Kind(abc.ABC):
         """Returns the loss of a batch, with the graph of its outputs. All ranks call this."""
 
     def sums(self, calls: Calls) -> list[LossSum]:
-        """Returns the part of each replica, for a kind of one pass. :class:`TrainStep` divides their sum later."""
+        """Returns the part of each replica, for a kind of one pass. :class:`TrainStep` divides
+        their sum later.
+        """
         raise NotImplementedError
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
-        """Returns the kind of a call with keyword arguments, which may select another reduction, and these arguments."""
+        """Returns the kind of a call with keyword arguments, which may select another reduction,
+        and these arguments.
+        """
         return self, kwargs
 
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
@@ -88,7 +102,8 @@ class Kind(abc.ABC):
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> "Kind":
         """Returns the kind of one batch, from its targets in any number of parts.
 
-        With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
+        With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of
+        several means.
         """
         return self
 
@@ -108,7 +123,9 @@ class LossSettings:
 
     @functools.cached_property
     def class_loss(self) -> tuple[Any, dict[str, Any]] | None:
-        """The loss and its settings, if the divisor is the number of class indices that are not ignored."""
+        """The loss and its settings, if the divisor is the number of class indices that are not
+        ignored.
+        """
         function, _, settings = unwrap(self.criterion)
         return (function, settings) if counts_classes(self.criterion) else None
 
@@ -122,7 +139,9 @@ class LossSettings:
         if self.weight is None and reduction == "mean" and not is_known(self.criterion):
             return MeansInside(self, reduction)
         is_sum_known = self.weight is None and has_sum(self.criterion)
-        return (KnownMean if is_sum_known else WeighedMean)(self, reduction, max(flat_weights(self.minimum)))
+        return (KnownMean if is_sum_known else WeighedMean)(
+            self, reduction, max(flat_weights(self.minimum))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +153,14 @@ class _OfRows(Kind):
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
         """Returns the kind of a call, and its keyword arguments."""
-        if {"size_average", "reduce"} & kwargs.keys() and find_torch_loss(self.settings.criterion) is not None:
-            others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
+        if {"size_average", "reduce"} & kwargs.keys() and find_torch_loss(
+            self.settings.criterion
+        ) is not None:
+            others = {
+                name: value
+                for name, value in kwargs.items()
+                if name not in ("size_average", "reduce")
+            }
             kwargs = {**others, "reduction": reduction_in(kwargs)}  # the others are deprecated
         return self.settings.kind(kwargs["reduction"]) if "reduction" in kwargs else self, kwargs
 
@@ -149,7 +174,9 @@ class _OfOnePass(_OfRows):
 
     @abc.abstractmethod
     def _part(self, shard: ShardLoss) -> Any:
-        """Returns the :class:`LossSum` of a shard, or a structure of them. It runs in the thread of the replica."""
+        """Returns the :class:`LossSum` of a shard, or a structure of them. It runs in the thread of
+        the replica.
+        """
 
     def _parts(self, calls: Calls) -> list[Any]:
         return calls.run(self._part)
@@ -158,7 +185,10 @@ class _OfOnePass(_OfRows):
         """Returns the loss of a batch."""
         calls.agree()
         device = calls.copies.output_device
-        return merge(self._parts(calls), lambda sums: divide_once(sums, device or sums[0].total.device, self.least))
+        return merge(
+            self._parts(calls),
+            lambda sums: divide_once(sums, device or sums[0].total.device, self.least),
+        )
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
@@ -173,7 +203,9 @@ class Unreduced(_OfOnePass):
         return PerReplica(calls.run(ShardLoss.call), calls.outputs.sizes, calls.outputs.dim)
 
     def _part(self, shard: ShardLoss) -> Any:
-        raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
+        raise ValueError(
+            "the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'"
+        )
 
 
 class Sum(_OfOnePass):
@@ -209,20 +241,30 @@ class _Mean(_OfOnePass):
 
 @dataclass(frozen=True, eq=False)
 class KnownMean(_Mean):
-    """A mean that torch computes. Its sum and its weight are known, and the weight often before the sum."""
+    """A mean that torch computes. Its sum and its weight are known, and the weight often before the
+    sum.
+    """
 
     weight: Weight = 0.0
     is_counted: bool = False  # The weight is that of a batch.
 
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
         """Returns the number of targets that count, or None."""
-        target, loss = targets[0] if len(targets) == 1 else None, self.settings.class_loss
-        if loss is None or self.reduction != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
+        target = targets[0] if len(targets) == 1 else None
+        loss = self.settings.class_loss
+        if (
+            loss is None
+            or self.reduction != "mean"
+            or not isinstance(target, Tensor)
+            or target.is_floating_point()
+        ):
             return None
         function, settings = loss
         if settings.get("weight", getattr(function, "weight", None)) is not None:
             return None
-        count: Tensor = (target != settings.get("ignore_index", getattr(function, "ignore_index", -100))).sum()
+        count: Tensor = (
+            target != settings.get("ignore_index", getattr(function, "ignore_index", -100))
+        ).sum()
         return count
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
@@ -242,8 +284,11 @@ class KnownMean(_Mean):
         if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
             return LossSum(widen(shard.nothing()), weight)
         if "reduction" in shard.kwargs:  # it would override the sum
-            shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
-        if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:  # a sum overflows
+            shard = shard._replace(
+                kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"}
+            )
+        # a sum overflows
+        if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:
             return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
         return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
 
@@ -267,14 +312,17 @@ class WeighedMean(_Mean):
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
-        is_merged = any(shard.is_joined and shard.target_rows < len(shard.rows or ()) for shard in calls.shards)
+        is_merged = any(
+            shard.is_joined and shard.target_rows < len(shard.rows or ()) for shard in calls.shards
+        )
         if is_merged and self.settings.weight == "rows":
             raise ValueError(
                 "weight='rows' with samples joined into fewer rows, expected a function that counts what the mean does"
             )
         if not self.divisors:
             return super().sums(calls)
-        weight, sums = None if any(self.divisors) else 0.0, []
+        weight = None if any(self.divisors) else 0.0
+        sums = []
         for part in self._parts(calls):
             pairs = zip(containers.leaves(part), self.divisors, strict=True)
             factors = [(mean, 1 / divisor if divisor else 0.0) for (_, mean), divisor in pairs]
@@ -284,7 +332,12 @@ class WeighedMean(_Mean):
 
     def _parts(self, calls: Calls) -> list[Any]:
         unmoved = [
-            ShardLoss(calls.copies.criterion, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
+            ShardLoss(
+                calls.copies.criterion,
+                shard.target_rows,
+                output,
+                *move_leaves(tuple(shard.targets), None),
+            )
             for output, shard in zip(calls.outputs, calls.shards, strict=True)
         ]
         try:
@@ -298,10 +351,13 @@ class WeighedMean(_Mean):
         bounds = bounds_of(minimum, weights)
         if not shard.rows or weights == 0 == minimum:
             # The criterion would return nan or raise an error.
-            return map_weights(lambda weight: LossSum(shard.nothing(), weight, bound=next(bounds)), weights)
+            return map_weights(
+                lambda weight: LossSum(shard.nothing(), weight, bound=next(bounds)), weights
+            )
         means = shard.call()
         if shard.collectives.is_used:
-            weights, bounds = 1.0, bounds_of(0.0, 1.0)
+            weights = 1.0
+            bounds = bounds_of(0.0, 1.0)
         return _weighted(means, weights, bounds, "the loss")
 
     @torch.no_grad()
@@ -321,7 +377,9 @@ class _OfTwoPasses(Kind):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
         calls.agree()
-        return self.loss(calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1).value(calls)
+        return self.loss(
+            calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1
+        ).value(calls)
 
 
 class MeansInside(_OfRows, _OfTwoPasses):
@@ -337,7 +395,9 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
 
 class OneCount(MeansInside):
-    """Means inside of a criterion that have one count. Terms of some batches are compared with those of halves."""
+    """Means inside of a criterion that have one count. Terms of some batches are compared with
+    those of halves.
+    """
 
     passes = 1
     is_mean = True
@@ -366,7 +426,8 @@ class OfAllRows(_OfTwoPasses):
 def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, minimum: Any) -> Kind:
     """Chooses the kind of a loss.
 
-    Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the reduction of a loss of torch.
+    Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the
+    reduction of a loss of torch.
     """
     _check_settings(criterion, weight, reduction, minimum, whole=whole)
     if whole:
@@ -379,8 +440,8 @@ def kind_of(criterion: Any, weight: Any, reduction: str | None, whole: bool, min
 def call_weight(weight: Any, shard: ShardLoss) -> Any:
     """Returns the divisor of the mean of a shard, or a structure of several.
 
-    A function gets the arguments of the criterion, without the keyword arguments that it does not accept. Without
-    ``weight``, the divisor is that of :func:`loss_weight`.
+    A function gets the arguments of the criterion, without the keyword arguments that it does not
+    accept. Without ``weight``, the divisor is that of :func:`loss_weight`.
     """
     if weight is None:
         return loss_weight(shard.criterion, *spread(shard.output), *shard.targets, **shard.kwargs)
@@ -388,8 +449,11 @@ def call_weight(weight: Any, shard: ShardLoss) -> Any:
         return shard.rows
     if not callable(weight):
         return _weights_of_targets(weight, shard.targets)
-    kwargs, parameters = shard.kwargs, parameters_of(weight) if shard.kwargs else None
-    if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    kwargs = shard.kwargs
+    parameters = parameters_of(weight) if shard.kwargs else None
+    if parameters is not None and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    ):
         names = {parameter.name for parameter in parameters}
         kwargs = {name: value for name, value in kwargs.items() if name in names}
     return call_spread(weight, shard.output, shard.targets, kwargs)
@@ -404,45 +468,70 @@ def _reducing(criterion: Criterion, reduction: str) -> Criterion:
     if not isinstance(criterion, nn.Module):
         return functools.partial(criterion, reduction=reduction)
     changed = type(criterion).__new__(type(criterion))
-    object.__setattr__(changed, "__dict__", criterion.__dict__ | {"reduction": reduction})  # copy.copy takes ten times as long
+    # copy.copy takes ten times as long
+    object.__setattr__(changed, "__dict__", criterion.__dict__ | {"reduction": reduction})
     return changed
 
 
 def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> Any:
     if isinstance(weights, float):
         bound = next(bounds)
-        factor = float(bound.of(torch.tensor(weights, dtype=torch.float64))) if bound.minimum else weights
+        factor = (
+            float(bound.of(torch.tensor(weights, dtype=torch.float64)))
+            if bound.minimum
+            else weights
+        )
 
         def weigh(mean: Any) -> Any:
-            return None if mean is None else LossSum(weighted_sum(mean, factor), weights, bound=bound)
+            return (
+                None if mean is None else LossSum(weighted_sum(mean, factor), weights, bound=bound)
+            )
 
         return containers.map_leaves(weigh, means)
     container = containers.open_container(means)
     entries = weights if isinstance(weights, dict) else dict(enumerate(weights))
     names = [*map(str, entries)]
-    has_names = container is not None and (isinstance(weights, list) or containers.entry_names(container) == names)
+    has_names = container is not None and (
+        isinstance(weights, list) or containers.entry_names(container) == names
+    )
     if container is None or not has_names or len(container.children) != len(names):
         raise ValueError(
             f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(names)}: expected one "
             "weight for each mean, in the same order"
         )
     pairs = zip(container.children, entries.values(), container.places, strict=True)
-    return container.rebuild([_weighted(mean, weight, bounds, place + where) for mean, weight, where in pairs])
+    return container.rebuild(
+        [_weighted(mean, weight, bounds, place + where) for mean, weight, where in pairs]
+    )
 
 
-def _check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: Any, *, whole: bool) -> None:
+def _check_settings(
+    criterion: Any, weight: Any, reduction: str | None, minimum: Any, *, whole: bool
+) -> None:
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
-        raise TypeError(f"the criterion is {containers.describe(criterion)}, expected a module or a function{more}")
+        raise TypeError(
+            f"the criterion is {containers.describe(criterion)}, expected a module or a function{more}"
+        )
     _check_divisor(weight, minimum)
     _check_reduction(criterion, reduction)
-    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
+    name = (
+        "whole=True"
+        if whole
+        else "an AdditiveLoss"
+        if isinstance(criterion, AdditiveLoss)
+        else None
+    )
     if name is not None:
-        _refuse_divisor(name, {"weight": weight, "reduction": reduction, "minimum": minimum or None})
+        _refuse_divisor(
+            name, {"weight": weight, "reduction": reduction, "minimum": minimum or None}
+        )
     if not isinstance(whole, bool):
         raise ValueError(f"whole={whole!r}, expected True or False")
     is_described = weight is not None or reduction in ("sum", "none") or whole
-    if not is_described and (is_compiled if isinstance(criterion, nn.Module) else is_compiled_function)(criterion):
+    if not is_described and (
+        is_compiled if isinstance(criterion, nn.Module) else is_compiled_function
+    )(criterion):
         raise TypeError(
             f"the criterion is compiled ({containers.describe(criterion)}), and the terms and the divisor of a compiled loss "
             "are unknown: pass it without torch.compile (the model may be compiled), or give weight=, a function (output, "
@@ -460,7 +549,13 @@ def _refuse_divisor(name: str, settings: dict[str, Any]) -> None:
 
 
 def _check_divisor(weight: Any, minimum: Any) -> None:
-    functions = [weight] if not is_structure(weight) else weight.values() if isinstance(weight, Mapping) else weight
+    functions = (
+        [weight]
+        if not is_structure(weight)
+        else weight.values()
+        if isinstance(weight, Mapping)
+        else weight
+    )
     if weight not in (None, "rows") and not (functions and all(map(callable, functions))):
         raise ValueError(
             f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
@@ -468,13 +563,19 @@ def _check_divisor(weight: Any, minimum: Any) -> None:
         )
     map_weights(lambda number: check_number("minimum", number, MINIMUM, at_least=0), minimum)
     if is_structure(minimum) and weight in (None, "rows"):
-        raise ValueError(f"minimum={minimum!r} was given with weight={weight!r}, expected a weight= that has a divisor for each")
+        raise ValueError(
+            f"minimum={minimum!r} was given with weight={weight!r}, expected a weight= that has a divisor for each"
+        )
 
 
 def _check_reduction(criterion: Any, reduction: str | None) -> None:
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
-    if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:
+    if (
+        reduction is not None
+        and find_torch_loss(criterion) is not None
+        and reduction_of(criterion) != reduction
+    ):
         raise ValueError(
             f"reduction={reduction!r} was given for a loss of torch with reduction={reduction_of(criterion)!r}: set it in the "
             "constructor of the loss"

@@ -1,14 +1,16 @@
-"""Means that a criterion of the user computes inside. Each becomes one sum over one count of the whole batch.
+"""Means that a criterion of the user computes inside. Each becomes one sum over one count of the
+whole batch.
 
     loss = F.cross_entropy(output, labels) + 0.5 * (output - values).pow(2).mean()
 
-    shard 0   total 1 / count 1 + 0.5 * total 2 / count 2      the criterion runs as it is written, and its terms are recorded
-    shard 1   total 1 / count 1 + 0.5 * total 2 / count 2
-    batch     sum of totals 1 / sum of counts 1 + 0.5 * ...
+    shard 0   total 1 / count 1 + 0.5 * total 2 / count 2      the criterion runs as it is written,
+    and its terms are recorded shard 1   total 1 / count 1 + 0.5 * total 2 / count 2 batch     sum
+    of totals 1 / sum of counts 1 + 0.5 * ...
 
-A result must be a linear combination of such means, with coefficients that are numbers, parameters or buffers of the criterion.
-Any other result is refused: nothing tells how that of the whole batch follows from those of the shards. The rows of a mean may
-still depend on each other, as in a contrastive loss. So the terms of some batches are compared with those of halves.
+A result must be a linear combination of such means, with coefficients that are numbers, parameters
+or buffers of the criterion. Any other result is refused: nothing tells how that of the whole batch
+follows from those of the shards. The rows of a mean may still depend on each other, as in a
+contrastive loss. So the terms of some batches are compared with those of halves.
 """
 
 import functools
@@ -32,19 +34,51 @@ from .coupled import LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
 from .sums import LossSum, add_up, divide, weighted_sum, widen, zero_of
 
-_OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
+# levels: what a tensor depends on
+_OF_NOTHING = 0
+_OF_TARGETS = 1
+_OF_OUTPUTS = 2
 _CONSTANT = "a constant"
 _OVER_NUMBER = "a sum over a number"
 _SEVERAL = "several"  # the key of a mean that takes two passes in micro-batches
 # Names of one operation, without underscores.
-_NAMES = {"radd": "add", "iadd": "add", "rmul": "mul", "imul": "mul", "multiply": "mul", "isub": "sub", "subtract": "sub"}
-_NAMES |= {"truediv": "div", "itruediv": "div", "true_divide": "div", "divide": "div", "negative": "neg"}
+_NAMES = {
+    "radd": "add",
+    "iadd": "add",
+    "rmul": "mul",
+    "imul": "mul",
+    "multiply": "mul",
+    "isub": "sub",
+    "subtract": "sub",
+}
+_NAMES |= {
+    "truediv": "div",
+    "itruediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "negative": "neg",
+}
 _SIGNS = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1,)}
-_READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}  # values of a tensor, as Python objects
-_SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}  # whose size depends on values
+# values of a tensor, as Python objects
+_READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
+# whose size depends on values
+_SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Operations that keep the sum of the elements and its gradient, and a mean, which divides it.
-_UNCHANGED = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "view", "reshape", "squeeze", "clone", "pos"}
+_UNCHANGED = {
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "double",
+    "cpu",
+    "cuda",
+    "view",
+    "reshape",
+    "squeeze",
+    "clone",
+    "pos",
+}
 _UNCHANGED |= {"sum", "mean"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 
@@ -59,9 +93,12 @@ class Term(NamedTuple):
     kind: str  # the function that computes it
     total: Tensor
     weight: Any  # a number or a tensor; None: a sum that is not divided
-    key: Hashable  # equal for terms that have one count by their construction; None: zero or a constant, which takes any
+    # equal for terms that have one count by their construction; None: zero or a constant, which
+    # takes any
+    key: Hashable
     factor: Any = 1.0
-    bounds: tuple[tuple[str, Any], ...] = ()  # a number "added" to the count of all rows, and its "least" value
+    # a number "added" to the count of all rows, and its "least" value
+    bounds: tuple[tuple[str, Any], ...] = ()
 
     @property
     def value(self) -> Tensor:
@@ -87,9 +124,11 @@ class Facts(NamedTuple):
 
 
 class MeanRecorder(TorchFunctionMode):
-    """Records the means that are computed in its block, and the tensors whose elements add up to linear combinations of them.
+    """Records the means that are computed in its block, and the tensors whose elements add up to
+    linear combinations of them.
 
-    ``constants`` do not depend on the rows, and ``targets`` not on the outputs. So do the results of functions of them alone.
+    ``constants`` do not depend on the rows, and ``targets`` not on the outputs. So do the results
+    of functions of them alone.
     """
 
     def __init__(self, constants: Any, output: Any, targets: Any, rows: int) -> None:
@@ -97,10 +136,13 @@ class MeanRecorder(TorchFunctionMode):
         self._rows = rows
         self._has_graph = torch.is_grad_enabled()
         self._facts = WeakIdKeyDictionary()
-        self._knows_numbers = not _has_entries((output, targets), rows)  # no value of the batch is a Python number
+        # no value of the batch is a Python number
+        self._knows_numbers = not _has_entries((output, targets), rows)
         self.has_unknown_count = False
         for level, structure in ((_OF_TARGETS, targets), (_OF_NOTHING, constants)):
-            self._facts.update((tensor, Facts(level)) for tensor in containers.tensors_in(structure))
+            self._facts.update(
+                (tensor, Facts(level)) for tensor in containers.tensors_in(structure)
+            )
         self._held: list[Tensor] = []  # whose storages identify divisors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,7 +150,9 @@ class MeanRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = containers.tensors_in((args, kwargs))
         # The backward of an autograd function is not that of the sums in its forward.
-        depends_on_rows = torch.is_grad_enabled() == self._has_graph and any(map(self._level, tensors))
+        depends_on_rows = torch.is_grad_enabled() == self._has_graph and any(
+            map(self._level, tensors)
+        )
         if func in RULES and depends_on_rows:
             return self._loss(func, arguments_of(func, *args, **kwargs))
         name = str(getattr(func, "__name__", "")).strip("_")
@@ -123,25 +167,35 @@ class MeanRecorder(TorchFunctionMode):
             form = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
             self._facts[result] = self._facts[result]._replace(form=form)
         elif depends_on_rows and not result.dim() and result is not args[0]:
-            form, bounded = self._record(name, result, args), self._bounded(name, args, kwargs)
+            form = self._record(name, result, args)
+            bounded = self._bounded(name, args, kwargs)
             self._facts[result] = self._facts[result]._replace(form=form, bounded=bounded)
         return result
 
     def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
-        """Notes what the result of an operation depends on. It may be a tensor that was written in place."""
-        is_selected = _is_selection(name, tensors, result) or any(self._of(tensor).is_selected for tensor in tensors)
+        """Notes what the result of an operation depends on. It may be a tensor that was written in
+        place.
+        """
+        is_selected = _is_selection(name, tensors, result) or any(
+            self._of(tensor).is_selected for tensor in tensors
+        )
         if is_selected and type(result) in (int, torch.Size):
             self._knows_numbers = False
         elif name in _READS and not isinstance(result, Tensor):
             # A loss may be read to print it.
-            is_loss = self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None
+            is_loss = (
+                self._level(tensors[0]) != _OF_TARGETS and self.terms_of(tensors[0]) is not None
+            )
             self._knows_numbers = self._knows_numbers and is_loss
         if name == "setitem":
-            result, is_selected = args[0], self._of(args[0]).is_selected
+            result = args[0]
+            is_selected = self._of(args[0]).is_selected
         if name in _UNCHANGED and isinstance(args[0], Tensor):
             tensors = args[:1]  # Another tensor gives its type and device.
         for tensor in filter(torch.is_tensor, result if isinstance(result, tuple) else (result,)):
-            self._facts[tensor] = Facts(self._level_of_result(name, tensors, tensor), is_selected=is_selected)
+            self._facts[tensor] = Facts(
+                self._level_of_result(name, tensors, tensor), is_selected=is_selected
+            )
 
     def _level_of_result(self, name: str, tensors: Sequence[Tensor], result: Tensor) -> int:
         is_new = name in _NEW and not result.dim() and len(tensors) == 1
@@ -158,21 +212,34 @@ class MeanRecorder(TorchFunctionMode):
         return self._of(tensor).level
 
     def _form(self, value: Any) -> Form | None:
-        """Returns the linear combination that a number is, or that the elements of a tensor add up to, or None."""
-        form, factor = self._of(value).form, self._factor(value)
+        """Returns the linear combination that a number is, or that the elements of a tensor add up
+        to, or None.
+        """
+        form = self._of(value).form
+        factor = self._factor(value)
         if form is not None or factor is None:
             return form
-        return [] if _is_zero(factor) else [Term(_CONSTANT, torch.tensor(float(self._rows)), self._rows, None, factor)]
+        return (
+            []
+            if _is_zero(factor)
+            else [Term(_CONSTANT, torch.tensor(float(self._rows)), self._rows, None, factor)]
+        )
 
     def _factor(self, value: Any) -> Any:
-        """Returns a number, or a copy of a tensor that does not depend on the rows as a scalar; otherwise None."""
+        """Returns a number, or a copy of a tensor that does not depend on the rows as a scalar;
+        otherwise None.
+        """
         if isinstance(value, (int, float)):
             return value
-        is_constant = isinstance(value, Tensor) and value.numel() == 1 and self._level(value) == _OF_NOTHING
+        is_constant = (
+            isinstance(value, Tensor) and value.numel() == 1 and self._level(value) == _OF_NOTHING
+        )
         return value.reshape(()).clone() if is_constant else None
 
     def _combine(self, name: str, args: Any, kwargs: Any) -> Form | None:
-        """Returns the linear combination that the elements of the result of an operation add up to, or None."""
+        """Returns the linear combination that the elements of the result of an operation add up to,
+        or None.
+        """
         first, second = (*args, None, None)[:2]
         if name in _UNCHANGED:
             return self._of(first).form
@@ -182,24 +249,31 @@ class MeanRecorder(TorchFunctionMode):
             return None
         if name in _SIGNS:
             sizes = {value.numel() if isinstance(value, Tensor) else 1 for value in args}
-            return self._add_up(args, _SIGNS[name]) if len(sizes) == 1 else None  # others are broadcast
+            # others are broadcast
+            return self._add_up(args, _SIGNS[name]) if len(sizes) == 1 else None
         if name == "div":
             return self._divide(first, second)
         return self._multiply(first, second) if name == "mul" else None
 
     def _add_up(self, values: Sequence[Any], signs: Iterable[int]) -> Form | None:
         forms = [form for form in map(self._form, values) if form is not None]
-        return [*itertools.chain(*map(_times, forms, signs))] if forms and len(forms) == len(values) else None
+        return (
+            [*itertools.chain(*map(_times, forms, signs))]
+            if forms and len(forms) == len(values)
+            else None
+        )
 
     def _multiply(self, first: Any, second: Any) -> Form | None:
         if self._factor(second) is None:
             first, second = second, first
-        form, factor = self._form(first), self._factor(second)
+        form = self._form(first)
+        factor = self._factor(second)
         is_empty = _is_zero(factor) and _is_sum(form)
         return None if form is None or factor is None or is_empty else _times(form, factor)
 
     def _divide(self, value: Any, divisor: Any) -> Form | None:
-        form, factor = self._form(value), self._factor(divisor)
+        form = self._form(value)
+        factor = self._factor(divisor)
         if form is None or factor is None or _is_zero(factor):
             return None
         if not isinstance(factor, (int, float)) or not _is_sum(form) or value.numel() != 1:
@@ -208,21 +282,30 @@ class MeanRecorder(TorchFunctionMode):
             self.has_unknown_count = True
             return None
         if any(term.weight is None for term in form):
-            form = [Term(_OVER_NUMBER, value.reshape(()).clone(), 1.0, None)]  # it may be divided in place
+            # it may be divided in place
+            form = [Term(_OVER_NUMBER, value.reshape(()).clone(), 1.0, None)]
         counts = [term.weight * factor for term in form]
-        return [term._replace(weight=count, key=("a number", count)) for term, count in zip(form, counts, strict=True)]
+        return [
+            term._replace(weight=count, key=("a number", count))
+            for term, count in zip(form, counts, strict=True)
+        ]
 
     def _bounded(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any] | None:
         """Returns the count in a call that bounds it, and its smallest value, or None."""
         settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
-        least = self._factor(settings.get("min", settings.get("other"))) if name in _BOUNDS else None
+        least = (
+            self._factor(settings.get("min", settings.get("other"))) if name in _BOUNDS else None
+        )
         is_bound = isinstance(args[0], Tensor) and least is not None and settings.get("max") is None
         return (args[0], least) if is_bound else None
 
     def _record(self, name: str, result: Tensor, args: Any) -> Form | None:
-        """Returns the only term of a scalar that depends on the rows: a mean, a sum, a quotient, or zero."""
+        """Returns the only term of a scalar that depends on the rows: a mean, a sum, a quotient, or
+        zero.
+        """
         if name == "mul" and any(map(_is_zero, args)):
-            return [Term("zero", result, self._rows, None)]  # it connects parameters that are not used
+            # it connects parameters that are not used
+            return [Term("zero", result, self._rows, None)]
         if name == "mean":
             total = args[0].sum(dtype=torch.promote_types(args[0].dtype, torch.float32))
             return [Term("mean", total, args[0].numel(), object())]
@@ -239,8 +322,17 @@ class MeanRecorder(TorchFunctionMode):
             return None
         bounds = [("added", sum(added))] if added else []
         bounds += [] if least is None else [("least", least)]
-        is_fixed = not bounds and self._level(count) < _OF_OUTPUTS  # a count of outputs may have a gradient
-        return [Term("quotient", total, count - sum(added), object() if is_fixed else _SEVERAL, bounds=tuple(bounds))]
+        # a count of outputs may have a gradient
+        is_fixed = not bounds and self._level(count) < _OF_OUTPUTS
+        return [
+            Term(
+                "quotient",
+                total,
+                count - sum(added),
+                object() if is_fixed else _SEVERAL,
+                bounds=tuple(bounds),
+            )
+        ]
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are recorded."""
@@ -257,15 +349,30 @@ class MeanRecorder(TorchFunctionMode):
 
     def _key(self, function: Any, arguments: dict[str, Any]) -> Hashable:
         """Returns a key that is equal for losses of the same targets, which have the same count."""
-        target, rule = arguments.get("target"), RULES[function]
-        is_class = rule is RULES[F.cross_entropy] and isinstance(target, Tensor) and not target.is_floating_point()
+        target = arguments.get("target")
+        rule = RULES[function]
+        is_class = (
+            rule is RULES[F.cross_entropy]
+            and isinstance(target, Tensor)
+            and not target.is_floating_point()
+        )
         shape = getattr(arguments.get("input"), "shape", None)
         if not isinstance(target, Tensor) or not (is_class or target.shape == shape):
             return object()
-        tensors = [tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)]
+        tensors = [
+            tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)
+        ]
         self._held += tensors  # while they live, no other tensor is at their place
-        places = [(storage_id(each.untyped_storage()), each.storage_offset(), each.shape, each.stride()) for each in tensors]
-        return rule, *places, *versions(tensors), arguments.get("ignore_index", -100) if is_class else None
+        places = [
+            (storage_id(each.untyped_storage()), each.storage_offset(), each.shape, each.stride())
+            for each in tensors
+        ]
+        return (
+            rule,
+            *places,
+            *versions(tensors),
+            arguments.get("ignore_index", -100) if is_class else None,
+        )
 
     def terms_of(self, loss: Any) -> list[Term] | None:
         """Returns the terms of a loss with their coefficients, or None if it is not a sum of means."""
@@ -275,7 +382,9 @@ class MeanRecorder(TorchFunctionMode):
 
 def _is_sum(form: Form | None) -> bool:
     """Returns True for sums, which may be divided by numbers."""
-    return bool(form) and all(term.weight is None or term.kind == _OVER_NUMBER for term in form or ())
+    return bool(form) and all(
+        term.weight is None or term.kind == _OVER_NUMBER for term in form or ()
+    )
 
 
 def _is_selection(name: str, tensors: list[Tensor], result: Any) -> bool:
@@ -286,9 +395,13 @@ def _is_selection(name: str, tensors: list[Tensor], result: Any) -> bool:
 
 
 def _has_entries(value: Any, rows: int) -> bool:
-    """Returns True for a structure with a list of an entry for each row, such as strings or mappings."""
+    """Returns True for a structure with a list of an entry for each row, such as strings or
+    mappings.
+    """
     if isinstance(value, list):
-        return not all(isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value)
+        return not all(
+            isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value
+        )
     container = containers.open_container(value)
     return container is not None and any(_has_entries(child, rows) for child in container.children)
 
@@ -303,7 +416,9 @@ def _times(form: Form, factor: Any) -> Form:
 
 
 class MeansAsSums(TorchFunctionMode):
-    """Computes each mean of torch's losses in its block as a sum over the next of ``divisors``, or over its count without one."""
+    """Computes each mean of torch's losses in its block as a sum over the next of ``divisors``, or
+    over its count without one.
+    """
 
     def __init__(self, divisors: Iterable[float]) -> None:
         super().__init__()
@@ -323,16 +438,26 @@ class MeansAsSums(TorchFunctionMode):
 
 
 def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Returns the sum and the divisor of a mean that a loss of torch computes, or None for another reduction."""
+    """Returns the sum and the divisor of a mean that a loss of torch computes, or None for another
+    reduction.
+    """
     if reduction_in(arguments) not in ("mean", "batchmean"):
         return None
     count = divisor(RULES[function], function, arguments)
-    settings = {name: value for name, value in arguments.items() if name not in ("reduction", "size_average", "reduce")}
+    settings = {
+        name: value
+        for name, value in arguments.items()
+        if name not in ("reduction", "size_average", "reduce")
+    }
     if function is F.ctc_loss:  # The sum omits the division by the length of each sequence.
         mean = function(**settings)
         return (widen(mean) * count if count else zero_of(mean)), count
-    if any(isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in settings.values()):
-        return widen(function(**settings, reduction="none")).sum(), count  # a sum in float16 overflows
+    if any(
+        isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        for value in settings.values()
+    ):
+        # a sum in float16 overflows
+        return widen(function(**settings, reduction="none")).sum(), count
     return function(**settings, reduction="sum"), count
 
 
@@ -356,8 +481,14 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
         UnknownMeanError: with ``is_split``, if a loss is not a sum of means.
     """
     module, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
-    constants = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else (arguments, settings)
-    with MeanRecorder(constants, shard.output, (shard.targets, shard.kwargs), shard.rows) as recorder:
+    constants = (
+        [*module.parameters(), *module.buffers()]
+        if isinstance(module, nn.Module)
+        else (arguments, settings)
+    )
+    with MeanRecorder(
+        constants, shard.output, (shard.targets, shard.kwargs), shard.rows
+    ) as recorder:
         result = shard.call()
     pairs: list[tuple[str, Term]] = []
     for place, loss in containers.leaves(result):
@@ -373,7 +504,10 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     keys = {term.key for _, term in pairs} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
     places = enumerate(pairs)
-    return result, {MeanName(place, number, term.kind, has_several, term.describe()): term for number, (place, term) in places}
+    return result, {
+        MeanName(place, number, term.kind, has_several, term.describe()): term
+        for number, (place, term) in places
+    }
 
 
 _COUNTS = (
@@ -391,7 +525,11 @@ def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
             f"int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard. {_COUNTS}"
         )
     setting = getattr(criterion, "reduction", "mean")
-    note = "" if setting == "mean" else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
+    note = (
+        ""
+        if setting == "mean"
+        else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
+    )
     raise UnknownMeanError(
         f"the loss of {containers.describe(criterion)} is not a sum of known means, so that of several shards of a batch is "
         "unknown. Known are the losses of torch, such as F.cross_entropy(output, target), and errors.mean(), times numbers, "
@@ -418,7 +556,10 @@ def single_mean(shard: ShardLoss) -> LossSum:
         )
     count = next((term.weight for term in terms.values() if term.key is not None), shard.rows)
     # A constant is a sum over the rows, and joins the sums over another count.
-    totals = [term.value * (count / shard.rows) if term.kind == _CONSTANT else term.value for term in terms.values()]
+    totals = [
+        term.value * (count / shard.rows) if term.kind == _CONSTANT else term.value
+        for term in terms.values()
+    ]
     names = {(name, "total"): term.total for name, term in terms.items()}
     return LossSum(functools.reduce(torch.add, totals or [shard.nothing()]), count, names)
 
@@ -430,15 +571,21 @@ _ALWAYS = (
 
 
 class LossOfMeans(LossOfSums):
-    """The loss of an update that is a sum of means. Its statistics are their sums, with coefficients, and counts.
+    """The loss of an update that is a sum of means. Its statistics are their sums, with
+    coefficients, and counts.
 
-    Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in one pass.
+    Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in
+    one pass.
     """
 
     @property
     def has_one_count(self) -> bool:
         """True if an update that was split has shown one count for all means."""
-        return self.is_split and bool(self._total) and not any(name.has_several for name, _ in self._total)
+        return (
+            self.is_split
+            and bool(self._total)
+            and not any(name.has_several for name, _ in self._total)
+        )
 
     @functools.cached_property
     def _is_empty(self) -> bool:
@@ -447,7 +594,9 @@ class LossOfMeans(LossOfSums):
         return bool(counts) and not any(map(bool, counts))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
-        """Returns a loss for each part. They have no weight if nothing was counted, so that nothing is updated."""
+        """Returns a loss for each part. They have no weight if nothing was counted, so that nothing
+        is updated.
+        """
         losses = super().hand_back_parts(parts)
         return [LossSum(loss.total, 0.0) for loss in losses] if self._is_empty else losses
 
@@ -461,7 +610,9 @@ class LossOfMeans(LossOfSums):
             numbers |= {(name, "total"): term.value, (name, "count"): term.weight}
             numbers |= {(name, kind): bound * shard.rows for kind, bound in term.bounds}
         tensors = {place: add_up([number], nothing.device) for place, number in numbers.items()}
-        structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
+        structure = containers.map_leaves(
+            lambda leaf: None if leaf is None else containers.Leaf(), result
+        )
         return ShardStatistics(tensors, structure, nothing)
 
     def _finish(self) -> Any:
@@ -473,7 +624,9 @@ class LossOfMeans(LossOfSums):
 
         def fill(place: str, values: list[Any]) -> Any:
             loss = losses.get(place, torch.zeros(()))
-            return None if values[0] is None else move(loss, self.copies.output_device or loss.device)
+            return (
+                None if values[0] is None else move(loss, self.copies.output_device or loss.device)
+            )
 
         return containers.zip_leaves(fill, [self._structure])
 
@@ -486,7 +639,11 @@ class LossOfMeans(LossOfSums):
         count = self._total[name, "count"]
         if (name, "added") in self._total:
             count = count + self._mean(name, "added")
-        return torch.maximum(count, self._mean(name, "least")) if (name, "least") in self._total else count
+        return (
+            torch.maximum(count, self._mean(name, "least"))
+            if (name, "least") in self._total
+            else count
+        )
 
     def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
         """Compares the names of the means of all shards too."""
@@ -504,7 +661,9 @@ class LossOfMeans(LossOfSums):
     def _tolerance(self, tensor: Tensor) -> float:
         if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
             return 1e-7
-        is_half = self.copies.precision.name != "fp32" or torch.is_autocast_enabled(tensor.device.type)
+        is_half = self.copies.precision.name != "fp32" or torch.is_autocast_enabled(
+            tensor.device.type
+        )
         return 2e-2 if is_half else 1e-3
 
     def _name(self, number: int, place: Any) -> str:
@@ -513,8 +672,13 @@ class LossOfMeans(LossOfSums):
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
         for part in parts:
             if [*part] != [*parts[0]]:
-                first, other = (", ".join(name.text for name, kind in each if kind == "total") for each in (parts[0], part))
-                raise UnknownMeanError(f"the criterion computes {first} for some rows, and {other} for others; {_ALWAYS}")
+                first, other = (
+                    ", ".join(name.text for name, kind in each if kind == "total")
+                    for each in (parts[0], part)
+                )
+                raise UnknownMeanError(
+                    f"the criterion computes {first} for some rows, and {other} for others; {_ALWAYS}"
+                )
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         is_of_number = reason.startswith("the count of") and _OVER_NUMBER in reason

@@ -9,19 +9,22 @@ from .sums import widen
 
 
 class TverskyLoss(AdditiveLoss):
-    r"""One minus the Tversky index of predictions and targets, over all rows, in the mean over classes.
+    r"""One minus the Tversky index of predictions and targets, over all rows, in the mean over
+    classes.
 
-    The index of a class is :math:`\frac{TP + s}{TP + \alpha FP + \beta FN + s}`, with sums of probabilities as counts of true
-    positives, false positives and false negatives (Salehi et al., 2017, arXiv:1706.05721).
+    The index of a class is :math:`\frac{TP + s}{TP + \alpha FP + \beta FN + s}`, with sums of
+    probabilities as counts of true positives, false positives and false negatives (Salehi et al.,
+    2017, arXiv:1706.05721).
 
-    Integer targets without a dimension of classes are class indices: output ``(rows, classes, ...)``, target ``(rows, ...)``, and
-    probabilities are the softmax over classes. Targets of the shape of the output are binary: probabilities are the sigmoid, and
-    all elements are one class.
+    Integer targets without a dimension of classes are class indices: output ``(rows, classes,
+    ...)``, target ``(rows, ...)``, and probabilities are the softmax over classes. Targets of the
+    shape of the output are binary: probabilities are the sigmoid, and all elements are one class.
 
     Args:
         alpha: weight of false positives.
         beta: weight of false negatives. Above ``alpha`` it favours recall.
-        smooth: added to numerator and denominator, so that a class without targets has a small loss.
+        smooth: added to numerator and denominator, so that a class without targets has a small
+            loss.
         ignore_index: target of elements that do not count.
 
     Example:
@@ -30,19 +33,32 @@ class TverskyLoss(AdditiveLoss):
         torch.Size([])
     """
 
-    def __init__(self, alpha: float = 0.5, beta: float = 0.5, smooth: float = 1.0, ignore_index: int = -100) -> None:
+    def __init__(
+        self, alpha: float = 0.5, beta: float = 0.5, smooth: float = 1.0, ignore_index: int = -100
+    ) -> None:
         AdditiveLoss.__init__(self)
         for name, value in (("alpha", alpha), ("beta", beta), ("smooth", smooth)):
             check_number(name, value, "a number that is not negative", at_least=0)
-        check_number("ignore_index", ignore_index, "an integer, the target of elements that do not count", whole=True)
-        self.alpha, self.beta, self.smooth, self.ignore_index = alpha, beta, smooth, ignore_index
+        check_number(
+            "ignore_index",
+            ignore_index,
+            "an integer, the target of elements that do not count",
+            whole=True,
+        )
+        self.alpha = alpha
+        self.beta = beta
+        self.smooth = smooth
+        self.ignore_index = ignore_index
 
     def statistics(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns sums over the elements of each class: of products, of probabilities, and of targets."""
+        """Returns sums over the elements of each class: of products, of probabilities, and of
+        targets.
+        """
         counted = target != self.ignore_index
         if target.shape == output.shape:
             mask = counted.to(widen(output).dtype)
-            probabilities, wanted = widen(output).sigmoid() * mask, target * mask
+            probabilities = widen(output).sigmoid() * mask
+            wanted = target * mask
             return (probabilities * wanted).sum(), probabilities.sum(), wanted.sum()
         if target.shape != output.shape[:1] + output.shape[2:] or target.is_floating_point():
             raise ValueError(
@@ -67,7 +83,8 @@ class TverskyLoss(AdditiveLoss):
 
 
 class DiceLoss(TverskyLoss):
-    r"""One minus the Dice coefficient :math:`\frac{2 TP + s}{2 TP + FP + FN + s}` over all rows, in the mean over classes.
+    r"""One minus the Dice coefficient :math:`\frac{2 TP + s}{2 TP + FP + FN + s}` over all rows, in
+    the mean over classes.
 
     Inputs and settings are those of :class:`TverskyLoss` (Drozdzal et al., 2016, arXiv:1608.04117).
 
@@ -84,7 +101,8 @@ class DiceLoss(TverskyLoss):
 
 
 class JaccardLoss(TverskyLoss):
-    r"""One minus the Jaccard index (IoU) :math:`\frac{TP + s}{TP + FP + FN + s}` over all rows, in the mean over classes.
+    r"""One minus the Jaccard index (IoU) :math:`\frac{TP + s}{TP + FP + FN + s}` over all rows, in
+    the mean over classes.
 
     Inputs and settings are those of :class:`TverskyLoss`.
 

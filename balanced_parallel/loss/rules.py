@@ -1,6 +1,7 @@
 """Rules of the losses of torch: the divisor of their mean, their reduction, and their targets.
 
-A divisor is the number of elements, rows or counted targets, or the sum of the targets' class weights.
+A divisor is the number of elements, rows or counted targets, or the sum of the targets' class
+weights.
 """
 
 import functools
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Rule = Callable[..., Tensor]
-# Parts of the names of losses whose rows depend on each other. Their value on the batch is not a mean over shards.
+# Parts of the names of losses whose rows depend on each other. Their value on the batch is not a
+# mean over shards.
 _COUPLED = re.compile(
     "barlowtwins|batchall|batchhard|cliploss|concordance|contrastive|dice|hardtriplet|infonce|jaccard|jsd|lovasz|mining|miner|"
     "multiplenegatives|npair|ntxent|pearson|siglip|simclr|supcon|tversky|vicreg"
@@ -24,11 +26,13 @@ _COUPLED = re.compile(
 
 @functools.singledispatch
 def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
-    """Returns the divisor of the mean that ``criterion(output, *targets)`` computes, as a 0-dim tensor.
+    """Returns the divisor of the mean that ``criterion(output, *targets)`` computes, as a 0-dim
+    tensor.
 
-    Elementwise losses divide by elements, margin and embedding losses and CTC by rows. Class losses divide by the number of
-    targets other than ``ignore_index``, or by the sum of their class weights. A criterion is a module of ``torch.nn``, a function
-    of ``torch.nn.functional``, or a ``functools.partial`` of one. Register other criteria::
+    Elementwise losses divide by elements, margin and embedding losses and CTC by rows. Class losses
+    divide by the number of targets other than ``ignore_index``, or by the sum of their class
+    weights. A criterion is a module of ``torch.nn``, a function of ``torch.nn.functional``, or a
+    ``functools.partial`` of one. Register other criteria::
 
         @loss_weight.register(MyLoss)
         def _(criterion, output, target):
@@ -57,7 +61,9 @@ def refuse_coupled(criterion: Any) -> None:
     """Raises ``TypeError`` if the name of a loss shows that its rows depend on each other."""
     function = unwrap(criterion)[0]
     plain_name = re.sub(r"[^a-z]", "", _name(function).lower())
-    if _COUPLED.search(plain_name) or type(function).__module__.startswith("pytorch_metric_learning."):
+    if _COUPLED.search(plain_name) or type(function).__module__.startswith(
+        "pytorch_metric_learning."
+    ):
         raise TypeError(
             f"{_name(function)} appears to be a loss whose rows depend on each other, so it is no mean of parts. Give "
             "DataParallelCriterion whole=True, which computes it once for all rows, as criterion(gather(outputs), targets) does; "
@@ -71,18 +77,24 @@ _count = torch.tensor  # Reading a number on the CPU does not wait for a device.
 
 def _broadcast(*tensors: Tensor) -> torch.Size:
     shapes = {tensor.shape for tensor in tensors}
-    return shapes.pop() if len(shapes) == 1 else torch.Size(torch.broadcast_shapes(*shapes))  # This is slow.
+    # This is slow.
+    return shapes.pop() if len(shapes) == 1 else torch.Size(torch.broadcast_shapes(*shapes))
 
 
 def _elements_of(*tensors: Tensor) -> Tensor:
     return _count(_broadcast(*tensors).numel())
 
 
-def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any) -> Tensor:
-    """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide by their number."""
+def _classes(
+    *, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any
+) -> Tensor:
+    """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide
+    by their number.
+    """
     if target.is_floating_point():
         return _count(target.numel() // max(target.size(1 if target.dim() > 1 else 0), 1))
-    counted = target != (-100 if ignore_index is None else ignore_index)  # None is the default of linear_cross_entropy.
+    # None is the default of linear_cross_entropy.
+    counted = target != (-100 if ignore_index is None else ignore_index)
     if weight is None:
         return counted.sum()
     return (weight[target.masked_fill(~counted, 0)] * counted).sum()
@@ -90,7 +102,11 @@ def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int 
 
 def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
     """Number of elements after broadcasting. A ``weight`` scales the terms, not the divisor."""
-    if weight is not None and weight.dim() == input.dim() and weight.size(0) not in (1, input.size(0)):
+    if (
+        weight is not None
+        and weight.dim() == input.dim()
+        and weight.size(0) not in (1, input.size(0))
+    ):
         raise ValueError(
             f"the loss has a weight of shape {tuple(weight.shape)} for an output of shape {tuple(input.shape)}: a weight per row "
             "must be split like the rows; pass it with the targets, as in criterion(outputs, target, weight)"
@@ -98,7 +114,9 @@ def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **
     return _elements_of(input, target)
 
 
-def _weighted_elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
+def _weighted_elements(
+    *, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any
+) -> Tensor:
     """Divisor of ``F.mse_loss`` and ``F.l1_loss``: the sum of ``weight`` if it is given."""
     return _elements(input=input, target=target) if weight is None else weight.sum()
 
@@ -128,14 +146,20 @@ def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Ten
     return _elements_of(input1, input2, target)
 
 
-def _triplets(*, anchor: Tensor, positive: Tensor, negative: Tensor, distance_function: Any = None, **_: Any) -> Tensor:
+def _triplets(
+    *, anchor: Tensor, positive: Tensor, negative: Tensor, distance_function: Any = None, **_: Any
+) -> Tensor:
     if distance_function is None or isinstance(distance_function, nn.PairwiseDistance):
         return _count(_broadcast(anchor, positive, negative)[:-1].numel())
     return _elements_of(distance_function(anchor, positive), distance_function(anchor, negative))
 
 
-def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: Any) -> Tensor:
-    """Divisor of ``F.ctc_loss``, the number of sequences. It divides the loss of each sequence by its length before."""
+def _sequences(
+    *, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: Any
+) -> Tensor:
+    """Divisor of ``F.ctc_loss``, the number of sequences. It divides the loss of each sequence by
+    its length before.
+    """
     lengths = target_lengths.numel() if isinstance(target_lengths, Tensor) else len(target_lengths)
     return _count(1 if log_probs.dim() == 2 else lengths)
 
@@ -181,7 +205,9 @@ def arguments_of(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) 
     try:
         return _signature(function).bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise TypeError(f"{function.__qualname__}: {error}; pass targets after outputs: criterion(outputs, targets)") from error
+        raise TypeError(
+            f"{function.__qualname__}: {error}; pass targets after outputs: criterion(outputs, targets)"
+        ) from error
 
 
 def divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
@@ -189,20 +215,31 @@ def divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
     for name in ("input", "target"):
         if name in arguments and not isinstance(arguments[name], Tensor):
             kind = type(arguments[name]).__name__
-            raise TypeError(f"the {name} of {_name(criterion)} is a {kind}, expected a tensor: use torch.as_tensor")
+            raise TypeError(
+                f"the {name} of {_name(criterion)} is a {kind}, expected a tensor: use torch.as_tensor"
+            )
     return rule(**arguments).detach()  # faster than torch.no_grad()
 
 
-def add_loss(module: type[nn.Module], function: Callable[..., Tensor], rule: Rule = _classes) -> None:
-    """Adds a loss to those that are computed as sums: its module, its function, and the divisor of its mean."""
+def add_loss(
+    module: type[nn.Module], function: Callable[..., Tensor], rule: Rule = _classes
+) -> None:
+    """Adds a loss to those that are computed as sums: its module, its function, and the divisor of
+    its mean.
+    """
     RULES[function] = rule
     arguments = _signature(module.forward).parameters
-    names = [name for name in _signature(rule).parameters if name in _signature(function).parameters and name not in arguments]
+    names = [
+        name
+        for name in _signature(rule).parameters
+        if name in _signature(function).parameters and name not in arguments
+    ]
 
     @loss_weight.register(module)
     def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
         if type(criterion).forward is not module.forward:
-            return loss_weight.dispatch(object)(criterion, output)  # a subclass with its own forward is another loss
+            # a subclass with its own forward is another loss
+            return loss_weight.dispatch(object)(criterion, output)
         settings = {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
         bound = arguments_of(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
@@ -235,7 +272,9 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
         return weigh(function, output, *targets, **settings | kwargs)
     bound = arguments_of(function, *arguments, output, *targets, **settings | kwargs)
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
-        raise ValueError(f"{_name(function)} was given size_average= or reduce=, which torch deprecated; use reduction=")
+        raise ValueError(
+            f"{_name(function)} was given size_average= or reduce=, which torch deprecated; use reduction="
+        )
     return divisor(RULES[function], function, bound)
 
 
@@ -252,7 +291,9 @@ def unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def find_torch_loss(criterion: Any) -> Rule | None:
-    """Returns the function of ``torch.nn.functional`` that a module, a partial or a function computes, or None."""
+    """Returns the function of ``torch.nn.functional`` that a module, a partial or a function
+    computes, or None.
+    """
     function, _, _ = unwrap(criterion)
     if isinstance(function, FUNCTIONS):
         return function if function in RULES else None
@@ -262,13 +303,17 @@ def find_torch_loss(criterion: Any) -> Rule | None:
 
 def is_known(criterion: Any) -> bool:
     """Returns True if :func:`loss_weight` has a rule for ``criterion``."""
-    return find_torch_loss(criterion) is not None or loss_weight.dispatch(type(unwrap(criterion)[0])) not in _GENERAL
+    return (
+        find_torch_loss(criterion) is not None
+        or loss_weight.dispatch(type(unwrap(criterion)[0])) not in _GENERAL
+    )
 
 
 def has_sum(criterion: Any) -> bool:
     """Returns True if ``reduction="sum"`` gives the sum of the terms of the mean."""
     function = find_torch_loss(criterion)
-    return function is not None and function is not F.ctc_loss  # The sum omits the division by the length of each sequence.
+    # The sum omits the division by the length of each sequence.
+    return function is not None and function is not F.ctc_loss
 
 
 def _name(criterion: Any) -> str:
@@ -278,7 +323,8 @@ def _name(criterion: Any) -> str:
 def reduction_of(criterion: Any) -> str:
     """Returns the reduction of a criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``.
 
-    The attribute of an unknown module does not determine the result of its ``forward``, which is assumed to be a mean.
+    The attribute of an unknown module does not determine the result of its ``forward``, which is
+    assumed to be a mean.
     """
     function, _, settings = unwrap(criterion)
     if "reduction" in settings or "size_average" in settings or "reduce" in settings:
@@ -286,14 +332,17 @@ def reduction_of(criterion: Any) -> str:
     if isinstance(function, FUNCTIONS):
         try:
             parameter = inspect.signature(function).parameters["reduction"]
-        except (KeyError, ValueError):  # it has no such argument, or is a builtin without a signature
+        # it has no such argument, or is a builtin without a signature
+        except (KeyError, ValueError):
             return "mean"
         return "mean" if parameter.default is parameter.empty else str(parameter.default)
     return str(getattr(function, "reduction", "mean")) if is_known(criterion) else "mean"
 
 
 def reduction_in(settings: dict[str, Any]) -> str:
-    """Returns the reduction that keyword arguments select, including the deprecated ``size_average=`` and ``reduce=``."""
+    """Returns the reduction that keyword arguments select, including the deprecated
+    ``size_average=`` and ``reduce=``.
+    """
     if settings.get("size_average") is None and settings.get("reduce") is None:
         return str(settings.get("reduction", "mean"))
     if settings.get("reduce") is False:
@@ -302,6 +351,8 @@ def reduction_in(settings: dict[str, Any]) -> str:
 
 
 def counts_classes(criterion: Any) -> bool:
-    """Returns True if the divisor is the number of class indices that are not ignored: targets alone tell it."""
+    """Returns True if the divisor is the number of class indices that are not ignored: targets
+    alone tell it.
+    """
     loss = find_torch_loss(criterion)
     return loss in (F.cross_entropy, F.nll_loss) and not unwrap(criterion)[1]

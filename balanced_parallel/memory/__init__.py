@@ -1,4 +1,6 @@
-"""The memory of a training step before it runs: :func:`estimate` predicts it, :func:`plan` and :func:`fit` make a batch fit."""
+"""The memory of a training step before it runs: :func:`estimate` predicts it, :func:`plan` and
+:func:`fit` make a batch fit.
+"""
 
 from .estimation import estimate
 from .fitting import fit

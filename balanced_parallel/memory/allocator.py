@@ -1,17 +1,19 @@
-"""A replay of torch's caching allocator: the memory that it allocates and reserves for a sequence of allocations.
+"""A replay of torch's caching allocator: the memory that it allocates and reserves for a sequence
+of allocations.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults. Sizes are rounded to 512 bytes. Free blocks are
-chosen by best fit, split, and merged with free neighbours. A block above 1 MiB keeps a remainder of up to 1 MiB, which
-``torch.cuda.max_memory_allocated`` counts. A segment belongs to the stream that needed it first, and only that stream reuses its
-blocks.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults. Sizes are rounded to
+512 bytes. Free blocks are chosen by best fit, split, and merged with free neighbours. A block above
+1 MiB keeps a remainder of up to 1 MiB, which ``torch.cuda.max_memory_allocated`` counts. A segment
+belongs to the stream that needed it first, and only that stream reuses its blocks.
 
     size of a block      segment
     up to 1 MiB          2 MiB
     up to 10 MiB         20 MiB
     larger               its own, rounded to 2 MiB
 
-With ``expandable_segments`` a pool has one segment, which grows by pages of 2 MiB (small blocks) or 20 MiB at its end. All blocks
-are split. Pages without a block in use are given back if memory runs out.
+With ``expandable_segments`` a pool has one segment, which grows by pages of 2 MiB (small blocks) or
+20 MiB at its end. All blocks are split. Pages without a block in use are given back if memory runs
+out.
 """
 
 import bisect
@@ -20,25 +22,34 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 MIB = 2**20
-_SMALL, _MEDIUM = MIB, 10 * MIB
-_SMALL_SEGMENT, _MEDIUM_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 2 * MIB
+_SMALL = MIB
+_MEDIUM = 10 * MIB
+_SMALL_SEGMENT = 2 * MIB
+_MEDIUM_SEGMENT = 20 * MIB
+_ROUND = 2 * MIB
 Free = tuple[int, int, int]  # size, segment, offset
 Pool = tuple[bool, int]  # small blocks or others, and their stream
 
 
 class CachingAllocator:
-    """Segments and the free blocks in them, which are released before all segments exceed ``capacity`` bytes."""
+    """Segments and the free blocks in them, which are released before all segments exceed
+    ``capacity`` bytes.
+    """
 
     def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
-        self.capacity, self.expandable = capacity, expandable
+        self.capacity = capacity
+        self.expandable = expandable
         self.allocated = self.reserved = self.max_reserved = 0
         self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
-        self._borders: dict[tuple[int, int], Free] = {}  # Each free block is at its start and at its end.
+        # Each free block is at its start and at its end.
+        self._borders: dict[tuple[int, int], Free] = {}
         self._segments: list[tuple[int, Pool]] = []  # Each has a size and a pool.
         self._used: dict[int, Free] = {}
 
     def allocate(self, key: int, size: int, stream: int = 0) -> bool:
-        """Takes ``size`` bytes under the name ``key`` for a stream. Returns False if they do not fit."""
+        """Takes ``size`` bytes under the name ``key`` for a stream. Returns False if they do not
+        fit.
+        """
         if size == 0:
             return True
         size = -(-size // 512) * 512
@@ -71,7 +82,8 @@ class CachingAllocator:
             neighbour = self._borders.get((segment, border))
             if neighbour is not None:
                 self._remove(pool, neighbour)
-                size, offset = size + neighbour[0], min(offset, neighbour[2])
+                size = size + neighbour[0]
+                offset = min(offset, neighbour[2])
         self._insert(pool, (size, segment, offset))
 
     def _insert(self, pool: Pool, block: Free) -> None:
@@ -82,7 +94,11 @@ class CachingAllocator:
     def _remove(self, pool: Pool, block: Free) -> None:
         size, segment, offset = block
         free = self._free[pool]
-        del free[bisect.bisect_left(free, block)], self._borders[segment, offset], self._borders[segment, offset + size]
+        del (
+            free[bisect.bisect_left(free, block)],
+            self._borders[segment, offset],
+            self._borders[segment, offset + size],
+        )
 
     def _take(self, pool: Pool, size: int) -> Free | None:
         free = self._free[pool]
@@ -94,14 +110,22 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Free | None:
-        length = _SMALL_SEGMENT if pool[0] else _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND) * _ROUND
+        length = (
+            _SMALL_SEGMENT
+            if pool[0]
+            else _MEDIUM_SEGMENT
+            if size < _MEDIUM
+            else -(-size // _ROUND) * _ROUND
+        )
         if not self._reserve(length):
             return None
         self._segments.append((length, pool))
         return length, len(self._segments) - 1, 0
 
     def _grow(self, pool: Pool, size: int) -> Free | None:
-        """Appends pages to the only segment of a pool, behind a free block at its end. Pages given back leave a gap."""
+        """Appends pages to the only segment of a pool, behind a free block at its end. Pages given
+        back leave a gap.
+        """
         pools = [other for _, other in self._segments]
         number = pools.index(pool) if pool in pools else len(pools)
         self._segments[number:] = self._segments[number:] or [(0, pool)]
@@ -123,12 +147,15 @@ class CachingAllocator:
         return True
 
     def _release_free(self) -> int:
-        """Gives back whole segments, or pages of expandable ones, without a block in use. Returns their bytes."""
+        """Gives back whole segments, or pages of expandable ones, without a block in use. Returns
+        their bytes.
+        """
         before = self.reserved
         for pool, free in self._free.items():
             for size, segment, offset in list(free):
                 page = _page(pool) if self.expandable else self._segments[segment][0]
-                first, last = -(-offset // page) * page, (offset + size) // page * page
+                first = -(-offset // page) * page
+                last = (offset + size) // page * page
                 if first < last:
                     self._remove(pool, (size, segment, offset))
                     self.reserved -= last - first
@@ -156,7 +183,9 @@ def replay(
     streams: Sequence[int] | None = None,
     expandable: bool = False,
 ) -> Replay | None:
-    """Replays events: ``+n`` allocates block ``n``, counted from 1, ``-n`` releases it. None if ``capacity`` does not suffice."""
+    """Replays events: ``+n`` allocates block ``n``, counted from 1, ``-n`` releases it. None if
+    ``capacity`` does not suffice.
+    """
     allocator = CachingAllocator(capacity, expandable=expandable)
     levels = []
     for event in events:

@@ -1,7 +1,8 @@
 """The memory of an option of a plan: its traces, and the rows that fit.
 
-An :class:`Option` is one way to run an effective batch. It is traced with two numbers of rows, for one micro-batch per update and
-for several, and becomes a :class:`Choice`: a row of the plan's table, with bytes per device and costs.
+An :class:`Option` is one way to run an effective batch. It is traced with two numbers of rows, for
+one micro-batch per update and for several, and becomes a :class:`Choice`: a row of the plan's
+table, with bytes per device and costs.
 """
 
 import bisect
@@ -40,16 +41,22 @@ class Choice:
         micro_batch_size: the most rows of a device in one forward; 0 if not even one row fits.
         micro_batches: number per update.
         split: the weight of each device; None for equal shares.
-        allocated: maximum in use. ``reserved`` is the memory that the process takes from the device for it, as ``nvidia-smi``
-            shows it: the segments of the allocator, after it has given back its cache where the device is full, and the context.
-            In a choice that fits it is at most the capacity.
+        allocated: maximum in use. ``reserved`` is the memory that the process takes from the device
+            for it, as ``nvidia-smi`` shows it: the segments of the allocator, after it has given
+            back its cache where the device is full, and the context. In a choice that fits it is at
+            most the capacity.
         operations: of matrix products, convolutions and attention per update, on each device.
-        recomputed: operations that run twice, as a fraction of those of a step without recomputation.
-        traffic: bytes to and from the busiest device per update, for parameters, gradients and offloaded activations.
+        recomputed: operations that run twice, as a fraction of those of a step without
+            recomputation.
+        traffic: bytes to and from the busiest device per update, for parameters, gradients and
+            offloaded activations.
         changes_result: the loss and the gradients are computed in another precision.
-        statistics: rows that batch norm takes its statistics from: ``"replica"`` or ``"micro-batch"``; None for all rows.
-        optimizer: name of an optimizer in the place of the given one, which makes this an alternative that is never chosen.
-        savings: names of the functions of ``balanced_parallel.savings`` that :meth:`MemoryPlan.apply` calls.
+        statistics: rows that batch norm takes its statistics from: ``"replica"`` or
+            ``"micro-batch"``; None for all rows.
+        optimizer: name of an optimizer in the place of the given one, which makes this an
+            alternative that is never chosen.
+        savings: names of the functions of ``balanced_parallel.savings`` that
+            :meth:`MemoryPlan.apply` calls.
     """
 
     name: str
@@ -72,23 +79,33 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """True if loss, gradients and update are those of the plain program on the whole batch, up to rounding."""
+        """True if loss, gradients and update are those of the plain program on the whole batch, up
+        to rounding.
+        """
         return not self.changes_result and self.statistics is None and self.optimizer is None
 
     @property
     def work(self) -> int:
-        """Operations that take as long as this choice: traffic counts as many per byte as a device has on average."""
+        """Operations that take as long as this choice: traffic counts as many per byte as a device
+        has on average.
+        """
         return self.operations + self.traffic * OPERATIONS_PER_BYTE[self.precision]
 
     @property
     def cost(self) -> tuple[bool, bool, int, int, int]:
         """Orders choices: exact ones first, then by time, micro-batches, and number of savings."""
-        return self.optimizer is not None, self.changes_result, self.work, self.micro_batches, self.name.count(",")
+        return (
+            self.optimizer is not None,
+            self.changes_result,
+            self.work,
+            self.micro_batches,
+            self.name.count(","),
+        )
 
 
-# Operations in the time of a byte of traffic, roughly. Peak over link, as NVIDIA states them, is 800 (V100 with NVLink) to 11,000
-# (L40S with PCIe 4.0) with bf16 and fp16, and 100 to 2,600 in fp32. One number orders choices of language models, which differ by
-# a factor of ten and more.
+# Operations in the time of a byte of traffic, roughly. Peak over link, as NVIDIA states them, is
+# 800 (V100 with NVLink) to 11,000 (L40S with PCIe 4.0) with bf16 and fp16, and 100 to 2,600 in
+# fp32. One number orders choices of language models, which differ by a factor of ten and more.
 OPERATIONS_PER_BYTE = {"fp32": 300, "bf16": 3000, "fp16": 3000}
 HEADERS = ("", "rows", "allocated", "reserved", "run twice", "traffic", "result", "fits")
 # The columns have at most these widths. A line of the table has at most 100 characters.
@@ -96,8 +113,12 @@ WIDTHS = (22, 9, 10, 10, None, 10, 12, None)
 
 
 def row_of(choice: Choice) -> list[str]:
-    """Returns the cells of a choice in the table of a plan: sizes of each of unequal devices, or the largest."""
-    differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (choice.optimizer is not None)
+    """Returns the cells of a choice in the table of a plan: sizes of each of unequal devices, or
+    the largest.
+    """
+    differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (
+        choice.optimizer is not None
+    )
     if choice.statistics:
         differences.append(f"batch norm by {choice.statistics}")
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split or [choice.micro_batch_size])
@@ -119,7 +140,9 @@ BASE = 2  # rows per device in the first of two traces
 
 
 def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
-    """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of the batch."""
+    """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of
+    the batch.
+    """
     norms = batch_norms(module)
     if devices > 1 and not all(isinstance(layer, AllRowsBatchNorm) for layer in norms.values()):
         return "replica"
@@ -127,7 +150,8 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
 
 
 class MicroBatches(NamedTuple):
-    """Number of micro-batches of an update, weights of unequal shares, and most rows of each device in one.
+    """Number of micro-batches of an update, weights of unequal shares, and most rows of each device
+    in one.
 
     If not even one row fits, the number is 0, and each device has one row.
     """
@@ -138,14 +162,20 @@ class MicroBatches(NamedTuple):
 
 
 class Option:
-    """Savings that are applied together to updates of ``batch_size`` rows, on devices of ``capacity`` bytes.
+    """Savings that are applied together to updates of ``batch_size`` rows, on devices of
+    ``capacity`` bytes.
 
-    Their memory is lines in the rows: for one micro-batch per update and for several (1 and 2 in ``traced``). With ranks, the
-    trace is that of one of them, and ``capacity`` has an entry per rank.
+    Their memory is lines in the rows: for one micro-batch per update and for several (1 and 2 in
+    ``traced``). With ranks, the trace is that of one of them, and ``capacity`` has an entry per
+    rank.
     """
 
-    def __init__(self, savings: Combination, request: Request, capacity: tuple[int, ...], batch_size: int) -> None:
-        self.savings, self.batch_size, self.capacity = savings, batch_size, capacity
+    def __init__(
+        self, savings: Combination, request: Request, capacity: tuple[int, ...], batch_size: int
+    ) -> None:
+        self.savings = savings
+        self.batch_size = batch_size
+        self.capacity = capacity
         self.is_distributed = request.layout.is_distributed
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
         self.rows = self.share if self.is_distributed else batch_size  # The batch of a process.
@@ -158,18 +188,23 @@ class Option:
     @property
     def name(self) -> str:
         """The savings as text."""
-        shards = f"{SHARDS.saving.option}, {SPREAD.saving.option}"  # The optimizer needs whole parameters.
+        # The optimizer needs whole parameters.
+        shards = f"{SHARDS.saving.option}, {SPREAD.saving.option}"
         names = {SHARDS: shards} if self.request.balanced else {}
         texts = [names.get(each, each.saving.option) for each in self.savings]
         return ", ".join(texts) or self.request.layout.name
 
     def lines(self, micro_batches: int) -> Lines:
-        """Returns the lines for a number of micro-batches per update, traced at the first call, or raises ``ValueError``."""
+        """Returns the lines for a number of micro-batches per update, traced at the first call, or
+        raises ``ValueError``.
+        """
         several = min(micro_batches, 2)  # One that adds and reduces is enough with replicas.
         if several not in self.traced:
             request = dataclasses.replace(self.request, micro_batches=several)
             traces = []
-            for trace in try_traces([(request, count * BASE * request.row_step) for count in (1, 2)]):
+            for trace in try_traces(
+                [(request, count * BASE * request.row_step) for count in (1, 2)]
+            ):
                 if isinstance(trace, str):
                     raise ValueError(trace)
                 traces.append(trace)
@@ -181,7 +216,9 @@ class Option:
         return self.traced[several]
 
     def flops(self, micro_batches: int) -> float:
-        """Operations per row of an update. Those of several micro-batches differ if each runs its forward twice."""
+        """Operations per row of an update. Those of several micro-batches differ if each runs its
+        forward twice.
+        """
         if not self.request.couples_rows:
             first = next(iter(self.traced.values())).first
             return first.flops / (first.rows * first.micro_batches)
@@ -193,9 +230,13 @@ class Option:
         devices = self.request.devices
         return max(self.reserved(2, [1] * devices, [None] * devices)) + SCALARS
 
-    def reserved(self, micro_batches: int, rows: Sequence[int], limits: Sequence[int | None]) -> list[int]:
+    def reserved(
+        self, micro_batches: int, rows: Sequence[int], limits: Sequence[int | None]
+    ) -> list[int]:
         """Returns the bytes that each device reserves for its rows in one forward, within a limit."""
-        lines, step, context = self.lines(micro_batches), self.request.row_step, self.request.kind.context
+        lines = self.lines(micro_batches)
+        step = self.request.row_step
+        context = self.request.kind.context
         return [
             (lines.reserved(device, rows[device] * step, limit) or 0) + context
             for device, limit in zip(self.request.traced_devices, limits, strict=True)
@@ -203,21 +244,32 @@ class Option:
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
-        lines, step, context = self.lines(micro_batches), self.request.row_step, self.request.kind.context
+        lines = self.lines(micro_batches)
+        step = self.request.row_step
+        context = self.request.kind.context
 
         @functools.cache
         def most(device: int) -> int:
             limit = self.limits[device]
             # The first search takes no replay.
-            bound = most_that_fit(lambda rows: lines.at_least(device, rows * step) + context <= limit, share)
-            return most_that_fit(lambda rows: lines.reserved(device, rows * step, limit) is not None, bound)
+            bound = most_that_fit(
+                lambda rows: lines.at_least(device, rows * step) + context <= limit, share
+            )
+            return most_that_fit(
+                lambda rows: lines.reserved(device, rows * step, limit) is not None, bound
+            )
 
         return [most(device) for device in self.request.traced_devices]
 
     def _may_fit_at_once(self) -> bool:
-        """Returns False if the batch does not fit in one micro-batch, which saves at most the gradients of several."""
-        gradients = 2 * self.parameters // (self.request.devices if self.request.layout.is_sharded else 1)
-        lines, rows = self.lines(2), self.share * self.request.row_step
+        """Returns False if the batch does not fit in one micro-batch, which saves at most the
+        gradients of several.
+        """
+        gradients = (
+            2 * self.parameters // (self.request.devices if self.request.layout.is_sharded else 1)
+        )
+        lines = self.lines(2)
+        rows = self.share * self.request.row_step
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
@@ -225,7 +277,8 @@ class Option:
         """Cuts the batch into the fewest micro-batches that fit, in equal shares if these fit."""
         may_differ = not self.is_distributed and len(set(self.limits)) > 1
         share = self.batch_size if may_differ else self.share
-        # A loss that couples rows needs less memory in two passes, which one micro-batch does not take.
+        # A loss that couples rows needs less memory in two passes, which one micro-batch does not
+        # take.
         most = self.most_rows(2, max(share // 2, 1) if self.request.couples_rows else share)
         unequal = may_differ and min(most) < self.share
         cut = self._cut_at(most, unequal)
@@ -240,19 +293,27 @@ class Option:
             return MicroBatches(0, None, [1] * len(most))
         split = tuple(map(float, most)) if unequal else None
         shares = split or self.request.layout.devices_per_process(self.request.devices)
-        count = count_micro_batches(self.rows, max(most) if split else min(*most, self.share), shares)
+        count = count_micro_batches(
+            self.rows, max(most) if split else min(*most, self.share), shares
+        )
         sizes = split_sizes(-(-self.rows // count), shares)
         return MicroBatches(count, split, [max(size, 1) for size in sizes])
 
     def choose(self, plain: "Option") -> Choice:
-        """Returns the choice with the fewest micro-batches in which the batch fits. ``plain`` recomputes nothing."""
-        request, step = self.request, self.request.row_step
+        """Returns the choice with the fewest micro-batches in which the batch fits. ``plain``
+        recomputes nothing.
+        """
+        request = self.request
+        step = self.request.row_step
         count, split, rows = self._cut()
         several = count or 2
         lines = self.lines(several)
         reserved = self.reserved(several, rows, self.limits if count else [None] * request.devices)
-        allocated = [lines.allocated(device, rows[device] * step) for device in request.traced_devices]
-        performed, operations = self.flops(several), plain.flops(1)
+        allocated = [
+            lines.allocated(device, rows[device] * step) for device in request.traced_devices
+        ]
+        performed = self.flops(several)
+        operations = plain.flops(1)
         whole = self.whole_gradients(count, max(reserved))
         traffic = self.traffic(count, whole)
         if request.savings:  # offloaded activations go to the host and come back
@@ -279,34 +340,46 @@ class Option:
         )
 
     def whole_gradients(self, count: int, reserved: int) -> int:
-        """Returns the bytes of gradients of sharded parameters that stay whole until the last of ``count`` micro-batches.
+        """Returns the bytes of gradients of sharded parameters that stay whole until the last of
+        ``count`` micro-batches.
 
-        They do if they fit into half of what is free: the rule of ``strategies/fsdp.py``. They are reduced once then.
+        They do if they fit into half of what is free: the rule of ``strategies/fsdp.py``. They are
+        reduced once then.
         """
         whole: int = 4 * sum(parameter.numel() for parameter in self.request.module.parameters())
-        stays = self.request.layout.is_sharded and count > 1 and whole <= (min(self.capacity) - reserved) // 2
+        stays = (
+            self.request.layout.is_sharded
+            and count > 1
+            and whole <= (min(self.capacity) - reserved) // 2
+        )
         return whole if stays else 0
 
     def traffic(self, count: int, whole: int = 0) -> int:
         """Returns the bytes to and from the busiest device per update."""
-        request, parameters, devices = self.request, self.parameters, len(self.capacity)
+        request = self.request
+        parameters = self.parameters
+        devices = len(self.capacity)
         if request.layout.is_sharded:
             gathered = parameters // 2 if request.precision == "bf16" else parameters
             moved = 4 * gathered * count + 2 * parameters * (1 if whole else count)
-            moved += 6 * parameters * request.balanced  # values and gradients to all ranks, values from owners
+            # values and gradients to all ranks, values from owners
+            moved += 6 * parameters * request.balanced
             return moved * (devices - 1) // devices
-        # gradients and parameters to the host, parameters back; a reduce-scatter and an all-gather, or the first device's copies
-        # and gradients of the others
+        # gradients and parameters to the host, parameters back; a reduce-scatter and an all-gather,
+        # or the first device's copies and gradients of the others
         of_host = 3 * parameters * (ON_HOST.saving.name in request.savings)
         is_ring = request.balanced or self.is_distributed
-        return of_host + (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters)
+        return of_host + (
+            4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters
+        )
 
 
 class Search:
     """Traces options until one of them fits in little more time than any of them could take.
 
-    Savings are put together in their order, first those that leave the result as it is. Each combination is a step of a ladder,
-    and has several layouts over the devices. If the last two steps do not fit, which need the least memory, no other is traced.
+    Savings are put together in their order, first those that leave the result as it is. Each
+    combination is a step of a ladder, and has several layouts over the devices. If the last two
+    steps do not fit, which need the least memory, no other is traced.
 
     Attributes:
         choices: the options that were traced.
@@ -318,27 +391,39 @@ class Search:
         hosts: number of hosts, with as many devices each.
     """
 
-    def __init__(self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int) -> None:
-        self.request, self.capacity, self.batch_size, self.hosts = request, tuple(capacity), batch_size, hosts
+    def __init__(
+        self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int
+    ) -> None:
+        self.request = request
+        self.capacity = tuple(capacity)
+        self.batch_size = batch_size
+        self.hosts = hosts
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
         self._failing: set[PlannedSaving] = set()
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
-        layouts: list[Combination] = [(), *((saving,) for saving in savings if saving is not ON_HOST)]
+        layouts: list[Combination] = [
+            (),
+            *((saving,) for saving in savings if saving is not ON_HOST),
+        ]
         self._groups = [layouts]  # The layouts of a group are tried together.
-        if ON_HOST in savings and len(capacity) == 1:  # shards of FSDP2 over several devices need no more of each
+        # shards of FSDP2 over several devices need no more of each
+        if ON_HOST in savings and len(capacity) == 1:
             self._groups.append([(ON_HOST,)])
         self._least = layouts[-1]
         self._traffic = min(option.traffic(1) for option in self._make(layouts))
         self._leave_out_large()
 
     def _leave_out_large(self) -> None:
-        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an update take as much.
+        """Leaves out layouts whose tensors leave less than a fifth of a device: temporaries of an
+        update take as much.
 
-        On one device a fused optimizer, which has none, comes before the host. The last layout is traced in any case.
+        On one device a fused optimizer, which has none, comes before the host. The last layout is
+        traced in any case.
         """
-        module, optimizer = self.request.module, self.request.optimizer
+        module = self.request.module
+        optimizer = self.request.optimizer
         learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
         state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
@@ -348,22 +433,37 @@ class Search:
             held = size + state // (option.request.devices if option.request.balanced else 1)
             if held > share * max(self.capacity):
                 self._groups[0].remove(option.savings)
-                self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
+                self.skipped[option.name] = (
+                    f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
+                )
 
     def run(self) -> None:
         """Traces options. If none fits, optimizers with less state are traced as well."""
         ladders = self._ladders()
-        if any(self._climb(layouts, ladder) for ladder in ladders for layouts in self._groups if layouts):
+        if any(
+            self._climb(layouts, ladder)
+            for ladder in ladders
+            for layouts in self._groups
+            if layouts
+        ):
             return
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
-        for option in self._make((saving, *self._least, *exact) for saving in self._suited("optimizer")):
+        for option in self._make(
+            (saving, *self._least, *exact) for saving in self._suited("optimizer")
+        ):
             self._fits(option)
 
     def untried(self) -> list[str]:
         """Returns the names of options that were not traced."""
         steps = itertools.chain(*self._ladders())
-        options = self._make((*layout, *step) for step in steps for layout in itertools.chain(*self._groups))
-        return [option.name for option in options if option not in self.choices and option.name not in self.skipped]
+        options = self._make(
+            (*layout, *step) for step in steps for layout in itertools.chain(*self._groups)
+        )
+        return [
+            option.name
+            for option in options
+            if option not in self.choices and option.name not in self.skipped
+        ]
 
     def _suited(self, stage: Stage) -> list[PlannedSaving]:
         """Returns the savings of a stage that suit the request."""
@@ -380,24 +480,38 @@ class Search:
         return option in self.choices and self.choices[option].fits
 
     def _is_fast(self) -> bool:
-        """Returns True if a choice fits whose time is within a half of the least: no recomputation, in one micro-batch."""
+        """Returns True if a choice fits whose time is within a half of the least: no recomputation,
+        in one micro-batch.
+        """
         first, *_ = choices = list(self.choices.values())
-        least = {name: dataclasses.replace(first, traffic=self._traffic, precision=name).work for name in OPERATIONS_PER_BYTE}
-        return any(choice.fits and choice.work <= 1.5 * least[choice.precision] for choice in choices)
+        least = {
+            name: dataclasses.replace(first, traffic=self._traffic, precision=name).work
+            for name in OPERATIONS_PER_BYTE
+        }
+        return any(
+            choice.fits and choice.work <= 1.5 * least[choice.precision] for choice in choices
+        )
 
     def _ladders(self) -> list[list[Combination]]:
-        """Returns combinations of savings: exact ones, and the same with each that computes otherwise."""
+        """Returns combinations of savings: exact ones, and the same with each that computes
+        otherwise.
+        """
         steps: list[Combination] = [()]
         for saving in self._suited("exact"):
             others = [each for each in steps[-1] if each.saving is not saving.instead_of]
             steps.append((*others, saving))
-        if len(steps[-1]) > 1:  # Offloaded activations alone may need less than with blocks that run twice.
+        # Offloaded activations alone may need less than with blocks that run twice.
+        if len(steps[-1]) > 1:
             steps.append(steps[-1][-1:])
         arithmetic = self._suited("arithmetic")
-        return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]
+        return [
+            [(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)
+        ]
 
     def _climb(self, layouts: list[Combination], ladder: list[Combination]) -> bool:
-        """Traces a ladder until a step fits and is fast. After its first step, the layout of the least memory comes first."""
+        """Traces a ladder until a step fits and is fast. After its first step, the layout of the
+        least memory comes first.
+        """
         first, *further = ladder
         if self._fit_fast(layouts, first):
             return True
@@ -418,7 +532,9 @@ class Search:
         return not self.choices.keys().isdisjoint(options)
 
     def _fit_fast(self, layouts: list[Combination], step: Combination) -> bool:
-        """Traces a step of a ladder with some layouts until a choice is fast. A saving that cannot be traced is left out."""
+        """Traces a step of a ladder with some layouts until a choice is fast. A saving that cannot
+        be traced is left out.
+        """
         combination = [saving for saving in step if saving not in self._failing]
         options = self._make((*layout, *combination) for layout in layouts)
         if any(self._fits(option) and self._is_fast() for option in options):
@@ -443,17 +559,19 @@ class Search:
         return Option(savings, request, self.capacity, self.batch_size)
 
     def what_would_fit(self) -> tuple[int, int | None]:
-        """Returns the capacity at which one row per device fits, and the number of these devices that suffices, or None.
+        """Returns the capacity at which one row per device fits, and the number of these devices
+        that suffices, or None.
 
-        If the state is spread or sharded, each of ``n`` devices needs ``fixed + spread / n``. Two traces
-        give both terms. Traces near the result correct it, since shards are rounded up.
+        If the state is spread or sharded, each of ``n`` devices needs ``fixed + spread / n``. Two
+        traces give both terms. Traces near the result correct it, since shards are rounded up.
         """
         traced = [option for option, choice in self.choices.items() if choice.optimizer is None]
         least = min(traced, key=Option.needs)
         size = least.needs()
         layout = SPREAD if SHARDS.saving.option in self.skipped else SHARDS
         savings = (layout, *(saving for saving in least.savings if saving.stage != "layout"))
-        capacity, devices = max(self.capacity), len(self.capacity)
+        capacity = max(self.capacity)
+        devices = len(self.capacity)
 
         def needs(count: int) -> int:
             request = with_savings(dataclasses.replace(self.request, devices=count), savings)
@@ -461,8 +579,10 @@ class Search:
             return Option(savings, request, (capacity,) * count, count).needs()
 
         with contextlib.suppress(ValueError):  # A layout may have no trace.
-            few, many = needs(2 * devices), needs(4 * devices)
-            spread, free = 4 * devices * (few - many), capacity - (2 * many - few)
+            few = needs(2 * devices)
+            many = needs(4 * devices)
+            spread = 4 * devices * (few - many)
+            free = capacity - (2 * many - few)
             if spread > 0 and free > 0:
                 solved = max(devices + 1, -(-spread // free))
                 counts = range(max(devices + 1, solved - 3), solved + 4)

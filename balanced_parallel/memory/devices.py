@@ -1,4 +1,5 @@
-"""Constants of devices: their memory, the rounding of allocations, and memory of a process that no tensor holds.
+"""Constants of devices: their memory, the rounding of allocations, and memory of a process that no
+tensor holds.
 
 A device of this machine says its memory itself. For all others there is a table of GPUs.
 """
@@ -10,7 +11,8 @@ import torch
 
 from ..runtime.devices import visible_devices
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8  # aten/src/ATen/cuda/CUDABlas.cpp, ":4096:2:16:8"
 _WORKSPACE_FROM_HOPPER = 4096 * 1024 * 8  # the same, ":4096:8" from compute capability 9.0 on
 
@@ -22,8 +24,8 @@ class DeviceKind:
     Attributes:
         capacity: total memory, as torch reports it. None for no limit.
         rounds_to: the allocator's smallest block.
-        workspace: memory of each of cuBLAS's handles, allocated at its first matrix product. A thread has a handle of its own:
-            that of the forward, and that of the backward.
+        workspace: memory of each of cuBLAS's handles, allocated at its first matrix product. A
+            thread has a handle of its own: that of the forward, and that of the backward.
         context: memory of the driver and of kernels, outside of the allocator.
         segments: the allocator hands out parts of larger segments, which may stay partly empty.
         expandable: segments grow, by the allocator's setting ``expandable_segments``.
@@ -49,8 +51,9 @@ KIND_SOURCES = {
 }
 
 
-# Name, total GiB, multiprocessors and compute capability (0 for AMD). The memory is that of public out-of-memory errors of torch
-# ("total capacity"), rounded down to half a GiB: less than the name of the GPU says. That of GB200 and of AMD is assumed.
+# Name, total GiB, multiprocessors and compute capability (0 for AMD). The memory is that of public
+# out-of-memory errors of torch ("total capacity"), rounded down to half a GiB: less than the name
+# of the GPU says. That of GB200 and of AMD is assumed.
 _GPUS = """
     gb200 184 152 10, b200 178 148 10, gh200 94 132 9, h200 139.5 132 9, h20 95 78 9,
     h100 79 132 9, h100-pcie 79 114 9, h100-nvl 93 132 9, a100 79 108 8, a100-40gb 39 108 8,
@@ -67,13 +70,17 @@ _OTHER_GPUS = {"ti", "ada", "laptop", "mig"}  # words that make another GPU of a
 
 
 def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKind:
-    """Returns the kind of a GPU. AMD's libraries allocate their workspaces themselves: they are part of the context."""
+    """Returns the kind of a GPU. AMD's libraries allocate their workspaces themselves: they are
+    part of the context.
+    """
     workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE * bool(capability)
     return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * MIB // 2)
 
 
 _ROWS = [entry.split() for entry in _GPUS.split(",")]
-KINDS = {name: _gpu(name, int(float(size) * GIB), *map(int, rest)) for name, size, *rest in _ROWS} | {
+KINDS = {
+    name: _gpu(name, int(float(size) * GIB), *map(int, rest)) for name, size, *rest in _ROWS
+} | {
     "sim": DeviceKind("sim", None, segments=False, fuses=False),
     "cpu": DeviceKind("cpu", None, rounds_to=1, segments=False, like_cuda=False, fuses=False),
 }
@@ -82,13 +89,15 @@ KINDS = {name: _gpu(name, int(float(size) * GIB), *map(int, rest)) for name, siz
 def find_kind(name: str | None) -> DeviceKind:
     """Returns the kind of a name, such as ``"a100"`` or ``"NVIDIA A100-SXM4-40GB"``.
 
-    ``None`` is this machine's GPU, of NVIDIA or AMD, or an H200 on a machine without an accelerator.
+    ``None`` is this machine's GPU, of NVIDIA or AMD, or an H200 on a machine without an
+    accelerator.
 
-    The memory of a GPU of this machine is what torch reports, also of one that the table does not have.
+    The memory of a GPU of this machine is what torch reports, also of one that the table does not
+    have.
 
     Raises:
-        ValueError: neither the table nor this machine has such a device, or the name is None and this machine's accelerator is
-            not known, such as ``xpu`` and ``mps``.
+        ValueError: neither the table nor this machine has such a device, or the name is None and
+            this machine's accelerator is not known, such as ``xpu`` and ``mps``.
     """
     device = visible_devices()[0]
     assumed = {"cpu": "h200", "sim": "sim"}.get(device.type, "")
@@ -121,7 +130,9 @@ def _present(device: torch.device) -> DeviceKind:
 
 
 def _in_table(name: str) -> DeviceKind | None:
-    """Returns the kind whose words are all in ``name``, the one with the most of them. Its memory is below a size in the name."""
+    """Returns the kind whose words are all in ``name``, the one with the most of them. Its memory
+    is below a size in the name.
+    """
     words = set(re.sub(r"(rtx|gtx|pro) (?=pro|\d)", r"\1", name.lower()).replace("-", " ").split())
     sizes = [int(word[:-2]) * GIB for word in words if re.fullmatch(r"\d+gb", word)]
     fitting = [

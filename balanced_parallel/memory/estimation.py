@@ -55,36 +55,45 @@ def estimate(
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
-    Two updates run on fake tensors, in processes of their own, and every allocation is counted. Objects of the caller do not
-    change. The update is ``criterion(module(inputs), targets).backward()`` and ``optimizer.step()``. A tuple of inputs is spread
-    over the arguments of the module, a mapping over its keyword arguments, and a tuple of targets over the arguments of the
-    criterion after the output.
+    Two updates run on fake tensors, in processes of their own, and every allocation is counted.
+    Objects of the caller do not change. The update is ``criterion(module(inputs),
+    targets).backward()`` and ``optimizer.step()``. A tuple of inputs is spread over the arguments
+    of the module, a mapping over its keyword arguments, and a tuple of targets over the arguments
+    of the criterion after the output.
 
     Args:
         module: on any device, ``meta`` included.
-        criterion: a module or a function of output and targets; a loss of all rows is ``DataParallelCriterion(..., whole=True)``.
-        inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of an update, in one process.
-        optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
+        criterion: a module or a function of output and targets; a loss of all rows is
+            ``DataParallelCriterion(..., whole=True)``.
+        inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of an update,
+            in one process.
+        optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the
+            parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
-        layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
-            ``"fsdp"``, one rank of several, with ``inputs`` of its own.
+        layout: ``"single"``, the plain program on one device; ``"replicas"``,
+            :class:`DataParallelModel`; ``"ddp"`` and ``"fsdp"``, one rank of several, with
+            ``inputs`` of its own.
         devices: number of devices, or of ranks.
-        balanced_optimizer: uses :class:`BalancedOptimizer`. With ddp and fsdp, the rank is the one that owns the most whole
-            parameters; elementwise optimizers of fsdp need none.
-        savings: names of functions of ``balanced_parallel.savings``, such as ``["checkpoint_activations"]``, with their default
-            settings. They are applied to the copies that are traced. Those that change a module may also be applied before.
-        device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of :func:`simulate`. ``None`` is the
-            accelerator of this machine, else ``"h200"``.
+        balanced_optimizer: uses :class:`BalancedOptimizer`. With ddp and fsdp, the rank is the one
+            that owns the most whole parameters; elementwise optimizers of fsdp need none.
+        savings: names of functions of ``balanced_parallel.savings``, such as
+            ``["checkpoint_activations"]``, with their default settings. They are applied to the
+            copies that are traced. Those that change a module may also be applied before.
+        device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of
+            :func:`simulate`. ``None`` is the accelerator of this machine, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
         dim: the dimension of the rows in inputs, outputs and targets.
-        scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without it such a read is an error.
-        whole_gradients: with ``layout="fsdp"`` and several micro-batches, gradients are reduced once, in the last. ``TrainStep``
-            does this where they fit into half of the free memory.
-        expandable_segments: the allocator has this setting, as ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
+        scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without
+            it such a read is an error.
+        whole_gradients: with ``layout="fsdp"`` and several micro-batches, gradients are reduced
+            once, in the last. ``TrainStep`` does this where they fit into half of the free memory.
+        expandable_segments: the allocator has this setting, as
+            ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
 
     Raises:
-        ValueError: a setting is out of its range; the inputs have no rows; the memory of an operator depends on values.
+        ValueError: a setting is out of its range; the inputs have no rows; the memory of an
+            operator depends on values.
         BaseException: the module, the criterion or the optimizer raised it on these shapes.
 
     Example:
@@ -145,8 +154,12 @@ def make_request(
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     if not LAYOUTS[layout].takes_several_devices and (devices > 1 or balanced_optimizer):
-        setting = f"devices={devices}" if devices > 1 else f"balanced_optimizer={balanced_optimizer}"
-        raise ValueError(f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'")
+        setting = (
+            f"devices={devices}" if devices > 1 else f"balanced_optimizer={balanced_optimizer}"
+        )
+        raise ValueError(
+            f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
+        )
     if whole_gradients and not LAYOUTS[layout].is_sharded:
         raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
     shares = split or LAYOUTS[layout].devices_per_process(devices)
@@ -173,7 +186,9 @@ def make_request(
 
 
 def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
-    """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays wrapped."""
+    """Returns a criterion as layouts wrap it, and True if its loss couples rows: then it stays
+    wrapped.
+    """
     if not isinstance(criterion, DataParallelCriterion):
         return criterion, isinstance(criterion, AdditiveLoss)
     couples_rows = criterion.kind.couples_rows
@@ -181,27 +196,32 @@ def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
-    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others.
+    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number
+    of rows, and of others.
 
     If the module refuses the larger numbers of rows, the result is twice the lines of this number.
     """
-    base = request.round_up(max(rows, 2))  # one row is a special case for torch: broadcasting, strides
+    # one row is a special case for torch: broadcasting, strides
+    base = request.round_up(max(rows, 2))
     counts = sorted({rows, base, 2 * base})
     reason = "twice the rows ran other operators"
     if request.couples_rows and request.micro_batches == 1:
-        counts, reason = counts[:1], "the loss of all rows may need memory for each pair of them"
+        counts = counts[:1]
+        reason = "the loss of all rows may need memory for each pair of them"
     try:
         traces = run_traces([(request, count) for count in counts])
     except UnknownMemory:
         raise
     except Exception as error:  # noqa: BLE001 - a module may raise anything
         reason = f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
-        traces = run_traces([(request, counts[0])])  # raises again if the number of rows is not the cause
+        # raises again if the number of rows is not the cause
+        traces = run_traces([(request, counts[0])])
     exact = Lines(request, traces[0])
     lines = Lines(request, *traces[-2:]) if len(traces) > 1 else exact
     if not lines.is_affine:
         warnings.warn(
-            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=3
+            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows",
+            stacklevel=3,
         )
     return exact, lines
 
@@ -209,8 +229,12 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
 _COMPILED = "the module is compiled, and this is the estimate of the uncompiled module: fused operators may need less, or more"
 
 
-def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows from ``exact``, read there or at the rows ``asked`` for."""
+def make_report(
+    request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None
+) -> MemoryReport:
+    """Makes the report of micro-batches of ``rows`` rows from ``exact``, read there or at the rows
+    ``asked`` for.
+    """
     read = list(zip(request.traced_devices, asked or [rows] * request.devices, strict=True))
     context = request.kind.context
 
@@ -259,7 +283,8 @@ def _assumed(request: Request, lines: Lines) -> dict[str, str]:
 
 def parts_at_peak(lines: Lines, device: int, rows: int) -> dict[str, int]:
     """Returns the bytes of a device's peak by purpose."""
-    kind, parts = lines.request.kind, dict.fromkeys(PARTS, 0)
+    kind = lines.request.kind
+    parts = dict.fromkeys(PARTS, 0)
     for block in lines.blocks_at_peak(device, rows):
         parts[block.kind] += -(-block.size // kind.rounds_to) * kind.rounds_to
     return parts | {"rounding": lines.allocated(device, rows) - sum(parts.values())}

@@ -1,6 +1,8 @@
-"""``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices; and the bytes that savings save.
+"""``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices; and
+the bytes that savings save.
 
-Each saving is traced by itself, for the command ``tricks``, and for the advice in the error of a row that does not fit.
+Each saving is traced by itself, for the command ``tricks``, and for the advice in the error of a
+row that does not fit.
 """
 
 import dataclasses
@@ -42,24 +44,28 @@ def fit(
     *,
     capacity: Capacity | None = None,
 ) -> MemoryReport:
-    """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
+    """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before
+    the first step runs.
 
-    One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with their settings and state, the
-    precision, the devices and the split of the step. A batch that fits at once runs in one micro-batch. Nothing else of the step
-    changes, and nothing is allocated on its devices. Under torchrun every rank calls it, and all get the smallest result.
+    One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with
+    their settings and state, the precision, the devices and the split of the step. A batch that
+    fits at once runs in one micro-batch. Nothing else of the step changes, and nothing is allocated
+    on its devices. Under torchrun every rank calls it, and all get the smallest result.
 
     Args:
         step: with a :class:`DataParallelModel`, or the model of :func:`parallelize`.
         inputs, targets: an effective batch, as for the step; meta tensors suffice.
-        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is the memory that is free now, and
-            that of the step's own tensors. For the CPU it must be given.
+        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is the
+            memory that is free now, and that of the step's own tensors. For the CPU it must be
+            given.
 
     Returns:
         The report of an update with these micro-batches.
 
     Raises:
-        ValueError: not one row fits; the message names the largest holders, and the saving that would help most. Or the model is
-            on the CPU and ``capacity`` is not given, or :func:`estimate` refuses the model.
+        ValueError: not one row fits; the message names the largest holders, and the saving that
+            would help most. Or the model is on the CPU and ``capacity`` is not given, or
+            :func:`estimate` refuses the model.
 
     Example:
         >>> model = DataParallelModel(torch.nn.Linear(256, 256), ["cpu"])
@@ -70,7 +76,9 @@ def fit(
         (765, 6, True)
     """
     if step.cut is not None and step.micro_batch_size is None:
-        expected = "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
+        expected = (
+            "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"
+        )
         raise ValueError(f"the step is limited by cost, {expected}")
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
@@ -81,7 +89,8 @@ def fit(
     else:
         most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
         rows = _per_device(most, shares)
-    rows = rows if isinstance(step.model, DataParallelModel) else -max_over_ranks(-rows)  # the smallest of all ranks
+    # the smallest of all ranks
+    rows = rows if isinstance(step.model, DataParallelModel) else -max_over_ranks(-rows)
     if rows == 0:
         raise ValueError(f"not one row fits: {explain(request, limits)}")
     step.micro_batch_size = rows
@@ -93,9 +102,13 @@ def fit(
 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
-    """Returns the most rows of one of several micro-batches that fit, over all devices, and the lines that show it."""
+    """Returns the most rows of one of several micro-batches that fit, over all devices, and the
+    lines that show it.
+    """
     # A loss that couples rows takes two passes for several micro-batches, with all outputs.
-    exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if request.couples_rows else 2))))
+    exact, lines = lines_of(
+        request, request.round_up(-(-request.rows // (8 if request.couples_rows else 2)))
+    )
     batches = OtherBatches(request, exact, lines)
     if request.couples_rows:
         return most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2), lines
@@ -103,37 +116,63 @@ def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
 
 
 def _limits(step: TrainStep, capacity: Capacity | None, request: Request) -> list[int]:
-    """Returns the bytes that each replica may use, or each rank. Replicas on one device have equal parts of it."""
+    """Returns the bytes that each replica may use, or each rank. Replicas on one device have equal
+    parts of it.
+    """
     devices = list(dict.fromkeys(step.model.devices))
     if capacity is not None:
         total = dict(zip(devices, parse_each(capacity, len(devices)), strict=True))
     else:
         if any(device.type == "cpu" for device in devices):
-            raise ValueError("the model is on the CPU, which other programs use too: give capacity=, such as '16GiB'")
+            raise ValueError(
+                "the model is on the CPU, which other programs use too: give capacity=, such as '16GiB'"
+            )
         used = bytes_in_use(step, request.kind.rounds_to)
-        total = {device: free_bytes(device) + used[device] + request.kind.context for device in devices}
-    norms = 0 if step.max_grad_norm is None else request.kind.rounds_to * len(list(request.module.parameters()))
-    limits = [total[device] // step.model.devices.count(device) - SCALARS - norms for device in step.model.devices]
+        total = {
+            device: free_bytes(device) + used[device] + request.kind.context for device in devices
+        }
+    norms = (
+        0
+        if step.max_grad_norm is None
+        else request.kind.rounds_to * len(list(request.module.parameters()))
+    )
+    limits = [
+        total[device] // step.model.devices.count(device) - SCALARS - norms
+        for device in step.model.devices
+    ]
     return limits * (request.devices // len(limits))
 
 
 def _per_device(rows: int, shares: int | Sequence[float]) -> int:
-    """Returns the largest ``micro_batch_size`` with which no micro-batch has more than ``rows`` rows over all devices."""
+    """Returns the largest ``micro_batch_size`` with which no micro-batch has more than ``rows``
+    rows over all devices.
+    """
     most = max(split_sizes(rows, shares))
     return most - (max(split_sizes(rows + 1, shares)) <= most)
 
 
 def explain(request: Request, limits: Sequence[int]) -> str:
-    """Returns what one row per device needs, the largest holders of it, and the saving that would help most."""
+    """Returns what one row per device needs, the largest holders of it, and the saving that would
+    help most.
+    """
     rows = request.row_step
     plain = trace_exactly(request, rows)
     report = make_report(request, rows, plain, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
-    holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
+    holders = ", ".join(
+        f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
+        for holder in report.where[worst][:3]
+    )
     savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDS]
     measured = saved_bytes(request, rows, max(report.allocated), savings)
-    size, best = max(((size, planned.saving.name) for planned, size in measured.items()), default=(0, ""))
-    advice = f"{best} would save most, {format_bytes(size)}" if size > 0 else "no known saving would help"
+    size, best = max(
+        ((size, planned.saving.name) for planned, size in measured.items()), default=(0, "")
+    )
+    advice = (
+        f"{best} would save most, {format_bytes(size)}"
+        if size > 0
+        else "no known saving would help"
+    )
     return (
         f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
         f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
@@ -172,11 +211,15 @@ def request_of_step(step: TrainStep, inputs: object, targets: object) -> Request
     optimizers = each_optimizer(step.optimizer)
     request = make_request(
         problem,
-        precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),
+        precision=next(
+            (each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"
+        ),
         layout="replicas" if is_local else "ddp",
         devices=len(model.devices) if is_local else world_size(),
         device_kind="cpu" if model.devices[0].type == "cpu" else None,
-        balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
+        balanced_optimizer=any(
+            isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers
+        ),
         split=model.split,
     )
     return dataclasses.replace(
@@ -192,7 +235,10 @@ def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
 
     They are parameters, copies, buffers, gradients and optimizer state.
     """
-    storages = {(tensor.device, storage_id(storage := tensor.untyped_storage())): storage for tensor in _tensors_of(step)}
+    storages = {
+        (tensor.device, storage_id(storage := tensor.untyped_storage())): storage
+        for tensor in _tensors_of(step)
+    }
     total: Counter[torch.device] = Counter()
     for (device, _), storage in storages.items():
         total[device] += -(-storage.nbytes() // unit) * unit
@@ -203,14 +249,31 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
     optimizers = each_optimizer(step.optimizer)
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-    tensors += [each for inner in inner_optimizers(optimizers) for group in inner.param_groups for each in group["params"]]
-    replicas = [part.replicas for part in parts if isinstance(part, (DataParallelModel, DataParallelCriterion))]
-    others = *copies_of(replicas), *gradients_of(tensors, replicas, optimizers), *states_of(inner_optimizers(optimizers))
+    tensors += [
+        each
+        for inner in inner_optimizers(optimizers)
+        for group in inner.param_groups
+        for each in group["params"]
+    ]
+    replicas = [
+        part.replicas
+        for part in parts
+        if isinstance(part, (DataParallelModel, DataParallelCriterion))
+    ]
+    others = (
+        *copies_of(replicas),
+        *gradients_of(tensors, replicas, optimizers),
+        *states_of(inner_optimizers(optimizers)),
+    )
     return tensors + [other for other in others if isinstance(other, Tensor)]
 
 
-def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[PlannedSaving]) -> dict[PlannedSaving, int]:
-    """Traces ``rows`` rows with each of ``savings`` that suits the request. Returns the bytes that each takes off ``peak``."""
+def saved_bytes(
+    request: Request, rows: int, peak: int, savings: Iterable[PlannedSaving]
+) -> dict[PlannedSaving, int]:
+    """Traces ``rows`` rows with each of ``savings`` that suits the request. Returns the bytes that
+    each takes off ``peak``.
+    """
     options = {saving: option for saving in savings if (option := with_savings(request, [saving]))}
     traces = try_traces([(option, _rows_of(option, request, rows)) for option in options.values()])
     return {
@@ -222,5 +285,7 @@ def saved_bytes(request: Request, rows: int, peak: int, savings: Iterable[Planne
 
 def _rows_of(option: Request, request: Request, rows: int) -> int:
     """Returns the rows of a micro-batch of an option, of which each rank has a part."""
-    ranks = request.devices if option.layout.is_distributed and not request.layout.is_distributed else 1
+    ranks = (
+        request.devices if option.layout.is_distributed and not request.layout.is_distributed else 1
+    )
     return option.round_up(-(-rows * request.micro_batches // (option.micro_batches * ranks)))

@@ -1,7 +1,8 @@
 """The peak for any number of rows from two traces: the bytes of every block are a line in the rows.
 
-The size of each block is affine in the rows, so the total after each event is affine too. The peak is the maximum of these
-lines. It is convex and piecewise linear, so one line through two peaks would be wrong.
+The size of each block is affine in the rows, so the total after each event is affine too. The peak
+is the maximum of these lines. It is convex and piecewise linear, so one line through two peaks
+would be wrong.
 """
 
 import bisect
@@ -23,7 +24,9 @@ Numbers = NDArray[np.int64]
 
 
 def most_that_fit(fits: Callable[[int], bool], limit: int | None = None) -> int:
-    """Returns the largest number of rows, at most ``limit``, that fits, as all smaller ones do; 0 if not even 1 fits."""
+    """Returns the largest number of rows, at most ``limit``, that fits, as all smaller ones do; 0
+    if not even 1 fits.
+    """
     if limit is None:
         limit = 1
         while fits(limit):
@@ -36,44 +39,66 @@ def most_that_fit(fits: Callable[[int], bool], limit: int | None = None) -> int:
 
 
 class Lines:
-    """Two traces of the same events, the second with more rows; without it, only the rows of the first are known."""
+    """Two traces of the same events, the second with more rows; without it, only the rows of the
+    first are known.
+    """
 
     def __init__(self, request: Request, first: Trace, second: Trace | None = None) -> None:
-        self.request, self.first, self.second = request, first, second
+        self.request = request
+        self.first = first
+        self.second = second
         self.start = first.marks["second"]  # the first event of the second update
         places = {str(device): place for place, device in enumerate(fake_devices(request.devices))}
-        self._bytes = [np.array([block.size for block in trace.blocks], dtype=np.int64) for trace in (first, second or first)]
+        self._bytes = [
+            np.array([block.size for block in trace.blocks], dtype=np.int64)
+            for trace in (first, second or first)
+        ]
         # the host counts as one device more
-        self._devices = np.array([places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64)
+        self._devices = np.array(
+            [places.get(block.device, request.devices) for block in first.blocks], dtype=np.int64
+        )
         self._certain = np.array([block.kind != MAYBE for block in first.blocks])
         self._events = np.array(first.events, dtype=np.int64)
         self._replays: dict[tuple[int, int, int | None, bool], Replay | None] = {}
 
     @property
     def is_affine(self) -> bool:
-        """True if the same operators allocated and released memory in both traces, so that other numbers of rows are known."""
+        """True if the same operators allocated and released memory in both traces, so that other
+        numbers of rows are known.
+        """
         if self.second is None or self.first.events != self.second.events:
             return False
-        return all(block.operator == other.operator for block, other in zip(self.first.blocks, self.second.blocks, strict=True))
+        return all(
+            block.operator == other.operator
+            for block, other in zip(self.first.blocks, self.second.blocks, strict=True)
+        )
 
     def sizes(self, rows: int) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
         first, second = self._bytes
         if self.second is None:
             return first
-        start, end = self._rows(self.first.rows), self._rows(self.second.rows)
-        steps, spans = self._rows(rows) - start, np.maximum(end - start, 1)
+        start = self._rows(self.first.rows)
+        end = self._rows(self.second.rows)
+        steps = self._rows(rows) - start
+        spans = np.maximum(end - start, 1)
         sizes: Numbers = first + (second - first) * steps[self._devices] // spans[self._devices]
         return sizes
 
     def _rows(self, rows: int) -> Numbers:
         """Returns the rows of each device, and those of the host, among so many rows."""
         request = self.request
-        of_devices = split_sizes(rows, request.split) if request.split else [request.round_up(rows)] * request.devices
+        of_devices = (
+            split_sizes(rows, request.split)
+            if request.split
+            else [request.round_up(rows)] * request.devices
+        )
         return np.array([*of_devices, rows], dtype=np.int64)
 
     def levels(self, device: int, rows: int) -> Numbers:
-        """Returns the bytes of blocks in use on a device after each event of the second update, with the allocator's rounding."""
+        """Returns the bytes of blocks in use on a device after each event of the second update,
+        with the allocator's rounding.
+        """
         replayed = self._replay(device, rows)
         assert replayed is not None
         return np.array(replayed.allocated[self.start :], dtype=np.int64)
@@ -86,13 +111,19 @@ class Lines:
         """Returns the maximum of bytes in use on each device."""
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
-    def reserved(self, device: int, rows: int, capacity: int | None = None, *, upper: bool = False) -> int | None:
-        """Returns the bytes that the allocator reserves, or None beyond ``capacity``; with ``upper`` at most."""
+    def reserved(
+        self, device: int, rows: int, capacity: int | None = None, *, upper: bool = False
+    ) -> int | None:
+        """Returns the bytes that the allocator reserves, or None beyond ``capacity``; with
+        ``upper`` at most.
+        """
         replayed = self._replay(device, rows, capacity, upper)
         return None if replayed is None else replayed.reserved
 
     def at_least(self, device: int, rows: int) -> int:
-        """Returns the most bytes of blocks in use on a device, without what the allocator does not split off. No replay."""
+        """Returns the most bytes of blocks in use on a device, without what the allocator does not
+        split off. No replay.
+        """
         return self._most(self._sums(device, rows)[1])
 
     def _most(self, levels: Numbers) -> int:
@@ -101,19 +132,27 @@ class Lines:
 
     def _sums(self, device: int, rows: int, upper: bool = False) -> tuple[Numbers, Numbers]:
         """Returns the size of each block of a device, and the sum of those in use after each event."""
-        unit, sizes = self.request.kind.rounds_to, self.sizes(rows) * ((self._devices == device) & (self._certain | upper))
-        return sizes, np.cumsum(np.sign(self._events) * (-(-sizes // unit) * unit)[np.abs(self._events) - 1])
+        unit = self.request.kind.rounds_to
+        sizes = self.sizes(rows) * ((self._devices == device) & (self._certain | upper))
+        return sizes, np.cumsum(
+            np.sign(self._events) * (-(-sizes // unit) * unit)[np.abs(self._events) - 1]
+        )
 
-    def _replay(self, device: int, rows: int, capacity: int | None = None, upper: bool = False) -> Replay | None:
+    def _replay(
+        self, device: int, rows: int, capacity: int | None = None, upper: bool = False
+    ) -> Replay | None:
         key = device, rows, capacity, upper
         if key not in self._replays:
             kind, (sizes, levels) = self.request.kind, self._sums(device, rows, upper)
-            most, limit = self._most(levels), None if capacity is None else capacity - kind.context
+            most = self._most(levels)
+            limit = None if capacity is None else capacity - kind.context
             if limit is not None and most > limit:  # a replay would take long
                 self._replays[key] = None
             elif kind.segments:
                 streams = [block.stream for block in self.first.blocks]
-                self._replays[key] = replay(self.first.events, sizes.tolist(), limit, streams, kind.expandable)
+                self._replays[key] = replay(
+                    self.first.events, sizes.tolist(), limit, streams, kind.expandable
+                )
             else:
                 self._replays[key] = Replay(levels.tolist(), most)
         return self._replays[key]
@@ -121,7 +160,9 @@ class Lines:
     def fit(self, limits: Sequence[int], rows: int) -> bool:
         """Returns True if each device reserves at most its limit in bytes."""
         limits_of_devices = zip(self.request.traced_devices, limits, strict=True)
-        return all(self.reserved(device, rows, limit) is not None for device, limit in limits_of_devices)
+        return all(
+            self.reserved(device, rows, limit) is not None for device, limit in limits_of_devices
+        )
 
     def flops(self, rows: int) -> int:
         """Returns the operations of the second update."""
@@ -131,11 +172,15 @@ class Lines:
         return self.first.flops + more // (self.second.rows - self.first.rows)
 
     def bytes_on_host(self, rows: int) -> int:
-        """Returns the bytes per device that forward and backward of a micro-batch allocate on the host, in the second update."""
+        """Returns the bytes per device that forward and backward of a micro-batch allocate on the
+        host, in the second update.
+        """
         events = self._events[self.start : self.first.marks["update"]]
         allocated = events[events > 0] - 1
         on_host = allocated[self._devices[allocated] == self.request.devices]
-        return int(self.sizes(rows)[on_host].sum()) // (self.request.devices * self.first.micro_batches)
+        return int(self.sizes(rows)[on_host].sum()) // (
+            self.request.devices * self.first.micro_batches
+        )
 
     def blocks_at_peak(self, device: int, rows: int) -> list[Block]:
         """Returns the blocks in use at the peak of a device, with their sizes for ``rows`` rows."""
@@ -144,7 +189,11 @@ class Lines:
         in_use = np.setdiff1d(events, -events)  # Nothing releases these numbers.
         live = in_use[in_use > 0] - 1
         sizes = self.sizes(rows)
-        return [dataclasses.replace(self.first.blocks[n], size=int(sizes[n])) for n in live if self._devices[n] == device]
+        return [
+            dataclasses.replace(self.first.blocks[n], size=int(sizes[n]))
+            for n in live
+            if self._devices[n] == device
+        ]
 
 
 def trace_exactly(request: Request, rows: int) -> Lines:

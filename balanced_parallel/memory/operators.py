@@ -1,15 +1,17 @@
-"""Operators that fake CPU tensors would run otherwise: those of CUDA, those in place, and those whose memory depends on values.
+"""Operators that fake CPU tensors would run otherwise: those of CUDA, those in place, and those
+whose memory depends on values.
 
-On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. Recurrent layers are one
-operator of cuDNN there, whose reserve only a GPU tells. Operators of single steps, which keep more, are counted.
+On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. Recurrent
+layers are one operator of cuDNN there, whose reserve only a GPU tells. Operators of single steps,
+which keep more, are counted.
 
 On every device torch avoids operators in place under a dispatch mode, and so in a trace
-(``isTensorSubclassLike`` in ATen). ``IN_PLACE`` and ``KERNELS`` are the places where it writes to an argument
-without one.
+(``isTensorSubclassLike`` in ATen). ``IN_PLACE`` and ``KERNELS`` are the places where it writes to
+an argument without one.
 
-An operator whose memory depends on values is counted in its worst case, or is an error with its name. The tables of the CTC loss
-are those of the longest targets that fit. Some losses keep the memory of their elements in a scalar result, because torch reduces
-them in place.
+An operator whose memory depends on values is counted in its worst case, or is an error with its
+name. The tables of the CTC loss are those of the longest targets that fit. Some losses keep the
+memory of their elements in a scalar result, because torch reduces them in place.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ class UnknownMemory(ValueError):
     """The memory of an operator depends on values, and fake tensors have none."""
 
 
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch/include/ATen/autocast_mode.h, without those of the CPU.
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of torch/include/ATen/autocast_mode.h, without
+# those of the CPU.
 _FP32 = (  # noqa: SIM905
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
     "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim "
@@ -59,12 +62,16 @@ def cuda_choices(fuses: bool) -> Iterator[None]:
                 library.impl(name, _in_float32(operator), "AutocastCPU")
         for name in registrations("AutocastCPU"):
             if name.startswith("aten::") and not has_kernel(name, "AutocastCUDA"):
-                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+                library.impl(
+                    name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True
+                )
         yield
 
 
 def _in_float32(operator: Callable[..., object]) -> Callable[..., object]:
-    """Returns a kernel that casts tensors to float32, unless an argument tells the dtype of the result."""
+    """Returns a kernel that casts tensors to float32, unless an argument tells the dtype of the
+    result.
+    """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # no public name
 
     def widen(tensor: Tensor) -> Tensor:
@@ -80,7 +87,9 @@ def _in_float32(operator: Callable[..., object]) -> Callable[..., object]:
     return kernel
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Fused attention: an output, and one float32 per query and head for the backward."""
     *rows, heads, length, _ = query.shape
     if query.shape[-1] == value.shape[-1]:
@@ -91,7 +100,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> t
 
 
 def _attention_buffers(query: Tensor, key: Tensor) -> list[int]:
-    """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of flash_api.cpp)."""
+    """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of
+    flash_api.cpp).
+    """
     *rows, heads, length, width = query.shape
     outer = torch.Size(rows).numel() * heads
     sums = 4 * outer * -(-length // 128) * 128
@@ -114,10 +125,12 @@ RECURRENT_LAYERS = (
 
 
 def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> int:
-    """Returns the most bytes that cuDNN takes for a convolution of size 3 in float32: 2.25 times its input and output in 2D.
+    """Returns the most bytes that cuDNN takes for a convolution of size 3 in float32: 2.25 times
+    its input and output in 2D.
 
-    They are those of Winograd's method, whose tiles of 6 x 6 values are for 4 x 4 results, also in 3D (6 for 4 once more) and
-    between the values that a dilation skips. cuDNN chooses it or another one.
+    They are those of Winograd's method, whose tiles of 6 x 6 values are for 4 x 4 results, also in
+    3D (6 for 4 once more) and between the values that a dilation skips. cuDNN chooses it or another
+    one.
     """
     if func is _aten.convolution.default:
         output, (input, weight, _, stride, _, _, _, _, groups) = result, args
@@ -126,7 +139,12 @@ def convolution_workspace(func: object, args: tuple[Any, ...], result: Any) -> i
     else:
         return 0
     sizes = weight.shape[2:]
-    if {*sizes} != {3} or len(sizes) == 1 or {*stride, groups} != {1} or weight.dtype != torch.float32:
+    if (
+        {*sizes} != {3}
+        or len(sizes) == 1
+        or {*stride, groups} != {1}
+        or weight.dtype != torch.float32
+    ):
         return 0
     return int((input.nbytes + output.nbytes) * 1.5 ** len(sizes))
 
@@ -140,10 +158,13 @@ def _attention_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | Non
     return *gradients, of_mask
 
 
-fused_attention = torch.library.custom_op("balanced_parallel::fused_attention", _attend, mutates_args=())
+fused_attention = torch.library.custom_op(
+    "balanced_parallel::fused_attention", _attend, mutates_args=()
+)
 fused_attention.register_fake(_attend)
 fused_attention.register_autograd(
-    _attention_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output)
+    _attention_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
 )
 
 
@@ -153,7 +174,9 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return input * 0 if train and p == 1 else input
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *_: object, **__: object) -> Tensor:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *_: object, **__: object
+) -> Tensor:
     if query.dim() < 4:
         return _attention(query[None], key[None], value[None], mask)[0]
     saved = None if mask is None else _kernel_mask(mask, query, key)
@@ -162,7 +185,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
 
 
 def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns the mask that the memory-efficient kernel saves: floating, its last dimension padded to a multiple of 8."""
+    """Returns the mask that the memory-efficient kernel saves: floating, its last dimension padded
+    to a multiple of 8.
+    """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # Torch makes such a mask of it.
     if mask.shape[-1] % 8 and mask.shape[-1] > 1:
@@ -176,10 +201,12 @@ MATRIX_PRODUCTS = {
     *(_aten.mv.default, _aten.addmv.default, _aten.dot.default),
 }
 _TORCH = str(Path(torch.__file__).parent)
-_MODES = str(Path(__file__).parent), f"{_TORCH}/_compile", f"{_TORCH}/_dynamo"  # torch wraps modes against compilation
+# torch wraps modes against compilation
+_MODES = str(Path(__file__).parent), f"{_TORCH}/_compile", f"{_TORCH}/_dynamo"
 IN_PLACE = {
     _aten.add.Tensor,  # sums of the gradients of a tensor: torch/csrc/autograd/input_buffer.cpp
-    _aten.scatter.src,  # backwards of max, topk, gather and of indices: torch/csrc/autograd/FunctionsManual.cpp
+    # backwards of max, topk, gather and of indices: torch/csrc/autograd/FunctionsManual.cpp
+    _aten.scatter.src,
     _aten.scatter.value,
     _aten.scatter_add.default,
     _aten.index_add.default,
@@ -188,10 +215,11 @@ IN_PLACE = {
 
 
 def is_in_place(func: object, *, is_of_node: bool) -> bool:
-    """Returns True if autograd calls ``func``, one of ``IN_PLACE``, in place, provided nothing else has its first argument.
+    """Returns True if autograd calls ``func``, one of ``IN_PLACE``, in place, provided nothing else
+    has its first argument.
 
-    The engine adds gradients, those of earlier nodes or of two edges to one tensor. All else are writes of a node to its own
-    zeros (``is_of_node``).
+    The engine adds gradients, those of earlier nodes or of two edges to one tensor. All else are
+    writes of a node to its own zeros (``is_of_node``).
     """
     if (node := current_node()) is None or torch.is_grad_enabled():
         return False
@@ -201,34 +229,51 @@ def is_in_place(func: object, *, is_of_node: bool) -> bool:
     if caller is None or caller.co_name != "_engine_run_backward":
         return False
     edges = node.next_functions
-    return not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
+    return (
+        not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
+    )
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Adds the bias of a linear layer in place if its input is not contiguous, as torch does without a mode."""
+    """Adds the bias of a linear layer in place if its input is not contiguous, as torch does
+    without a mode.
+    """
     if bias is None or input.dim() <= 2 or input.is_contiguous():
         return torch.ops.aten.linear.default.decompose(input, weight, bias)
     return torch.matmul(input, weight.t()).add_(bias)
 
 
 def _lstm(*arguments: object) -> object:
-    """Runs the steps of an LSTM as those of a GRU. oneDNN has an operator of its own for fake CPU tensors."""
+    """Runs the steps of an LSTM as those of a GRU. oneDNN has an operator of its own for fake CPU
+    tensors.
+    """
     with torch.backends.mkldnn.flags(enabled=False):
-        return _aten.lstm.input._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *arguments)  # no public name
+        # no public name
+        return _aten.lstm.input._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *arguments)
 
 
 @contextlib.contextmanager
-def autograd_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[torch.library.Library]:
-    """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward. Yields the library."""
+def autograd_kernels(
+    kernels: Mapping[str, Callable[..., object]],
+) -> Iterator[torch.library.Library]:
+    """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward. Yields
+    the library.
+    """
     with torch.library._scoped_library("aten", "IMPL") as library:  # There is no public context.
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradCPU")
         yield library
 
 
-def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: object) -> Tensor:
-    """Makes tensors of the lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
-    loss: Tensor = _aten.ctc_loss.Tensor(scores, targets, torch.tensor(steps), torch.tensor(lengths), *settings)
+def _ctc_of_lists(
+    scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: object
+) -> Tensor:
+    """Makes tensors of the lengths in Python. In C++, torch writes them to the memory that fake
+    tensors do not have.
+    """
+    loss: Tensor = _aten.ctc_loss.Tensor(
+        scores, targets, torch.tensor(steps), torch.tensor(lengths), *settings
+    )
     return loss
 
 
@@ -243,9 +288,11 @@ def answer(
     scalar: int | float | bool | None,
     user_line: Callable[[], str],
 ) -> object:
-    """Returns the result if there is a rule for this call, else ``NotImplemented``. Selections select every element.
+    """Returns the result if there is a rule for this call, else ``NotImplemented``. Selections
+    select every element.
 
-    A value that an optimizer or this package reads is one. If the model reads it, in ``user_line()``, it is ``scalar``.
+    A value that an optimizer or this package reads is one. If the model reads it, in
+    ``user_line()``, it is ``scalar``.
     """
     if func in READS:
         line = user_line()
@@ -255,7 +302,8 @@ def answer(
                 "the CPU, whose values are known, or what it follows from; or state the largest that it can be with scalar= "
                 f"(--scalar), or {HINT}"
             )
-        number = 0.9 if args[0].is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
+        # NAdam divides by one minus a product of its momenta
+        number = 0.9 if args[0].is_floating_point() else 1
         value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else number
         return type(value)(scalar) if line and scalar is not None else value
     if func in _UNKNOWN:
@@ -265,7 +313,9 @@ def answer(
 
 
 def selected(func: object, args: tuple[Any, ...]) -> int:
-    """Returns the bytes that an operator takes for itself: indices of boolean masks, and the second table of the CTC loss."""
+    """Returns the bytes that an operator takes for itself: indices of boolean masks, and the second
+    table of the CTC loss.
+    """
     if func in _CTC_BACKWARD:
         return int(args[6].nbytes)
     indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
@@ -289,7 +339,11 @@ def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> object:
         return NotImplemented
     expanded: list[Tensor | None] = []
     for index in indices:
-        expanded += [_integers(index, index.numel()) for _ in range(index.dim())] if _is_mask(index) else [index]
+        expanded += (
+            [_integers(index, index.numel()) for _ in range(index.dim())]
+            if _is_mask(index)
+            else [index]
+        )
     return _aten.index.Tensor(tensor, expanded)
 
 
@@ -300,16 +354,24 @@ def _ctc(scores: Tensor, targets: Tensor, *settings: object) -> tuple[Tensor, Te
     return scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1))
 
 
-def _group_norm_backward(gradient: Tensor, inputs: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
-    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for bfloat16."""
+def _group_norm_backward(
+    gradient: Tensor, inputs: Tensor, *settings: Any
+) -> tuple[Tensor | None, ...]:
+    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for
+    bfloat16.
+    """
     *_, weight, _, channels, _, _, mask = settings
     learned = (inputs if weight is None else weight).new_empty(channels)
     results = (torch.empty_like(inputs), learned, torch.empty_like(learned))
     return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
 
 
-def _grouped_products(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: object) -> Tensor:
-    """Returns the products of groups of rows with a matrix each, as of experts. The fake kernel of torch takes bfloat16 alone."""
+def _grouped_products(
+    left: Tensor, right: Tensor, ends: Tensor | None = None, *_: object
+) -> Tensor:
+    """Returns the products of groups of rows with a matrix each, as of experts. The fake kernel of
+    torch takes bfloat16 alone.
+    """
     groups = ends.numel() if ends is not None else len(left)
     shape = [left.shape[-2], right.shape[-1]]
     return left.new_empty([groups, *shape] if left.dim() == right.dim() else shape)
@@ -320,7 +382,9 @@ _WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_i
 _INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
 SELECTIONS: dict[object, Callable[..., object]] = {
     _aten.nonzero.default: lambda mask: _integers(mask, mask.numel(), mask.dim()),
-    _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel()),
+    _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(
+        torch.broadcast_shapes(tensor.shape, mask.shape).numel()
+    ),
     _aten.index.Tensor: _index,
     _aten._unique2.default: lambda tensor, *settings: (
         tensor.new_empty(tensor.numel()),
@@ -338,13 +402,16 @@ _RULES: dict[object, Callable[..., object]] = {
     **SELECTIONS,
     _aten._ctc_loss.default: _ctc,
     _aten._ctc_loss.Tensor: _ctc,
-    **dict.fromkeys(_CTC_BACKWARD, lambda gradient, scores, *settings: scores.new_empty(scores.shape)),
+    **dict.fromkeys(
+        _CTC_BACKWARD, lambda gradient, scores, *settings: scores.new_empty(scores.shape)
+    ),
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten._grouped_mm.default: _grouped_products,
 }
 
 
-# aten/src/ATen/native/{BinaryOps,Loss}.cpp: the elements are written to the result, and it is resized to a scalar
+# aten/src/ATen/native/{BinaryOps,Loss}.cpp: the elements are written to the result, and it is
+# resized to a scalar
 _LOSSES = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default}
 
 

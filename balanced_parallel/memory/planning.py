@@ -1,6 +1,8 @@
-"""``memory.plan``: the cheapest way to fit an effective batch on given devices, with the lines to write.
+"""``memory.plan``: the cheapest way to fit an effective batch on given devices, with the lines to
+write.
 
-:class:`Search` traces combinations of savings, the cheapest first, until one of them fits and is fast::
+:class:`Search` traces combinations of savings, the cheapest first, until one of them fits and is
+fast::
 
     as it is  ->  loss without logits  ->  checkpoints  ->  offloaded activations  ->  the same in bf16, and with bf16 parameters
         |
@@ -55,24 +57,30 @@ _UNKNOWN_DIVISOR = (
     "in DataParallelCriterion"
 )
 MATERIALIZE = 'module.to_empty(device="cpu")  # it is on meta, without values: load them here'
-_RESERVED = "reserved: what the allocator takes from the device after it gave back its cache; this must fit"
+_RESERVED = (
+    "reserved: what the allocator takes from the device after it gave back its cache; this must fit"
+)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The way to run an effective batch within the capacity of each device. The example of :func:`plan` makes one.
+    """The way to run an effective batch within the capacity of each device. The example of
+    :func:`plan` makes one.
 
     Attributes:
         batch_size: rows per update.
         capacity: bytes of each device, over all hosts.
-        choices: all that were traced. The chosen one is the first, if any fits. Those with another optimizer are the last.
+        choices: all that were traced. The chosen one is the first, if any fits. Those with another
+            optimizer are the last.
         fits: the first choice fits.
-        lines: a program that applies the chosen one to ``module``, ``criterion``, ``inputs`` and ``targets``.
-        needs: if none fits, the capacity in bytes that one row per device needs, and the number of devices that would suffice
-            (None if no number would).
+        lines: a program that applies the chosen one to ``module``, ``criterion``, ``inputs`` and
+            ``targets``.
+        needs: if none fits, the capacity in bytes that one row per device needs, and the number of
+            devices that would suffice (None if no number would).
         hosts: number of hosts.
         dim: the dimension of the rows.
-        untried: names of options that were not traced, since a cheaper one fits, or one that needs less memory does not.
+        untried: names of options that were not traced, since a cheaper one fits, or one that needs
+            less memory does not.
         skipped: names of options that could not be traced, with the reasons.
         remarks: savings that no trace has, as text.
         unknown_divisor: the loss needs a ``weight=`` if it is not a sum of means.
@@ -132,11 +140,18 @@ class MemoryPlan:
         return f"{_count(-(-self.batch_size // (self.devices * self.chosen.micro_batches)), 'row')} per device"
 
     def _filled(self, how: str) -> str:
-        """Returns how the batch runs, what the fullest device has of it, and what is left there: first if that is little."""
+        """Returns how the batch runs, what the fullest device has of it, and what is left there:
+        first if that is little.
+        """
         sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
         reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
-        used, left = f"{format_bytes(reserved)} of {format_bytes(capacity)}", f"{format_bytes(capacity - reserved)} left"
-        return f"with only {left}, {how}, {used}" if reserved > 0.98 * capacity else f"{how}, {used}, {left}"
+        used = f"{format_bytes(reserved)} of {format_bytes(capacity)}"
+        left = f"{format_bytes(capacity - reserved)} left"
+        return (
+            f"with only {left}, {how}, {used}"
+            if reserved > 0.98 * capacity
+            else f"{how}, {used}, {left}"
+        )
 
     def apply(
         self,
@@ -149,14 +164,16 @@ class MemoryPlan:
         max_grad_norm: float | None = None,
         **defaults: Any,
     ) -> tuple[Model, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
-        """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
+        """Makes the model, the criterion, the optimizer and the step of the plan. The savings
+        change ``module`` in place.
 
         A plan for ranks (``chosen.layout``) is applied by each of them, under torchrun.
 
         Args:
             module, criterion: those of the plan. A :class:`DataParallelCriterion` stays as it is.
             optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
-            device_ids: as many as in the plan. ``None`` takes the first of the visible devices, or that of the rank.
+            device_ids: as many as in the plan. ``None`` takes the first of the visible devices, or
+                that of the rank.
             weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
 
         Raises:
@@ -167,11 +184,15 @@ class MemoryPlan:
             if device_ids is None and torch.accelerator.is_available():
                 device_ids = list(range(self.devices))
             if device_ids is not None and len(device_ids) != self.devices:
-                raise ValueError(f"device_ids has {len(device_ids)} devices, expected the {self.devices} that were planned for")
+                raise ValueError(
+                    f"device_ids has {len(device_ids)} devices, expected the {self.devices} that were planned for"
+                )
         else:
             check_strategy(chosen.layout, environment := TorchrunEnvironment.detect())
             if environment is not None and environment.world_size != self.devices:
-                raise ValueError(f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for")
+                raise ValueError(
+                    f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for"
+                )
         savings = find_savings(chosen.savings)
         change_module(module, savings)
         if not isinstance(criterion, DataParallelCriterion):
@@ -179,21 +200,30 @@ class MemoryPlan:
         model, criterion = parallelize(module, criterion, device_ids, **_parallel_settings(self))
         learned = [*model.parameters(), *criterion.parameters()]
         kind: Any = optimizer
-        trained = BalancedOptimizer(model, kind, learned, **defaults) if chosen.balanced_optimizer else kind(learned, **defaults)
+        trained = (
+            BalancedOptimizer(model, kind, learned, **defaults)
+            if chosen.balanced_optimizer
+            else kind(learned, **defaults)
+        )
         change_optimizers([trained], savings)
         settings = _step_settings(chosen)
-        step = SurroundedStep(savings, model, criterion, trained, max_grad_norm=max_grad_norm, **settings)
+        step = SurroundedStep(
+            savings, model, criterion, trained, max_grad_norm=max_grad_norm, **settings
+        )
         return model, criterion, trained, step
 
     def save_html(self, path: Path | str) -> None:
-        """Writes the page of :meth:`MemoryReport.save_html` about the chosen way, with a table of all choices.
+        """Writes the page of :meth:`MemoryReport.save_html` about the chosen way, with a table of
+        all choices.
 
         Raises:
             ImportError: plotly is not installed.
             ValueError: nothing fits, or this plan was read from JSON.
         """
         if self.report is None:
-            raise ValueError(f"there is no report to show: {'this plan was read from JSON' if self.fits else self.verdict}")
+            raise ValueError(
+                f"there is no report to show: {'this plan was read from JSON' if self.fits else self.verdict}"
+            )
         write_page(path, self.report, self.capacity[: self.report.devices], self._repr_html_())
 
     def to_json(self) -> str:
@@ -211,14 +241,20 @@ class MemoryPlan:
         return self.describe()
 
     def describe(self, *, verbose: bool = False) -> str:
-        """Returns the plan as text of at most 100 columns; ``verbose`` with what was not tried, and savings by hand."""
+        """Returns the plan as text of at most 100 columns; ``verbose`` with what was not tried, and
+        savings by hand.
+        """
         notes = [textwrap.fill(note, 100, break_long_words=False) for note in self._notes(verbose)]
         program = ["\n".join(f"    {line}".rstrip() for line in self.lines)] if self.lines else []
-        return "\n\n".join([self.verdict, *program, self._title, self._table("simple", WIDTHS), *notes])
+        return "\n\n".join(
+            [self.verdict, *program, self._title, self._table("simple", WIDTHS), *notes]
+        )
 
     def _repr_html_(self) -> str:
         """Returns the plan as HTML, for notebooks."""
-        verdict, title, *notes = (f"<p>{html.escape(text)}</p>" for text in (self.verdict, self._title, *self._notes()))
+        verdict, title, *notes = (
+            f"<p>{html.escape(text)}</p>" for text in (self.verdict, self._title, *self._notes())
+        )
         program = f"<pre>{html.escape(chr(10).join(self.lines))}</pre>" if self.lines else ""
         return "".join([verdict, program, title, self._table("html"), *notes])
 
@@ -287,24 +323,30 @@ def plan(
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
 
-    The plan chooses the layout (replicas, :class:`BalancedOptimizer`, FSDP2; on one device, the optimizer on the host), the
-    number of micro-batches, the split over unequal devices, the loss of a language model without its logits, checkpointing of
-    the module's repeated blocks, and offloaded activations. If none of these suffices, it tries the same in bf16, which changes
-    the result. The cheapest choice takes the least time, where a byte of traffic takes as long as 3,000 operations, or 300 in
-    fp32. If nothing fits, optimizers with less state are shown as alternatives. An option that cannot be traced is skipped, and
-    named with the reason.
+    The plan chooses the layout (replicas, :class:`BalancedOptimizer`, FSDP2; on one device, the
+    optimizer on the host), the number of micro-batches, the split over unequal devices, the loss of
+    a language model without its logits, checkpointing of the module's repeated blocks, and
+    offloaded activations. If none of these suffices, it tries the same in bf16, which changes the
+    result. The cheapest choice takes the least time, where a byte of traffic takes as long as 3,000
+    operations, or 300 in fp32. If nothing fits, optimizers with less state are shown as
+    alternatives. An option that cannot be traced is skipped, and named with the reason.
 
     Args:
-        module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
-            give the shapes; their number of rows does not matter.
-        batch_size: rows per update over all devices. Any number, also one that does not divide evenly.
-        capacity: bytes or text such as ``"24GiB"``, for each device of a host or one for all. ``None`` is that of the kind.
+        module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for
+            :func:`estimate`. Inputs and targets give the shapes; their number of rows does not
+            matter.
+        batch_size: rows per update over all devices. Any number, also one that does not divide
+            evenly.
+        capacity: bytes or text such as ``"24GiB"``, for each device of a host or one for all.
+            ``None`` is that of the kind.
         devices: number of devices of a host.
-        hosts: number of hosts with as many devices each. With several, every device has a rank of torchrun.
+        hosts: number of hosts with as many devices each. With several, every device has a rank of
+            torchrun.
         precision: the precision to try first.
 
     Raises:
-        ValueError: a setting is out of its range, :func:`estimate` refuses it, or no option can be traced.
+        ValueError: a setting is out of its range, :func:`estimate` refuses it, or no option can be
+            traced.
 
     Example:
         >>> net, batch = torch.nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
@@ -328,15 +370,22 @@ def plan(
         device_kind=device_kind,
     )
     if capacity is None and (capacity := request.kind.capacity) is None:
-        raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
+        raise ValueError(
+            f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'"
+        )
     limits = parse_each(capacity, devices) * hosts
     with keeping_processes(request):
         search = Search(request, limits, batch_size, hosts)
         search.run()
     if not search.choices:
         name, reason = next(iter(search.skipped.items()))
-        raise ValueError(f"{name}: {reason}; a plan needs a module, a criterion and an optimizer that take any number of rows")
-    ranked = sorted(search.choices.items(), key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost))
+        raise ValueError(
+            f"{name}: {reason}; a plan needs a module, a criterion and an optimizer that take any number of rows"
+        )
+    ranked = sorted(
+        search.choices.items(),
+        key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost),
+    )
     how, best = ranked[0]
     result = MemoryPlan(
         batch_size=batch_size,
@@ -365,7 +414,9 @@ def _has_unknown_divisor(criterion: Criterion) -> bool:
 
 
 def _remarks(option: Option) -> tuple[str, ...]:
-    """Returns the savings that no trace has, with their bytes where they are known, and their costs."""
+    """Returns the savings that no trace has, with their bytes where they are known, and their
+    costs.
+    """
     parts = parts_at_peak(next(iter(option.traced.values())), 0, option.request.row_step)
     texts = []
     for planned in savings_of("by hand", "optimizer"):
@@ -377,14 +428,21 @@ def _remarks(option: Option) -> tuple[str, ...]:
 
 
 def _report(option: Option, choice: Choice) -> MemoryReport:
-    """Makes the report from the traces of the plan. Unequal shares, and less than two rows per device, are traced again."""
-    count, step = choice.micro_batches, option.request.row_step
+    """Makes the report from the traces of the plan. Unequal shares, and less than two rows per
+    device, are traced again.
+    """
+    count = choice.micro_batches
+    step = option.request.row_step
     rows = -(-option.rows // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * step:
         return make_report(request, rows, *lines_of(request, rows))
     lines = option.lines(count)
-    sizes = None if option.is_distributed else [size * step for size in split_sizes(rows, request.devices)]
+    sizes = (
+        None
+        if option.is_distributed
+        else [size * step for size in split_sizes(rows, request.devices)]
+    )
     return make_report(request, rows, lines, lines, sizes)
 
 
@@ -400,12 +458,17 @@ def write_program(
     optimizer = [planned.saving.name for planned in applied if not planned.line]
 
     def lines_of(change: str) -> list[str]:
-        return [planned.line for planned in applied if planned.line and getattr(planned.saving, change)]
+        return [
+            planned.line for planned in applied if planned.line and getattr(planned.saving, change)
+        ]
 
     names = ["BalancedOptimizer"] * chosen.balanced_optimizer + ["TrainStep", "parallelize"]
     names += ["savings"] * (len(optimizer) < len(applied))
     is_meta = any(parameter.is_meta for parameter in module.parameters())
-    parallel = {"device_ids": chosen.split and list(range(plan.devices)), **_parallel_settings(plan)}
+    parallel = {
+        "device_ids": chosen.split and list(range(plan.devices)),
+        **_parallel_settings(plan),
+    }
     parallel = {name: value for name, value in parallel.items() if value}
     blocks = [*lines_of("surround"), "loss = step(inputs, targets)"]
     return (
@@ -432,13 +495,17 @@ def _launch(plan: MemoryPlan) -> list[str]:
     return [f"# {command}; every rank passes its own rows, {plan.batch_size} in all"]
 
 
-def _optimizer(chosen: Choice, criterion: object, make: MakeOptimizer, settings: Sequence[str]) -> str:
+def _optimizer(
+    chosen: Choice, criterion: object, make: MakeOptimizer, settings: Sequence[str]
+) -> str:
     """Returns the call that makes the optimizer. ``settings`` are those that save memory."""
     maker = OptimizerChoice(make, foreach=False)
     is_of_torch = getattr(torch.optim, maker.name, None) is maker.plain_make
     name = f"torch.optim.{maker.name}" if is_of_torch else maker.name
     learned = "model.parameters()"
-    if isinstance(criterion, nn.Module) and any(each.requires_grad for each in criterion.parameters()):
+    if isinstance(criterion, nn.Module) and any(
+        each.requires_grad for each in criterion.parameters()
+    ):
         learned = "[*model.parameters(), *criterion.parameters()]"
     call = f"BalancedOptimizer(model, {name}, " if chosen.balanced_optimizer else f"{name}("
     return f"{call}{', '.join([learned + _text(maker.settings), *settings])})"
@@ -446,7 +513,10 @@ def _optimizer(chosen: Choice, criterion: object, make: MakeOptimizer, settings:
 
 def _text(settings: Mapping[str, object]) -> str:
     """Returns keyword arguments as they are written, without those that have their defaults."""
-    texts = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in settings.items()}
+    texts = {
+        name: json.dumps(value) if isinstance(value, str) else repr(value)
+        for name, value in settings.items()
+    }
     return "".join(f", {name}={text}" for name, text in texts.items() if text != '"fp32"')
 
 

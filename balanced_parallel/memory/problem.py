@@ -30,14 +30,17 @@ class Problem:
     inputs: object
     targets: object
     dim: int = 0
-    scalar: int | float | bool | None = None  # the result of every read of a tensor's value in the module
+    # the result of every read of a tensor's value in the module
+    scalar: int | float | bool | None = None
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch, which has some."""
         if rows := count_rows(as_arguments(self.inputs), self.dim):
             return rows
-        raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {self.dim}")
+        raise ValueError(
+            f"the inputs have no rows, expected tensors with rows along dimension {self.dim}"
+        )
 
     def with_rows(self, rows: int) -> "Problem":
         """Returns the problem with ``rows`` rows in its batch."""
@@ -59,7 +62,9 @@ class Layout(Protocol):
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     optimizers: list[Optimizer]
 
-    def __init__(self, request: "Request", module: nn.Module, criterion: Callable[..., Tensor]) -> None: ...
+    def __init__(
+        self, request: "Request", module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None: ...
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
@@ -68,7 +73,9 @@ class Layout(Protocol):
 
     @classmethod
     def pieces(cls, request: "Request") -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
-        """Returns a parameter for each of its pieces on devices that own it, with the facts that tell pieces apart."""
+        """Returns a parameter for each of its pieces on devices that own it, with the facts that
+        tell pieces apart.
+        """
         return iter(())
 
     def inner_optimizers(self) -> list[Optimizer]:
@@ -80,7 +87,9 @@ class Layout(Protocol):
         ...
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
+        """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced
+        until the end of the block.
+        """
         return nullcontext()
 
     def window(self) -> AbstractContextManager[None]:
@@ -109,14 +118,18 @@ class OptimizerMaker(Protocol):
 
     has_state: ClassVar[bool]
 
-    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[Optimizer]:
+    def make_all(
+        self, parameters: Iterable[Tensor], model: nn.Module | None = None
+    ) -> list[Optimizer]:
         """Makes the optimizers, with a :class:`BalancedOptimizer` if there is a model."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Problem):
-    """One update of a problem to trace. Inputs and targets are arguments of the module, and of the criterion after the output."""
+    """One update of a problem to trace. Inputs and targets are arguments of the module, and of the
+    criterion after the output.
+    """
 
     inputs: Arguments
     targets: tuple[object, ...]
@@ -140,7 +153,9 @@ class Request(Problem):
 
     @property
     def rows_of_update(self) -> int:
-        """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True`` needs."""
+        """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True``
+        needs.
+        """
         ranks = self.devices if self.layout.is_distributed else 1
         return (self.update_rows or self.rows) * ranks
 

@@ -1,7 +1,9 @@
-"""The result of an estimate: bytes per device, their purpose, their place in the source, and the peak of other batches.
+"""The result of an estimate: bytes per device, their purpose, their place in the source, and the
+peak of other batches.
 
-A :class:`MemoryReport` is plain data, and :class:`OtherBatches` behind it has the traces, which answer for other numbers of rows.
-``write_page`` makes a page of both, in one file that needs no network.
+A :class:`MemoryReport` is plain data, and :class:`OtherBatches` behind it has the traces, which
+answer for other numbers of rows. ``write_page`` makes a page of both, in one file that needs no
+network.
 """
 
 import collections
@@ -46,11 +48,14 @@ def holders_of(lines: Lines, device: int, rows: int) -> tuple[Holder, ...]:
 
 def holders_table(holders: Sequence[Holder], style: str) -> str:
     """Returns holders as a table, in a format of tabulate."""
-    rows = [[format_bytes(holder.bytes), holder.part, holder.module, holder.line] for holder in holders]
+    rows = [
+        [format_bytes(holder.bytes), holder.part, holder.module, holder.line] for holder in holders
+    ]
     return str(tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True))
 
 
-Capacity = int | str | Sequence[int | str]  # bytes or text such as "24GiB", of each device or one for all
+# bytes or text such as "24GiB", of each device or one for all
+Capacity = int | str | Sequence[int | str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +72,12 @@ class OtherBatches:
         return self.lines if self.lines.is_affine else self.trace(rows)
 
     def largest(self, limits: Sequence[int]) -> int:
-        """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
+        """Returns the most rows that fit; 0 if not even one row fits. A trace at the result
+        confirms it.
+        """
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
-        while self.lines.is_affine and rows and not self.trace(rows).fit(limits, rows):  # It may not be affine in between.
+        # It may not be affine in between.
+        while self.lines.is_affine and rows and not self.trace(rows).fit(limits, rows):
             rows -= 1
         return rows
 
@@ -93,7 +101,9 @@ def json_of(values: Mapping[str, object], *hidden: str) -> str:
 
 
 class Peak(tuple[int, ...]):
-    """Bytes of each device. ``fits`` is True if each device has as many, and None if its capacity is not known."""
+    """Bytes of each device. ``fits`` is True if each device has as many, and None if its capacity
+    is not known.
+    """
 
     fits: bool | None
 
@@ -123,12 +133,16 @@ class MemoryReport:
 
     Attributes:
         allocated: maximum in use in the second update, when the optimizer's state exists: what
-            ``torch.cuda.max_memory_allocated`` returns, but for workspaces of convolutions. The sum of ``parts``.
-        reserved: memory that torch's allocator takes from the device for it, in segments: ``torch.cuda.max_memory_reserved``.
+            ``torch.cuda.max_memory_allocated`` returns, but for workspaces of convolutions. The sum
+            of ``parts``.
+        reserved: memory that torch's allocator takes from the device for it, in segments:
+            ``torch.cuda.max_memory_reserved``.
         nvidia_smi: memory of the process: ``reserved``, and the context of the driver.
-        at_most: ``nvidia_smi`` if cuDNN chooses the method with the largest workspace for convolutions of size 3 in float32.
-        parts: the allocated bytes by purpose. ``workspace`` is that of cuBLAS, and ``rounding`` the rest of blocks that the
-            allocator does not split. ``assumed`` has the sources of constants.
+        at_most: ``nvidia_smi`` if cuDNN chooses the method with the largest workspace for
+            convolutions of size 3 in float32.
+        parts: the allocated bytes by purpose. ``workspace`` is that of cuBLAS, and ``rounding`` the
+            rest of blocks that the allocator does not split. ``assumed`` has the sources of
+            constants.
         timeline: bytes in use after every allocation and release of the second update.
         where: modules and lines of source with the most bytes at the peak, the largest first.
         phases: places in the timeline where the (last) backward and the optimizer's step begin.
@@ -165,22 +179,30 @@ class MemoryReport:
     batches: OtherBatches = dataclasses.field(repr=False, compare=False)
 
     def at(self, rows: int, capacity: Capacity | None = None) -> Peak:
-        """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all devices.
+        """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all
+        devices.
 
-        If the rows do not divide evenly, they are those of a device with the larger share. ``fits`` of the result says whether
-        they fit in ``capacity``, as for :meth:`largest`; ``None`` is that of the device kind.
+        If the rows do not divide evenly, they are those of a device with the larger share. ``fits``
+        of the result says whether they fit in ``capacity``, as for :meth:`largest`; ``None`` is
+        that of the device kind.
 
         Raises:
             ValueError: the number is not positive.
         """
         check_number("rows", rows, "a positive number", at_least=1, whole=True)
         capacity = capacity or self.batches.request.kind.capacity
-        fits = None if capacity is None else self.batches.fits(rows, parse_each(capacity, self.devices))
-        lines = self.batches.trace(rows) if rows == 1 else self.batches.at(rows)  # one row broadcasts and has other strides
+        fits = (
+            None
+            if capacity is None
+            else self.batches.fits(rows, parse_each(capacity, self.devices))
+        )
+        # one row broadcasts and has other strides
+        lines = self.batches.trace(rows) if rows == 1 else self.batches.at(rows)
         return Peak(lines.allocated_by_device(rows), fits)
 
     def largest(self, capacity: Capacity) -> int:
-        """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
+        """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row
+        fits.
 
         Args:
             capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
@@ -206,14 +228,23 @@ class MemoryReport:
     def _repr_html_(self) -> str:
         """Returns the report as HTML, for notebooks."""
         where = holders_table(self.where[0], "html")
-        return f"<p>{title_of(self)}</p>{self._table('html')}<p>Where it goes, on device 0:</p>{where}"
+        return (
+            f"<p>{title_of(self)}</p>{self._table('html')}<p>Where it goes, on device 0:</p>{where}"
+        )
 
     def _table(self, style: str) -> str:
         names = [part for part in PARTS if any(parts[part] for parts in self.parts)]
-        columns = {"allocated": self.allocated, "reserved": self.reserved, "nvidia-smi": self.nvidia_smi}
+        columns = {
+            "allocated": self.allocated,
+            "reserved": self.reserved,
+            "nvidia-smi": self.nvidia_smi,
+        }
         columns |= {"at most": self.at_most} if self.at_most != self.nvidia_smi else {}
         columns |= {name: tuple(parts[name] for parts in self.parts) for name in names}
-        rows = [[f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())] for i in range(self.devices)]
+        rows = [
+            [f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())]
+            for i in range(self.devices)
+        ]
         return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))
 
 
@@ -245,8 +276,12 @@ pre {{ white-space: pre-wrap; }}
 """
 
 
-def write_page(path: Path | str, report: MemoryReport, capacity: Capacity | None, options: str = "") -> None:
-    """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a section."""
+def write_page(
+    path: Path | str, report: MemoryReport, capacity: Capacity | None, options: str = ""
+) -> None:
+    """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a
+    section.
+    """
     limits = () if capacity is None else parse_each(capacity, report.devices)
     hottest = report.allocated.index(max(report.allocated))
     peak = f"peak {format_bytes(report.allocated[hottest])} on device {hottest}"
@@ -258,9 +293,14 @@ def write_page(path: Path | str, report: MemoryReport, capacity: Capacity | None
     text = _PAGE.format(
         title=html.escape(title),
         peak=peak,
-        figure=_figure(report, limits).to_html({"responsive": True}, full_html=False, div_id="memory"),
+        figure=_figure(report, limits).to_html(
+            {"responsive": True}, full_html=False, div_id="memory"
+        ),
         holders=holders_table(report.where[hottest], "html"),
-        assumed="".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items()),
+        assumed="".join(
+            f"<p>{html.escape(name)}: {html.escape(source)}</p>"
+            for name, source in report.assumed.items()
+        ),
         options=options and f"<h2>Options of the plan</h2>\n{options}",
     )
     Path(path).write_text(text, encoding="utf-8")
@@ -290,10 +330,23 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
         name = f"device {device}"
         figure.add_scatter(x=list(places), y=levels, line_shape="hv", line_color=color, name=name)
     backward = "last backward" if report.micro_batches > 1 else "backward"
-    for name, place in {"forward": 0, backward: report.phases["backward"], "update": report.phases["update"]}.items():
-        figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)
+    for name, place in {
+        "forward": 0,
+        backward: report.phases["backward"],
+        "update": report.phases["update"],
+    }.items():
+        figure.add_vline(
+            x=place,
+            line_dash="dot",
+            line_color="gray",
+            annotation_text=name,
+            annotation_textangle=-90,
+        )
     for limit in dict.fromkeys(limits):
-        label = {"annotation_text": f"capacity {format_bytes(limit)}", "annotation_position": "bottom right"}
+        label = {
+            "annotation_text": f"capacity {format_bytes(limit)}",
+            "annotation_position": "bottom right",
+        }
         figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="red", **label)
     figure.update_layout(
         xaxis_title="allocations and releases",
@@ -311,4 +364,6 @@ def load_plotly() -> Any:
     try:
         return importlib.import_module("plotly.graph_objects")
     except ImportError as error:
-        raise ImportError("pages need plotly, which is not installed: pip install 'balanced-parallel[plot]'") from error
+        raise ImportError(
+            "pages need plotly, which is not installed: pip install 'balanced-parallel[plot]'"
+        ) from error

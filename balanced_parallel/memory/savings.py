@@ -1,7 +1,8 @@
-"""The savings that a plan knows: those of ``savings/``, those to apply by hand, and which updates they suit.
+"""The savings that a plan knows: those of ``savings/``, those to apply by hand, and which updates
+they suit.
 
-:data:`PLANNED` has them in their order. ``memory.plan`` tries them, the command ``tricks`` measures each, and ``memory.fit``
-advises them. A saving without an entry is never tried.
+:data:`PLANNED` has them in their order. ``memory.plan`` tries them, the command ``tricks`` measures
+each, and ``memory.fit`` advises them. A saving without an entry is never tried.
 """
 
 import copy
@@ -21,8 +22,8 @@ from ..savings.saving import SAVINGS, Saving
 from .problem import Request
 from .trace.layouts import FSDP, OptimizerChoice
 
-# A plan tries layouts over the devices, savings that are exact, other arithmetic, and other optimizers. It
-# only names savings by hand, which change the user's program.
+# A plan tries layouts over the devices, savings that are exact, other arithmetic, and other
+# optimizers. It only names savings by hand, which change the user's program.
 Stage = Literal["layout", "exact", "arithmetic", "optimizer", "by hand"]
 
 
@@ -34,10 +35,13 @@ class PlannedSaving:
         saving: its name, its cost, and the functions that apply it.
         stage: where a plan tries it.
         suits: returns True for a request that it can be added to.
-        change: returns the request with it. ``None`` for a function, whose name is added, and for what no trace can run.
+        change: returns the request with it. ``None`` for a function, whose name is added, and for
+            what no trace can run.
         instead_of: the saving that it replaces.
-        line: the line of a program that applies it. Without one, the name is an argument of the optimizer.
-        of_state: for a saving that no trace can run: the part of the optimizer's state that it saves.
+        line: the line of a program that applies it. Without one, the name is an argument of the
+            optimizer.
+        of_state: for a saving that no trace can run: the part of the optimizer's state that it
+            saves.
     """
 
     saving: Saving
@@ -49,14 +53,18 @@ class PlannedSaving:
     of_state: float = 0.0
 
     def apply(self, request: Request) -> Request | None:
-        """Returns the request with the saving, or None if it does not suit it, or is applied already."""
+        """Returns the request with the saving, or None if it does not suit it, or is applied
+        already.
+        """
         if not self.suits(request):
             return None
         if self.change is not None:
             return self.change(request)
         if not self.saving.is_function or self.saving.name in request.savings:
             return None
-        return dataclasses.replace(request, savings=sorted_names([*request.savings, self.saving.name]))
+        return dataclasses.replace(
+            request, savings=sorted_names([*request.savings, self.saving.name])
+        )
 
 
 def with_savings(request: Request, savings: Iterable[PlannedSaving]) -> Request | None:
@@ -74,12 +82,16 @@ def savings_of(*stages: Stage) -> list[PlannedSaving]:
 
 
 def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of functions in the order in which they are applied, if a trace can apply all of them."""
+    """Returns the names of functions in the order in which they are applied, if a trace can apply
+    all of them.
+    """
     requested = [names] if isinstance(names, str) else list(names)
     functions = [saving.name for saving in SAVINGS if saving.is_function]
     for name in requested:
         if name not in functions:
-            raise ValueError(f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(functions)}")
+            raise ValueError(
+                f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(functions)}"
+            )
     return tuple(name for name in functions if name in requested)
 
 
@@ -96,7 +108,9 @@ def _shard(request: Request) -> Request:
 
 
 def _makes_temporaries(classes: tuple[type[optim.Optimizer], ...], request: Request) -> bool:
-    """Returns True if the update makes one of ``classes``, which on a GPU have temporaries of all parameters by default."""
+    """Returns True if the update makes one of ``classes``, which on a GPU have temporaries of all
+    parameters by default.
+    """
     choice = request.optimizer
     if not isinstance(choice, OptimizerChoice) or choice.plain_make not in classes:
         return False
@@ -118,7 +132,9 @@ def _remove_logits(request: Request) -> Request:
     path, _, name = place.rpartition(".")
     head: Any = module.get_submodule(place)
     setattr(module.get_submodule(path), name, nn.Identity())
-    criterion = LinearCrossEntropy(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    criterion = LinearCrossEntropy(
+        head.in_features, head.out_features, bias=head.bias is not None, device="meta"
+    )
     return dataclasses.replace(request, module=module, criterion=criterion)
 
 
@@ -127,11 +143,14 @@ def _other_optimizer(name: str) -> Saving:
 
 
 def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
-    """Returns the saving of an optimizer, for others with more state. Those of an existing step stay."""
+    """Returns the saving of an optimizer, for others with more state. Those of an existing step
+    stay.
+    """
     matrix = [nn.Parameter(torch.zeros(64, 64))]
 
     def suits(request: Request) -> bool:
-        choice, least = request.optimizer, OptimizerChoice(make, foreach=False).state_bytes(matrix)
+        choice = request.optimizer
+        least = OptimizerChoice(make, foreach=False).state_bytes(matrix)
         return isinstance(choice, OptimizerChoice) and choice.state_bytes(matrix) > least
 
     def change(request: Request) -> Request:
@@ -149,7 +168,9 @@ SPREAD = PlannedSaving(
 ON_HOST = PlannedSaving(
     applied.OFFLOAD_OPTIMIZER,
     "layout",
-    suits=lambda request: request.kind.like_cuda and not request.balanced and not request.layout.is_sharded,
+    suits=lambda request: (
+        request.kind.like_cuda and not request.balanced and not request.layout.is_sharded
+    ),
     line="savings.offload_optimizer(optimizer)",
 )
 SHARDS = PlannedSaving(
@@ -165,10 +186,16 @@ PLANNED = (
         change=lambda request: dataclasses.replace(request, micro_batches=2),
     ),
     *(SPREAD, ON_HOST, SHARDS),
-    PlannedSaving(applied.FUSED, suits=functools.partial(_makes_temporaries, (optim.Adam, optim.AdamW, optim.Adagrad))),
+    PlannedSaving(
+        applied.FUSED,
+        suits=functools.partial(_makes_temporaries, (optim.Adam, optim.AdamW, optim.Adagrad)),
+    ),
     PlannedSaving(
         applied.ONE_BY_ONE,
-        suits=functools.partial(_makes_temporaries, (optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta)),
+        suits=functools.partial(
+            _makes_temporaries,
+            (optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta),
+        ),
     ),
     PlannedSaving(
         applied.LOGITS,
@@ -178,7 +205,9 @@ PLANNED = (
     PlannedSaving(
         Saving("LinearCrossEntropy", applied.LOGITS.option, applied.LOGITS.cost),
         "by hand",
-        suits=lambda request: type(request.criterion) is nn.CrossEntropyLoss and bool(_heads(request.module)),
+        suits=lambda request: (
+            type(request.criterion) is nn.CrossEntropyLoss and bool(_heads(request.module))
+        ),
         change=_remove_logits,
     ),
     PlannedSaving(
@@ -201,7 +230,12 @@ PLANNED = (
         "by hand",
     ),
     PlannedSaving(
-        Saving("register_post_accumulate_grad_hook", "updates in the backward", "no clipping, no accumulation"), "by hand"
+        Saving(
+            "register_post_accumulate_grad_hook",
+            "updates in the backward",
+            "no clipping, no accumulation",
+        ),
+        "by hand",
     ),
     PlannedSaving(
         applied.OFFLOAD,
@@ -218,7 +252,8 @@ PLANNED = (
         applied.BF16_PARAMETERS,
         "arithmetic",
         suits=lambda request: (
-            request.precision != "fp16" and any(each.dtype == torch.float32 for each in request.module.parameters())
+            request.precision != "fp16"
+            and any(each.dtype == torch.float32 for each in request.module.parameters())
         ),
         line="module.to(torch.bfloat16)",
     ),

@@ -1,7 +1,9 @@
-"""``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks.
+"""``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over
+the ranks.
 
-Optimizers such as Muon, SOAP and Shampoo need whole matrices. A plain optimizer runs over the parameters that belong to
-each owner, a device or a rank. This is exact if no update depends on another parameter, which :func:`check_exact` tries out. ::
+Optimizers such as Muon, SOAP and Shampoo need whole matrices. A plain optimizer runs over the
+parameters that belong to each owner, a device or a rank. This is exact if no update depends on
+another parameter, which :func:`check_exact` tries out. ::
 
     parameters   | embedding         | weight      | weight | bias |
     owners       | device 0          | device 1                    |   the largest first, each to the owner with the fewest bytes
@@ -27,7 +29,19 @@ from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
 from ..runtime.values import check_type
 
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+_ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
 
 
 Groups = list[dict[str, Any]]
@@ -51,7 +65,9 @@ def _parameters_of(groups: Groups) -> list[Any]:
 
 
 def _replaced(groups: Groups, tensors: Mapping[Tensor, Tensor]) -> Groups:
-    """Returns param groups over ``tensors`` of their parameters. Parameters that have none are left out."""
+    """Returns param groups over ``tensors`` of their parameters. Parameters that have none are left
+    out.
+    """
     params = [[tensors[each] for each in group["params"] if each in tensors] for group in groups]
     return [{**group, "params": part} for group, part in zip(groups, params, strict=True)]
 
@@ -59,30 +75,37 @@ def _replaced(groups: Groups, tensors: Mapping[Tensor, Tensor]) -> Groups:
 class BalancedOptimizer(torch.optim.Optimizer):
     """An optimizer whose work and state are sharded over the devices of a model, or over the ranks.
 
-    In one process each device owns an equal part of the parameters' elements, or whole parameters. Gradients are reduced to their
-    owner. The optimizer steps there, in memory that the replicas share, and the update is copied to the other devices. Under
-    torchrun each rank owns whole parameters. With ``strategy="fsdp"`` an elementwise optimizer updates the shards.
+    In one process each device owns an equal part of the parameters' elements, or whole parameters.
+    Gradients are reduced to their owner. The optimizer steps there, in memory that the replicas
+    share, and the update is copied to the other devices. Under torchrun each rank owns whole
+    parameters. With ``strategy="fsdp"`` an elementwise optimizer updates the shards.
 
-    ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
-    moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces and their gradients, for
-    gradient scalers, clipping and schedulers. As in ZeRO and FSDP, ``parameter.grad`` of the model's own parameters is None after
-    the reduction. :meth:`gradient` gathers it, and :meth:`zero_grad` or ``model.zero_grad()`` clears it; ``zero_grad()`` of the
-    module inside does not. Every step begins with the values of ``model.parameters()``: what is written to the pieces is lost.
-    Call :meth:`step` on the same model that ran the backward.
+    ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on
+    the CPU, so a checkpoint moves between one device, many devices and many ranks. ``param_groups``
+    hold the owners' pieces and their gradients, for gradient scalers, clipping and schedulers. As
+    in ZeRO and FSDP, ``parameter.grad`` of the model's own parameters is None after the reduction.
+    :meth:`gradient` gathers it, and :meth:`zero_grad` or ``model.zero_grad()`` clears it;
+    ``zero_grad()`` of the module inside does not. Every step begins with the values of
+    ``model.parameters()``: what is written to the pieces is lost. Call :meth:`step` on the same
+    model that ran the backward.
 
     Args:
-        model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.
+        model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under
+            torchrun.
         optimizer_class: an optimizer of ``torch.optim`` or of another library.
-        params: parameters or param groups; ``None`` is ``model.parameters()``. Those of other modules are updated in place.
-        shard: ``"elements"``, or whole ``"parameters"``, the largest first, each to the owner with the fewest bytes. ``None`` is
-            elements for SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop and ASGD of torch and their
-            subclasses; otherwise, and for ranks of DDP, parameters.
+        params: parameters or param groups; ``None`` is ``model.parameters()``. Those of other
+            modules are updated in place.
+        shard: ``"elements"``, or whole ``"parameters"``, the largest first, each to the owner with
+            the fewest bytes. ``None`` is elements for SGD, Adam, AdamW, Adagrad, Adadelta, Adamax,
+            NAdam, RAdam, RMSprop, Rprop and ASGD of torch and their subclasses; otherwise, and for
+            ranks of DDP, parameters.
         defaults: settings of the optimizer: ``lr`` and so on.
 
     Raises:
-        TypeError: another kind of model; or an optimizer that is not exact with these shards, as updates of small tensors show,
-            or that needs a closure.
-        ValueError: parameters have a ``BalancedOptimizer`` already, or ``"elements"`` for ranks of DDP.
+        TypeError: another kind of model; or an optimizer that is not exact with these shards, as
+            updates of small tensors show, or that needs a closure.
+        ValueError: parameters have a ``BalancedOptimizer`` already, or ``"elements"`` for ranks of
+            DDP.
 
     Example:
         >>> model = DataParallelModel(torch.nn.Linear(4, 2), ["cpu"] * 3)
@@ -105,12 +128,18 @@ class BalancedOptimizer(torch.optim.Optimizer):
         if shard not in (None, "elements", "parameters"):
             raise ValueError(f"shard={shard!r}, expected 'elements', 'parameters' or None")
         if not isinstance(model, nn.Module):
-            raise TypeError(f"the model is an object of type {type(model).__name__}, expected a DataParallelModel")
+            raise TypeError(
+                f"the model is an object of type {type(model).__name__}, expected a DataParallelModel"
+            )
         groups = _as_groups(model.parameters() if params is None else params)
         if not any(group["params"] for group in groups):
-            raise ValueError("BalancedOptimizer got an empty parameter list, expected parameters to update")
-        self._model, self._is_ready = model, False
-        self.recipe, self.shard = Recipe(optimizer_class, groups, defaults), shard
+            raise ValueError(
+                "BalancedOptimizer got an empty parameter list, expected parameters to update"
+            )
+        self._model = model
+        self._is_ready = False
+        self.recipe = Recipe(optimizer_class, groups, defaults)
+        self.shard = shard
         self.shards = _shard(model, self.recipe, shard)
         super().__init__(self.shards.inner.param_groups, self.shards.inner.defaults)
         self.state = self.shards.inner.state
@@ -123,7 +152,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Groups:
-        """The groups of the optimizer over the shards. Gradients on other devices are moved to the owners first."""
+        """The groups of the optimizer over the shards. Gradients on other devices are moved to the
+        owners first.
+        """
         self.shards.collect()
         return self.shards.inner.param_groups
 
@@ -134,7 +165,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, object]) -> None:
         """Raises ``RuntimeError``: shards are made once, of all parameters."""
         if self._is_ready:
-            raise RuntimeError("a BalancedOptimizer takes its param groups when it is made: give all of them in params=")
+            raise RuntimeError(
+                "a BalancedOptimizer takes its param groups when it is made: give all of them in params="
+            )
 
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
         """Updates each shard on the device that owns it. Returns the result of the closure."""
@@ -144,7 +177,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
         return loss
 
     def train(self) -> None:
-        """Begins the training mode of optimizers that have modes, such as schedule-free ones. Every rank must call this."""
+        """Begins the training mode of optimizers that have modes, such as schedule-free ones. Every
+        rank must call this.
+        """
         if hasattr(self.recipe.optimizer_class, "train"):
             self.shards.run("train")
 
@@ -154,7 +189,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
             self.shards.run("eval")
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Returns a copy of the whole gradient of one of the model's parameters, or None. Every rank must call this."""
+        """Returns a copy of the whole gradient of one of the model's parameters, or None. Every
+        rank must call this.
+        """
         return self.shards.gradient(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -171,13 +208,17 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
 
 def _whole_state(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
-    """Returns the state of the plain optimizer in place of that of the shards. Every rank must call this."""
+    """Returns the state of the plain optimizer in place of that of the shards. Every rank must call
+    this.
+    """
     assert isinstance(optimizer, BalancedOptimizer)
     return optimizer.shards.state_dict()
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Returns True for optimizers of torch that update each element by itself, and for their subclasses."""
+    """Returns True for optimizers of torch that update each element by itself, and for their
+    subclasses.
+    """
     return issubclass(optimizer_class, tuple(getattr(torch.optim, name) for name in _ELEMENTWISE))
 
 
@@ -195,15 +236,23 @@ def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> "_ReplicaShar
         check_exact(recipe, kind)
     if isinstance(model, DataParallelModel):
         return _ReplicaShards(model, recipe, kind)
-    if kind == "elements" and any(is_sharded(parameter) for group in recipe.groups for parameter in group["params"]):
+    if kind == "elements" and any(
+        is_sharded(parameter) for group in recipe.groups for parameter in group["params"]
+    ):
         return _ElementRanks(recipe)
     if shard == "elements":
-        raise ValueError("shard='elements' with ranks of DDP, expected 'parameters' or None: each rank owns whole parameters")
+        raise ValueError(
+            "shard='elements' with ranks of DDP, expected 'parameters' or None: each rank owns whole parameters"
+        )
     return _ParameterRanks(recipe)
 
 
-def _rebuild(model: nn.Module, recipe: Recipe, shard: str | None, state: StateDict) -> BalancedOptimizer:
-    optimizer = BalancedOptimizer(model, recipe.optimizer_class, recipe.groups, shard, **recipe.defaults)
+def _rebuild(
+    model: nn.Module, recipe: Recipe, shard: str | None, state: StateDict
+) -> BalancedOptimizer:
+    optimizer = BalancedOptimizer(
+        model, recipe.optimizer_class, recipe.groups, shard, **recipe.defaults
+    )
     optimizer.load_state_dict(state)  # a new optimizer has no hooks
     return optimizer
 
@@ -211,17 +260,27 @@ def _rebuild(model: nn.Module, recipe: Recipe, shard: str | None, state: StateDi
 def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
-        raise TypeError(f"an instance of {name} was given, expected the class: BalancedOptimizer(model, {name}, lr=...)")
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(
+            f"an instance of {name} was given, expected the class: BalancedOptimizer(model, {name}, lr=...)"
+        )
+    if not isinstance(optimizer_class, type) or not issubclass(
+        optimizer_class, torch.optim.Optimizer
+    ):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        raise TypeError(f"{name} was given, expected a class of optimizers, such as torch.optim.AdamW")
+        raise TypeError(
+            f"{name} was given, expected a class of optimizers, such as torch.optim.AdamW"
+        )
     refuse_closures(optimizer_class, "BalancedOptimizer")
 
 
 def _as_groups(params: ParamsT) -> Groups:
     check_type("params", params, Iterable, "parameters, or param groups")
     entries: list[Any] = list(params)
-    groups = [dict(entry) for entry in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    groups = (
+        [dict(entry) for entry in entries]
+        if entries and isinstance(entries[0], dict)
+        else [{"params": entries}]
+    )
     for group in groups:
         parameters = group["params"]
         group["params"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -229,7 +288,9 @@ def _as_groups(params: ParamsT) -> Groups:
 
 
 def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -> None:
-    """Raises ``TypeError`` if ``step()`` of an optimizer needs a closure, which ``caller``, a name, does not have."""
+    """Raises ``TypeError`` if ``step()`` of an optimizer needs a closure, which ``caller``, a name,
+    does not have.
+    """
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise TypeError(
@@ -238,15 +299,19 @@ def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -
         )
 
 
-# The shards of all optimizers of the process. Two models may share a parameter, and no two optimizers may update it.
+# The shards of all optimizers of the process. Two models may share a parameter, and no two
+# optimizers may update it.
 _all_shards: weakref.WeakSet["_ReplicaShards"] = weakref.WeakSet()
 
 
 class _ReplicaShards:
-    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other parameters are updated in place."""
+    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other
+    parameters are updated in place.
+    """
 
     def __init__(self, model: DataParallelModel, recipe: Recipe, shard: str) -> None:
-        self._model, self._groups = model, recipe.groups
+        self._model = model
+        self._groups = recipe.groups
         self._parameters = _parameters_of(recipe.groups)
         self._owners: list[BucketOwners] = []
         self._pieces: dict[Tensor, list[Piece]] = {}
@@ -284,8 +349,11 @@ class _ReplicaShards:
         return whole
 
     def run(self, method: str) -> None:
-        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the model's own parameters."""
-        if self._pieces:  # Follows all changes of the parameters but values that no version counter tells of.
+        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the
+        model's own parameters.
+        """
+        # Follows all changes of the parameters but values that no version counter tells of.
+        if self._pieces:
             self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
         self.collect()
         with self._model.replicas.in_turn():
@@ -305,7 +373,8 @@ class _ReplicaShards:
 
     def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
-        state, numbers = {}, itertools.count()
+        state = {}
+        numbers = itertools.count()
         for number, parameter in enumerate(self._parameters):
             tensors = self._updated(parameter)
             states = [self.inner.state[tensor] for tensor in tensors if tensor in self.inner.state]
@@ -313,17 +382,24 @@ class _ReplicaShards:
                 state[number] = _join(parameter, states)
         groups = [
             {**group, "params": [next(numbers) for _ in whole["params"]]}
-            for group, whole in zip(self.inner.state_dict()["param_groups"], self._groups, strict=True)
+            for group, whole in zip(
+                self.inner.state_dict()["param_groups"], self._groups, strict=True
+            )
         ]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over whole parameters."""
         saved = state_dict["param_groups"]
-        sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, self._groups))
+        sizes, expected = (
+            [len(group["params"]) for group in groups] for groups in (saved, self._groups)
+        )
         if sizes != expected:
-            raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
-        state, numbers = {}, itertools.count()
+            raise ValueError(
+                f"the state has param groups of {sizes} parameters, expected {expected}"
+            )
+        state = {}
+        numbers = itertools.count()
         for parameter, index in zip(self._parameters, _parameters_of(saved), strict=True):
             for piece in self._pieces.get(parameter, [None]):
                 number = next(numbers)
@@ -334,13 +410,17 @@ class _ReplicaShards:
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _updated(self, parameter: Tensor) -> list[Tensor]:
-        """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
+        """Returns the tensors that the optimizer updates: the pieces of a parameter, or the
+        parameter.
+        """
         pieces = self._pieces.get(parameter)
         return [parameter] if pieces is None else [piece.values for piece in pieces]
 
     def _shard(self, shard: str) -> None:
         model = self._model
-        if any(parameter in shards._pieces for shards in _all_shards for parameter in self._parameters):
+        if any(
+            parameter in shards._pieces for shards in _all_shards for parameter in self._parameters
+        ):
             raise ValueError(
                 "parameters of the module have a BalancedOptimizer already, expected one for each: leave them out of params=, or "
                 "delete the other optimizer first"
@@ -359,7 +439,9 @@ class _ReplicaShards:
 
 
 def _join(parameter: Tensor, states: list[StateDict]) -> StateDict:
-    """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
+    """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated;
+    others are equal in all pieces.
+    """
     joined = {}
     for name, value in states[0].items():
         if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
@@ -371,13 +453,17 @@ def _join(parameter: Tensor, states: list[StateDict]) -> StateDict:
 
 def _cut(parameter: Tensor, piece: Piece | None, state: StateDict) -> StateDict:
     def cut(value: Tensor) -> Tensor:
-        return (value if piece is None or value.shape != parameter.shape else piece.cut(value)).clone()
+        return (
+            value if piece is None or value.shape != parameter.shape else piece.cut(value)
+        ).clone()
 
     return {name: torch_private.map_tensors(cut, value) for name, value in state.items()}
 
 
 class _ElementRanks:
-    """The plain optimizer over groups of ``DTensor``s, sharded as the parameters are, with the methods of ``_ReplicaShards``."""
+    """The plain optimizer over groups of ``DTensor``s, sharded as the parameters are, with the
+    methods of ``_ReplicaShards``.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.inner = recipe.make(recipe.groups)
@@ -399,30 +485,40 @@ class _ElementRanks:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         parameters = _parameters_of(self.inner.param_groups)
-        copies = map_tensors(torch.clone, state_dict["state"])  # torch would go on with the caller's tensors
-        state = {key: map_tensors(functools.partial(_distributed, like=parameters[key]), copies[key]) for key in copies}
+        # torch would go on with the caller's tensors
+        copies = map_tensors(torch.clone, state_dict["state"])
+        state = {
+            key: map_tensors(functools.partial(_distributed, like=parameters[key]), copies[key])
+            for key in copies
+        }
         self.inner.load_state_dict({**state_dict, "state": state})
 
 
 class _ParameterRanks(_ElementRanks):
-    """Whole parameters, each updated by the rank that owns it and sent to the others. Those of FSDP2 are gathered before."""
+    """Whole parameters, each updated by the rank that owns it and sent to the others. Those of
+    FSDP2 are gathered before.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._parameters = _parameters_of(self.inner.param_groups)
         self._owners = assign_owners(self._parameters, world_size())
-        self._sharded = [each for each in self._parameters if each.requires_grad and is_sharded(each)]
+        self._sharded = [
+            each for each in self._parameters if each.requires_grad and is_sharded(each)
+        ]
         self._gathered: dict[Tensor, Tensor] = {}
         for parameter in filter(is_sharded, self._parameters):
             if parameter.requires_grad:
-                value = _whole(parameter).requires_grad_()  # an optimizer may look at values when it is made
+                # an optimizer may look at values when it is made
+                value = _whole(parameter).requires_grad_()
             else:
                 value = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
             if self._owners[parameter] == rank():
                 self._gathered[parameter] = value
         owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
-        # The plain optimizer of this rank. Settings and state are those of ``inner``, which has all parameters.
+        # The plain optimizer of this rank. Settings and state are those of ``inner``, which has all
+        # parameters.
         self._local = recipe.make(_replaced(self.inner.param_groups, self._values))
         self.inner.state.clear()  # Some optimizers make it for all parameters.
         self._keep_state()
@@ -431,19 +527,27 @@ class _ParameterRanks(_ElementRanks):
     @torch.no_grad()
     def run(self, method: str) -> None:
         for parameter in self._sharded:
-            value, gradient = _whole(parameter), self.gradient(parameter)
+            value = _whole(parameter)
+            gradient = self.gradient(parameter)
             if parameter in self._gathered:
-                self._gathered[parameter].data, self._gathered[parameter].grad = value, gradient
+                self._gathered[parameter].data = value
+                self._gathered[parameter].grad = gradient
         for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
             group.update({**whole, "params": group["params"]})
         self._local.state.clear()
-        self._local.state.update((self._values[each], state) for each, state in self.inner.state.items())
+        self._local.state.update(
+            (self._values[each], state) for each, state in self.inner.state.items()
+        )
         getattr(self._local, method)()
         self._keep_state()
         for value in self._gathered.values():
             value.grad = None
         for number in range(world_size()):
-            learning = [each for each in self._parameters if self._owners[each] == number and each.requires_grad]
+            learning = [
+                each
+                for each in self._parameters
+                if self._owners[each] == number and each.requires_grad
+            ]
             for chunk in transport.chunks(learning, transport.BUFFER_BYTES):
                 self._send([learning[i] for i in chunk], number)
         self._release()
@@ -451,44 +555,63 @@ class _ParameterRanks(_ElementRanks):
     def state_dict(self) -> StateDict:
         local = super().state_dict()
         shared: list[StateDict] = []
-        for number in range(world_size()):  # one by one: a gather has a buffer per rank, of the largest state
+        # one by one: a gather has a buffer per rank, of the largest state
+        for number in range(world_size()):
             objects: list[Any] = [local if number == rank() else None]
             dist.broadcast_object_list(objects, group=batch_group(), group_src=number)
             shared += objects
         state = itertools.chain(*(part["state"].items() for part in shared))
         groups = []
-        for place, group in enumerate(self.inner.param_groups):  # settings that count are those of an owner
+        # settings that count are those of an owner
+        for place, group in enumerate(self.inner.param_groups):
             owner = self._owners[group["params"][0]] if group["params"] else 0
             groups.append(shared[owner]["param_groups"][place])
         return {"state": dict(sorted(state)), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         whole = map_tensors(_whole, state_dict["state"])
-        owned = [number for number, each in enumerate(self._parameters) if self._owners[each] == rank()]
-        state = {number: map_tensors(torch.clone, whole[number]) for number in owned if number in whole}
+        owned = [
+            number for number, each in enumerate(self._parameters) if self._owners[each] == rank()
+        ]
+        state = {
+            number: map_tensors(torch.clone, whole[number]) for number in owned if number in whole
+        }
         self.inner.load_state_dict({**state_dict, "state": state})
 
     def _keep_state(self) -> None:
         states = self._local.state
-        self.inner.state.update((parameter, states[value]) for parameter, value in self._values.items() if value in states)
+        self.inner.state.update(
+            (parameter, states[value])
+            for parameter, value in self._values.items()
+            if value in states
+        )
         for group, whole in zip(self._local.param_groups, self.inner.param_groups, strict=True):
             whole.update({**group, "params": whole["params"]})  # Settings may count steps.
 
     def _send(self, parameters: list[Tensor], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
         values = [self._gathered.get(each, each).detach() for each in parameters]
-        layouts = [transport.MemoryLayout(each.shape) if is_sharded(each) else transport.layout_of(each) for each in values]
-        if any(map(is_sharded, values)):  # Another rank owns these, and this one has no whole values.
-            flat = torch.empty(sum(each.numel() for each in values), dtype=values[0].dtype, device=values[0].device)
+        layouts = [
+            transport.MemoryLayout(each.shape) if is_sharded(each) else transport.layout_of(each)
+            for each in values
+        ]
+        # Another rank owns these, and this one has no whole values.
+        if any(map(is_sharded, values)):
+            flat = torch.empty(
+                sum(each.numel() for each in values), dtype=values[0].dtype, device=values[0].device
+            )
         else:
             flat = transport.pack(layouts, values)
         dist.broadcast(flat, group=batch_group(), group_src=owner)
         received = map(_distributed, transport.unpack(layouts, flat), parameters)
-        torch_private.foreach_copy_(torch_private.local_tensors(parameters), torch_private.local_tensors(received))
+        torch_private.foreach_copy_(
+            torch_private.local_tensors(parameters), torch_private.local_tensors(received)
+        )
 
     def _release(self) -> None:
         for value in self._gathered.values():
-            value.data, value.grad = value.new_empty(0), None
+            value.data = value.new_empty(0)
+            value.grad = None
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -497,19 +620,29 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _distributed(value: Tensor, like: Tensor) -> Tensor:
-    """Returns a value with the shape of ``like`` sharded in the same way, and others as they are. Nothing is sent."""
+    """Returns a value with the shape of ``like`` sharded in the same way, and others as they are.
+    Nothing is sent.
+    """
     if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
-    placements, mesh = [Replicate()] * like.device_mesh.ndim, like.device_mesh
-    return DTensor.from_local(value.to(like.device), mesh, placements, run_check=False).redistribute(placements=like.placements)
+    placements = [Replicate()] * like.device_mesh.ndim
+    mesh = like.device_mesh
+    return DTensor.from_local(
+        value.to(like.device), mesh, placements, run_check=False
+    ).redistribute(placements=like.placements)
 
 
 def assign_owners(parameters: Iterable[Tensor], count: int) -> dict[Tensor, int]:
-    """Returns the owner of each parameter. Bytes stand for the work as well, and frozen parameters have none."""
-    loads, owners = [0] * count, {}
-    for parameter in sorted(parameters, key=lambda tensor: tensor.nbytes * tensor.requires_grad, reverse=True):
+    """Returns the owner of each parameter. Bytes stand for the work as well, and frozen parameters
+    have none.
+    """
+    loads = [0] * count
+    owners = {}
+    for parameter in sorted(
+        parameters, key=lambda tensor: tensor.nbytes * tensor.requires_grad, reverse=True
+    ):
         owners[parameter] = owner = loads.index(min(loads))
         loads[owner] += parameter.nbytes * parameter.requires_grad
     return owners
@@ -519,13 +652,16 @@ _UPDATES = 12  # D-Adaptation's first updates of small tensors hardly differ.
 
 
 def check_exact(recipe: Recipe, shard: str) -> None:
-    """Raises ``TypeError`` unless small tensors get the same values from sharded optimizers as from one.
+    """Raises ``TypeError`` unless small tensors get the same values from sharded optimizers as from
+    one.
 
-    Others divide by a norm of all gradients, for example, or draw random numbers. A thread of its own has no modes of torch.
+    Others divide by a norm of all gradients, for example, or draw random numbers. A thread of its
+    own has no modes of torch.
     """
     name = recipe.optimizer_class.__name__
     with ThreadPoolExecutor(1) as thread:
-        for dtype in (torch.float64, torch.float32):  # Many kernels and some devices have no float64.
+        # Many kernels and some devices have no float64.
+        for dtype in (torch.float64, torch.float32):
             trial = thread.submit(_is_exact, recipe, shard, dtype)
             if trial.exception() is None:
                 break
@@ -534,7 +670,11 @@ def check_exact(recipe: Recipe, shard: str) -> None:
             f"{name} failed to update small tensors without a closure, which shows if shard={shard!r} is exact: {error}"
         ) from error
     if not trial.result():
-        expected = "elementwise updates" if shard == "elements" else "updates and state of single parameters, no random numbers"
+        expected = (
+            "elementwise updates"
+            if shard == "elements"
+            else "updates and state of single parameters, no random numbers"
+        )
         raise TypeError(
             f"{name} with shard={shard!r} differs from {name} over the whole model, expected {expected}: turn off norms or sums "
             "over all parameters (clip with TrainStep(max_grad_norm=...)), or use it without BalancedOptimizer"
@@ -546,11 +686,14 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
     # A small rate hides that all parameters have one step size.
     default = {"lr": rate} if isinstance(rate, float) else {}
     generator = torch.Generator().manual_seed(3)
-    # A matrix has more elements than a block of quantized state. D-Adaptation needs steady gradients.
+    # A matrix has more elements than a block of quantized state. D-Adaptation needs steady
+    # gradients.
     limit, noise = (64, 1.0) if shard == "elements" else (8, 0.1)
 
     def draw(parameter: Tensor) -> Tensor:
-        """Returns random values of a small parameter, a direction, and all gradients, in one tensor."""
+        """Returns random values of a small parameter, a direction, and all gradients, in one
+        tensor.
+        """
         shape = [2 + _UPDATES, *(min(size, limit) for size in parameter.shape)]
         kind = dtype.to_complex() if parameter.is_complex() else dtype
         rows = torch.randn(shape, dtype=kind, generator=generator)
@@ -560,24 +703,29 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
     def cut(rows: Tensor) -> Sequence[Tensor]:
         return rows.view(len(rows), rows[0].numel()).chunk(3, 1) if shard == "elements" else [rows]
 
-    groups, parts = [], []
+    groups = []
+    parts = []
     for group in recipe.groups[:4]:
         settings = {**group, **default}
         samples = [*map(draw, group["params"][:4])]
         groups.append({**settings, "params": samples})
         parts += [[{**settings, "params": [part]}] for part in itertools.chain(*map(cut, samples))]
-    whole, sharded = _update_samples(recipe, [groups]), _update_samples(recipe, parts)
+    whole = _update_samples(recipe, [groups])
+    sharded = _update_samples(recipe, parts)
     return whole is not None and sharded is not None and torch.equal(whole, sharded)
 
 
 def _update_samples(recipe: Recipe, parts: Sequence[Groups]) -> Tensor | None:
     """Returns the values of all samples after the updates of one optimizer for each of ``parts``.
 
-    Returns None if an optimizer has state besides that of each parameter, such as a number of steps.
+    Returns None if an optimizer has state besides that of each parameter, such as a number of
+    steps.
     """
     values = []
     for groups in parts:
-        leaves = {rows: rows[0].clone().requires_grad_() for group in groups for rows in group["params"]}
+        leaves = {
+            rows: rows[0].clone().requires_grad_() for group in groups for rows in group["params"]
+        }
         optimizer = recipe.make(_replaced(groups, leaves))
         getattr(optimizer, "train", bool)()  # schedule-free optimizers have it
         for number in range(_UPDATES):

@@ -1,8 +1,9 @@
 """Batch norm with statistics over the rows of all replicas and ranks.
 
-torch's ``SyncBatchNorm`` needs a process group (pytorch#38940) and refuses the CPU. Here each replica computes the count, mean
-and sum of squares of its own rows in the forward, and all combine them (Chan, Golub and LeVeque 1979). The graph of each replica
-then includes the statistics of the others, so the backward is an ordinary one without synchronisation.
+torch's ``SyncBatchNorm`` needs a process group (pytorch#38940) and refuses the CPU. Here each
+replica computes the count, mean and sum of squares of its own rows in the forward, and all combine
+them (Chan, Golub and LeVeque 1979). The graph of each replica then includes the statistics of the
+others, so the backward is an ordinary one without synchronisation.
 """
 
 import functools
@@ -23,16 +24,20 @@ from .workers import current_replica
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Converts all batch norms in ``module`` to use statistics over the rows of all devices and ranks, and returns ``module``.
+    """Converts all batch norms in ``module`` to use statistics over the rows of all devices and
+    ranks, and returns ``module``.
 
-    Layers are converted in place. They keep their parameters, buffers, hooks and names in the ``state_dict()``, and those of a
-    subclass what their ``forward`` adds to ``super().forward(...)``, such as an activation. Outputs, gradients and running
-    statistics equal those of the plain program on the same rows, also for uneven shards and for shards with one row or none.
-    Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
+    Layers are converted in place. They keep their parameters, buffers, hooks and names in the
+    ``state_dict()``, and those of a subclass what their ``forward`` adds to
+    ``super().forward(...)``, such as an activation. Outputs, gradients and running statistics equal
+    those of the plain program on the same rows, also for uneven shards and for shards with one row
+    or none. Under torchrun on CUDA, :func:`parallelize` replaces these layers by
+    ``nn.SyncBatchNorm``.
 
-    Statistics are those of one forward: of each micro-batch, over all devices and ranks. Under torchrun, all ranks take part in
-    every forward, without rows if they have none left. ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)``
-    must be called equally often on all ranks.
+    Statistics are those of one forward: of each micro-batch, over all devices and ranks. Under
+    torchrun, all ranks take part in every forward, without rows if they have none left.
+    ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)`` must be called equally
+    often on all ranks.
 
     Raises:
         TypeError: the ``forward`` of a subclass computes the statistics itself.
@@ -48,12 +53,20 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
     check_is_module(module)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
-    lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]
+    lazy = [
+        name or "the module"
+        for name, layer in layers.items()
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin)
+    ]
     if lazy:
-        raise ValueError(f"{lazy[0]} is not initialised yet: run the module once on a few rows before it is converted")
+        raise ValueError(
+            f"{lazy[0]} is not initialised yet: run the module once on a few rows before it is converted"
+        )
     for name, layer in layers.items():
         if computes_statistics(layer):
-            raise TypeError(f"{name or 'the module'} is a {type(layer).__name__}, whose {advice(layer)}")
+            raise TypeError(
+                f"{name or 'the module'} is a {type(layer).__name__}, whose {advice(layer)}"
+            )
     for layer in layers.values():
         if not isinstance(layer, AllRowsBatchNorm):
             _exchange(layer, AllRowsBatchNorm)
@@ -61,7 +74,9 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def advice(layer: nn.Module) -> str:
-    """Returns a way to normalise by all rows, for a batch norm that normalises by the rows of its replica."""
+    """Returns a way to normalise by all rows, for a batch norm that normalises by the rows of its
+    replica.
+    """
     if not computes_statistics(layer):
         return "use convert_sync_batchnorm(module), or a norm that does not mix rows"
     return (
@@ -71,12 +86,16 @@ def advice(layer: nn.Module) -> str:
 
 
 def computes_statistics(layer: nn.Module) -> bool:
-    """Returns True for a batch norm whose ``forward`` is neither torch's nor calls it as ``super().forward(...)``."""
+    """Returns True for a batch norm whose ``forward`` is neither torch's nor calls it as
+    ``super().forward(...)``.
+    """
     if isinstance(layer, AllRowsBatchNorm):
         return False
     kinds = type(layer).__mro__
     before = kinds[: kinds.index(_torch_class(kinds[0]))]
-    return "forward" in vars(layer) or not all(_calls_super(vars(kind)["forward"]) for kind in before if "forward" in vars(kind))
+    return "forward" in vars(layer) or not all(
+        _calls_super(vars(kind)["forward"]) for kind in before if "forward" in vars(kind)
+    )
 
 
 def _calls_super(forward: Any) -> bool:
@@ -85,8 +104,14 @@ def _calls_super(forward: Any) -> bool:
 
 
 def _names(code: Any) -> set[str]:
-    """Returns the names of globals and attributes in the code of a function, and in that of its inner functions."""
-    return {*code.co_names}.union(*map(_names, code.co_consts)) if isinstance(code, types.CodeType) else set()
+    """Returns the names of globals and attributes in the code of a function, and in that of its
+    inner functions.
+    """
+    return (
+        {*code.co_names}.union(*map(_names, code.co_consts))
+        if isinstance(code, types.CodeType)
+        else set()
+    )
 
 
 def _torch_class(kind: type) -> type:
@@ -95,7 +120,9 @@ def _torch_class(kind: type) -> type:
 
 
 def _exchange(layer: nn.Module, statistics: type) -> None:
-    """Exchanges torch's forward of a batch norm for that of ``statistics``. The layer keeps the forward of its class."""
+    """Exchanges torch's forward of a batch norm for that of ``statistics``. The layer keeps the
+    forward of its class.
+    """
     kind: Any = getattr(layer, "converted_class", type(layer))
     is_plain = kind in (AllRowsBatchNorm, _torch_class(kind))
     layer.__class__ = statistics if is_plain else _subclass(kind, statistics)
@@ -103,9 +130,13 @@ def _exchange(layer: nn.Module, statistics: type) -> None:
 
 @functools.cache
 def _subclass(kind: type, statistics: type) -> type:
-    """Returns a subclass of ``kind`` with ``statistics`` before the class of torch in the order of its bases."""
+    """Returns a subclass of ``kind`` with ``statistics`` before the class of torch in the order of
+    its bases.
+    """
     base = type(statistics.__name__, (statistics, _torch_class(kind)), {})
-    return type(kind.__name__, (kind, base), {"converted_class": kind, "__module__": kind.__module__})
+    return type(
+        kind.__name__, (kind, base), {"converted_class": kind, "__module__": kind.__module__}
+    )
 
 
 def use_torch_sync_batchnorm(module: nn.Module) -> None:
@@ -125,16 +156,25 @@ class AllRowsBatchNorm(BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"batch norm was given {input.dim()} dimensions, expected at least 2: rows and channels")
+            raise ValueError(
+                f"batch norm was given {input.dim()} dimensions, expected at least 2: rows and channels"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises the rows. In training, this waits for the other replicas and ranks."""
         self._check_input_dim(input)
         replica = current_replica()
         uses_batch = self.training or self.running_mean is None
-        if uses_batch and replica is None and self.__dict__.get("_was_replica") and current_backward_id() is not None:
+        if (
+            uses_batch
+            and replica is None
+            and self.__dict__.get("_was_replica")
+            and current_backward_id() is not None
+        ):
             # activation checkpointing runs the forward again, without the other replicas
-            raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
+            raise RuntimeError(
+                "a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing"
+            )
         if not uses_batch or (replica is None and world_size() == 1):
             return BatchNorm.forward(self, input)  # nn.SyncBatchNorm's refuses the CPU.
         dims = [0, *range(2, input.dim())]
@@ -142,7 +182,9 @@ class AllRowsBatchNorm(BatchNorm):
         count, mean, squares = _combine(_gather_statistics(values, dims))
         self.__dict__["_was_replica"] = replica is not None
         if count <= 1:
-            raise ValueError(f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training")
+            raise ValueError(
+                f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training"
+            )
         self._update_running(mean.detach(), squares.detach() / (count - 1))
         shape = [1, -1, *(1 for _ in dims[1:])]
         scale = torch.rsqrt(squares / count + self.eps)
@@ -167,7 +209,9 @@ class AllRanksBatchNorm(nn.SyncBatchNorm):
 
     @property
     def process_group(self) -> Any:  # type: ignore[override]
-        """Returns the process group. It is not an attribute of the layer, which could then not be copied or pickled."""
+        """Returns the process group. It is not an attribute of the layer, which could then not be
+        copied or pickled.
+        """
         return second_group("statistics")
 
 
@@ -180,11 +224,14 @@ class Statistics(NamedTuple):
 
 
 def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
-    """Returns the statistics of every replica and rank, on the device of ``values``, the rows of this replica."""
+    """Returns the statistics of every replica and rank, on the device of ``values``, the rows of
+    this replica.
+    """
     count = values.numel() // max(values.size(1), 1)
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
-    moments = torch.stack([mean, squares, torch.full_like(mean, count)])  # a fill: the host does not wait
+    # a fill: the host does not wait
+    moments = torch.stack([mean, squares, torch.full_like(mean, count)])
     local = Statistics(count, moments, current_stream(values.device))
     replica = current_replica()
     parts: list[Statistics] = [local] if replica is None else replica.exchange(local)

@@ -1,7 +1,8 @@
 """Buckets of gradients, each summed over the replicas as soon as every replica has it.
 
-One autograd function per bucket connects the replicas to the parameters of the module. Its forward returns aliases of the
-copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket. ::
+One autograd function per bucket connects the replicas to the parameters of the module. Its forward
+returns aliases of the copies on each device. Its backward runs once, when every replica has its
+gradients of the whole bucket. ::
 
     forward                                          backward
 
@@ -9,15 +10,17 @@ copies on each device. Its backward runs once, when every replica has its gradie
     parameters --+--> aliases, replica 1 --> ...     .grad <-- sum--+-- gradients, replica 1 <-- ...
                  +--> aliases, replica 2 --> ...                    +-- gradients, replica 2 <-- ...
 
-A node of a device has one stream: autograd makes it wait for the streams on which its gradients were computed. So on devices
-with streams another function stands between the broadcast and the aliases of each replica.
+A node of a device has one stream: autograd makes it wait for the streams on which its gradients
+were computed. So on devices with streams another function stands between the broadcast and the
+aliases of each replica.
 
-Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradient of the first replica goes to
-``parameter.grad``, as in DDP, and those of the others wait here for the next backward that reduces. They are dropped if
-``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
+Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradient of the
+first replica goes to ``parameter.grad``, as in DDP, and those of the others wait here for the next
+backward that reduces. They are dropped if ``parameter.grad`` was cleared or set in between, as by
+``optimizer.zero_grad()``.
 
-For a :class:`BalancedOptimizer`, each device owns an equal part of a bucket's elements, or whole parameters, and receives the
-sums of these. ::
+For a :class:`BalancedOptimizer`, each device owns an equal part of a bucket's elements, or whole
+parameters, and receives the sums of these. ::
 
     parameters   | weight            | bias | weight       |        pieces share the memory of the replicas
     owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
@@ -47,12 +50,16 @@ from ..runtime.torch_private import (
 )
 from ..runtime.transport import MemoryLayout, layout_of
 
-Gradients = dict[int, Tensor]  # one replica's, by the place of the parameter in its bucket; none for an unused parameter
+# one replica's, by the place of the parameter in its bucket; none for an unused parameter
+Gradients = dict[int, Tensor]
 
 
 def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
-    """Adds gradients to ``grad`` as autograd does, in place if both are dense. With ``is_copy``, no memory is shared."""
-    totals, parts = [], []
+    """Adds gradients to ``grad`` as autograd does, in place if both are dense. With ``is_copy``, no
+    memory is shared.
+    """
+    totals = []
+    parts = []
     for place, gradient in gradients.items():
         leaf = leaves[place]
         before = leaf.grad
@@ -68,7 +75,9 @@ def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool 
 
 
 def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Returns ``gradient`` with the strides of its leaf, as autograd does, or contiguous if the memory of the leaf has gaps."""
+    """Returns ``gradient`` with the strides of its leaf, as autograd does, or contiguous if the
+    memory of the leaf has gaps.
+    """
     if not _is_dense(gradient) or gradient.stride() == leaf.stride():
         return gradient
     if layout_of(gradient) == layout_of(leaf):
@@ -76,16 +85,25 @@ def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
     return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
 
 
-def prepare_sums(leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_copy: bool = False) -> Callable[[], Gradients]:
-    """Returns a function that sums a bucket's gradients over the replicas, on the device and with the strides of ``leaves``.
+def prepare_sums(
+    leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_copy: bool = False
+) -> Callable[[], Gradients]:
+    """Returns a function that sums a bucket's gradients over the replicas, on the device and with
+    the strides of ``leaves``.
 
-    Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. The function may run on
-    side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
-    ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
+    Memory is allocated here, on the current streams: blocks of the caching allocator belong to a
+    stream. The function may run on side streams. Gradients that some replicas do not have, sparse
+    ones, and those with a graph are added at once. With ``is_copy`` no memory is shared with the
+    gradients: autograd may have given the same tensor to two parameters.
     """
-    home, is_together = leaves[0].device, len(replicas) > 1 and not torch.is_grad_enabled()
+    home = leaves[0].device
+    is_together = len(replicas) > 1 and not torch.is_grad_enabled()
     candidates = replicas[0] if is_together else ()
-    places = [place for place in candidates if all(_is_dense_in(gradients, place) for gradients in replicas)]
+    places = [
+        place
+        for place in candidates
+        if all(_is_dense_in(gradients, place) for gradients in replicas)
+    ]
     sums: Gradients = {}
     for place in set[int]().union(*replicas).difference(places):
         present = [move(gradients[place], home) for gradients in replicas if place in gradients]
@@ -94,7 +112,9 @@ def prepare_sums(leaves: Sequence[Tensor], replicas: Sequence[Gradients], *, is_
     if not places:
         return lambda: sums
     layouts = [layout_of(leaves[place]) for place in places]
-    flat = [transport.pack(layouts, [gradients[place] for place in places]) for gradients in replicas]
+    flat = [
+        transport.pack(layouts, [gradients[place] for place in places]) for gradients in replicas
+    ]
     result = torch.empty_like(flat[0], device=home)
 
     def compute() -> Gradients:
@@ -123,7 +143,8 @@ class Schedule(NamedTuple):
     """Settings of one forward for its own backward."""
 
     streams: Streams  # The replicas run on these.
-    side: SideStreams | None  # Sums overlap with the backward there. None if devices have no streams.
+    # Sums overlap with the backward there. None if devices have no streams.
+    side: SideStreams | None
     overlaps: bool  # the backward of other layers follows
     deferred: bool  # gradients stay with the replicas
 
@@ -141,19 +162,25 @@ def kinds_of(parameters: Iterable[nn.Parameter]) -> Kinds:
     return {id(parameter): (parameter.shape, parameter.dtype) for parameter in parameters}
 
 
-# The buckets of all modules of the process. Two modules may share a parameter, and neither knows the other.
+# The buckets of all modules of the process. Two modules may share a parameter, and neither knows
+# the other.
 _buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()
 
 
 class Bucket:
-    """Parameters whose gradients are summed together: of one dtype, on one device, all with ``requires_grad``."""
+    """Parameters whose gradients are summed together: of one dtype, on one device, all with
+    ``requires_grad``.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.kinds = kinds_of(parameters)
-        self.owners: BucketOwners | None = None  # receive the gradients in place of the parameters' ``grad``
-        self.held: dict[torch.device, Gradients] = {}  # Gradients of the other replicas that are not reduced yet.
-        self._local: dict[int, weakref.ref[Tensor]] = {}  # The ``grad`` that others wait for, by place of the parameter.
+        # receive the gradients in place of the parameters' ``grad``
+        self.owners: BucketOwners | None = None
+        # Gradients of the other replicas that are not reduced yet.
+        self.held: dict[torch.device, Gradients] = {}
+        # The ``grad`` that others wait for, by place of the parameter.
+        self._local: dict[int, weakref.ref[Tensor]] = {}
         self._lock = threading.RLock()  # backwards may run in several threads
         _buckets[id(self)] = self
 
@@ -161,8 +188,12 @@ class Bucket:
         """Gives the gradients to ``owners``, or to the parameters again."""
         self.owners = owners
 
-    def broadcast(self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule) -> list[tuple[Tensor, ...]]:
-        """Returns aliases of ``replicas[r][i]``, the values of parameter ``i`` for replica ``r``, connected to the parameters."""
+    def broadcast(
+        self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule
+    ) -> list[tuple[Tensor, ...]]:
+        """Returns aliases of ``replicas[r][i]``, the values of parameter ``i`` for replica ``r``,
+        connected to the parameters.
+        """
         size = len(self.parameters)
         aliases = _Broadcast.apply(self, replicas, schedule, *self.parameters)
         run_first(aliases[0].grad_fn)  # reduces as soon as all replicas have their gradients
@@ -172,14 +203,20 @@ class Bucket:
             run_first(parts[i][0].grad_fn)
         return parts
 
-    def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None], schedule: Schedule) -> Gradients:
-        """Takes over the gradients of all replicas. Returns those that autograd passes on to the parameters.
+    def collect(
+        self, replicas: list[Gradients], wanted: Sequence[bool | None], schedule: Schedule
+    ) -> Gradients:
+        """Takes over the gradients of all replicas. Returns those that autograd passes on to the
+        parameters.
 
-        ``wanted`` is True for a parameter whose gradient is accumulated, None if autograd passes it on (``torch.autograd.grad``,
-        or a hook of the parameter), and False for neither.
+        ``wanted`` is True for a parameter whose gradient is accumulated, None if autograd passes it
+        on (``torch.autograd.grad``, or a hook of the parameter), and False for neither.
         """
         passed_on, accumulated = (
-            [{place: gradient for place, gradient in gradients.items() if wanted[place] is want} for gradients in replicas]
+            [
+                {place: gradient for place, gradient in gradients.items() if wanted[place] is want}
+                for gradients in replicas
+            ]
             for want in (None, True)
         )
         returned = prepare_sums(self.parameters, passed_on)()
@@ -200,28 +237,37 @@ class Bucket:
         return returned
 
     def _reduce_behind(self, side: SideStreams | None) -> None:
-        """Reduces behind the sums of other modules, which may share a parameter and end on their side streams."""
+        """Reduces behind the sums of other modules, which may share a parameter and end on their
+        side streams.
+        """
         if side is not None:
             side.begin()
         self.reduce()
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners, which take ``grad`` away.
+        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the
+        owners, which take ``grad`` away.
 
         Buckets of other modules that wait for a ``grad`` that the owners take come first.
         """
         if self._local and self.owners is not None:
             owned = set(map(id, self.parameters))
             for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
-                if bucket.held and bucket.owners is None and not owned.isdisjoint(map(id, bucket.parameters)):
+                if (
+                    bucket.held
+                    and bucket.owners is None
+                    and not owned.isdisjoint(map(id, bucket.parameters))
+                ):
                     bucket.reduce()
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
     def _prepare(self, *, takes_local: bool) -> Callable[[], None]:
-        """Returns a function that reduces the gradients that the replicas hold now, into memory of the current streams.
+        """Returns a function that reduces the gradients that the replicas hold now, into memory of
+        the current streams.
 
-        With ``takes_local``, ``grad`` counts as one of the first replica: not in a backward, where buckets may share a parameter.
+        With ``takes_local``, ``grad`` counts as one of the first replica: not in a backward, where
+        buckets may share a parameter.
         """
         with self._lock:
             self._drop_discarded()
@@ -229,7 +275,8 @@ class Bucket:
             for place in self._local if takes_local else ():
                 if (gradient := self.parameters[place].grad) is not None:
                     local[place] = gradient
-            held, self.held = self.held, {}
+            held = self.held
+            self.held = {}
             if takes_local or self.owners is None:
                 self._local = {}
         if local:
@@ -255,7 +302,8 @@ class Bucket:
     def drop(self) -> None:
         """Forgets the gradients that the replicas and the owners hold."""
         with self._lock:
-            self.held, self._local = {}, {}
+            self.held = {}
+            self._local = {}
             for piece in () if self.owners is None else self.owners.pieces:
                 piece.values.grad = None
 
@@ -271,7 +319,9 @@ class Bucket:
                 accumulate(self.parameters, replicas.pop(self._home, {}), is_copy=True)
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device, {}))
-            waiting = dict(itertools.chain(*(gradients.items() for gradients in self.held.values())))
+            waiting = dict(
+                itertools.chain(*(gradients.items() for gradients in self.held.values()))
+            )
             for place, parameter in enumerate(self.parameters) if deferred else ():
                 if parameter.grad is None and place in waiting:  # The first replica has none.
                     parameter.grad = torch.zeros_like(waiting[place], device=self._home)
@@ -279,7 +329,9 @@ class Bucket:
                     self._local[place] = weakref.ref(parameter.grad)
 
     def _drop_discarded(self) -> None:
-        """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets one if it creates a graph."""
+        """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets
+        one if it creates a graph.
+        """
         for place, before in list(self._local.items()):
             gradient = self.parameters[place].grad
             if gradient is None or (gradient is not before() and gradient.grad_fn is None):
@@ -289,11 +341,17 @@ class Bucket:
 
 
 class _Broadcast(torch.autograd.Function):
-    """Broadcasts a bucket in the forward, and reduces its gradients in the backward, as the schedule of the forward says."""
+    """Broadcasts a bucket in the forward, and reduces its gradients in the backward, as the
+    schedule of the forward says.
+    """
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, replicas: Any, schedule: Schedule, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.schedule, ctx.size = bucket, schedule, len(parameters)
+    def forward(
+        ctx: Any, bucket: Bucket, replicas: Any, schedule: Schedule, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.bucket = bucket
+        ctx.schedule = schedule
+        ctx.size = len(parameters)
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for replica in replicas for tensor in replica])
 
@@ -307,7 +365,12 @@ class _Broadcast(torch.autograd.Function):
             if schedule.side is not None:
                 schedule.side.begin()
             side = schedule.overlapping_side
-            if schedule.deferred or bucket.owners or bucket.held or (side and not torch.is_grad_enabled()):
+            if (
+                schedule.deferred
+                or bucket.owners
+                or bucket.held
+                or (side and not torch.is_grad_enabled())
+            ):
                 nodes = [node for node, _ in ctx.next_functions]
                 wanted = [*map(_is_wanted, bucket.parameters, nodes)]
                 if side and bucket.owners is None:
@@ -324,14 +387,18 @@ def _by_place(gradients: Sequence[Tensor | None]) -> Gradients:
 
 
 def _is_wanted(parameter: Tensor, node: Node) -> bool | None:
-    """Returns True if the running backward accumulates the gradient, and None if autograd passes it on."""
+    """Returns True if the running backward accumulates the gradient, and None if autograd passes it
+    on.
+    """
     if any(hooks_of(parameter)):
         return None
     return node is not None and will_run(node)  # A parameter without requires_grad has no node.
 
 
 class _Receive(torch.autograd.Function):
-    """Passes tensors of one device on. Its backward runs on the stream of its forward, behind the streams of the gradients."""
+    """Passes tensors of one device on. Its backward runs on the stream of its forward, behind the
+    streams of the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -351,7 +418,8 @@ class GradientBuckets:
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
-        self.side = side  # Sums overlap with the backward there. They are made on first use if devices have streams.
+        # Sums overlap with the backward there. They are made on first use if devices have streams.
+        self.side = side
 
     @property
     def is_sharded(self) -> bool:
@@ -382,11 +450,16 @@ class GradientBuckets:
             self.side.join()
 
     def rebuild(self, *groups: Sequence[nn.Parameter]) -> list[list[Bucket]]:
-        """Makes new buckets of those parameters in each of ``groups`` that require a gradient and have no owners."""
+        """Makes new buckets of those parameters in each of ``groups`` that require a gradient and
+        have no owners.
+        """
         self.reduce()
         self.buckets = [bucket for bucket in self.buckets if bucket.owners is not None]
         owned = self.kinds
-        learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
+        learning = [
+            [each for each in group if each.requires_grad and id(each) not in owned]
+            for group in groups
+        ]
         buckets = [*map(make_buckets, learning)]
         self.buckets += itertools.chain(*buckets)
         return buckets
@@ -399,22 +472,36 @@ class GradientBuckets:
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-    """Returns buckets of at most 25 MiB (or one parameter) and one dtype. The last parameters come first, as in the backward."""
+    """Returns buckets of at most 25 MiB (or one parameter) and one dtype. The last parameters come
+    first, as in the backward.
+    """
     last_first = parameters[::-1]
-    return [Bucket([last_first[i] for i in chunk]) for chunk in sorted(transport.chunks(last_first, BUCKET_BYTES))]
+    return [
+        Bucket([last_first[i] for i in chunk])
+        for chunk in sorted(transport.chunks(last_first, BUCKET_BYTES))
+    ]
 
 
 class Piece:
-    """A run of one parameter's elements, the ``index``-th of a bucket, in the memory of the device that owns it.
+    """A run of one parameter's elements, the ``index``-th of a bucket, in the memory of the device
+    that owns it.
 
-    ``values`` is a leaf for the optimizer to update, flat if it is not the whole parameter. ``places`` are the same elements on
-    all devices.
+    ``values`` is a leaf for the optimizer to update, flat if it is not the whole parameter.
+    ``places`` are the same elements on all devices.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, index: int, run: slice, owner: torch.device, copies: Mapping[torch.device, Tensor]
+        self,
+        parameter: nn.Parameter,
+        index: int,
+        run: slice,
+        owner: torch.device,
+        copies: Mapping[torch.device, Tensor],
     ) -> None:
-        self.parameter, self.index, self.owner, self._run = parameter, index, owner, run
+        self.parameter = parameter
+        self.index = index
+        self.owner = owner
+        self._run = run
         self.is_whole = run.stop - run.start == parameter.numel()
         self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
         self.values = self.places[owner].detach().requires_grad_()
@@ -438,26 +525,35 @@ def _make_pieces(
     copies: Sequence[Mapping[torch.device, Tensor]],
     owners: Mapping[Tensor, int] | None,
 ) -> Iterator[Piece]:
-    """Yields a bucket's pieces in the order of their owners. A parameter whose memory has gaps is not cut."""
+    """Yields a bucket's pieces in the order of their owners. A parameter whose memory has gaps is
+    not cut.
+    """
     devices = list(copies[0])
     # Collectives need equal sizes.
     share = max(-(-sum(parameter.numel() for parameter in parameters) // len(devices)), 1)
     begin = 0
-    for index in sorted(range(len(parameters)), key=lambda index: owners[parameters[index]] if owners else 0):
-        parameter, copied = parameters[index], copies[index]
+    for index in sorted(
+        range(len(parameters)), key=lambda index: owners[parameters[index]] if owners else 0
+    ):
+        parameter = parameters[index]
+        copied = copies[index]
         end = begin + parameter.numel()
         is_cut = owners is None and all(copy.is_contiguous() for copy in copied.values())
         cuts = range((begin // share + 1) * share, end, share) if is_cut else ()
         for start, stop in itertools.pairwise([begin, *cuts, end]):
             owner = min(start // share, len(devices) - 1) if owners is None else owners[parameter]
-            yield Piece(parameter, index, slice(start - begin, stop - begin), devices[owner], copied)
+            yield Piece(
+                parameter, index, slice(start - begin, stop - begin), devices[owner], copied
+            )
         begin = end
 
 
 class BucketOwners:
-    """The pieces of one bucket, in the order of their owners, which are the devices in ``copies``, the copies of each parameter.
+    """The pieces of one bucket, in the order of their owners, which are the devices in ``copies``,
+    the copies of each parameter.
 
-    ``owners`` are the devices of whole parameters, by number. Without them, each device owns as many bytes.
+    ``owners`` are the devices of whole parameters, by number. Without them, each device owns as
+    many bytes.
     """
 
     def __init__(
@@ -469,7 +565,9 @@ class BucketOwners:
         self._devices = list(copies[0])
         self.pieces = [*_make_pieces(parameters, copies, owners)]
         self._order = [*dict.fromkeys(piece.index for piece in self.pieces)]
-        self._owned = [[piece for piece in self.pieces if piece.owner == device] for device in self._devices]
+        self._owned = [
+            [piece for piece in self.pieces if piece.owner == device] for device in self._devices
+        ]
         is_cut = {piece.index for piece in self.pieces if not piece.is_whole}
         self._layouts = [
             MemoryLayout(parameter.shape) if index in is_cut else layout_of(parameter)
@@ -481,7 +579,9 @@ class BucketOwners:
         self._sizes = padded if is_padded else sizes
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
-        """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
+        """Allocates sums of the replicas' gradients on the owners. Returns a function that computes
+        them.
+        """
         learned = set(itertools.chain(*replicas))
         if not learned:
             return lambda: None
@@ -490,7 +590,9 @@ class BucketOwners:
         for gradients in filter(None, replicas):
             like = next(iter(gradients.values()))
             dense = [
-                check_dense(gradients[index]) if index in gradients else like.new_zeros(layout.shape)
+                check_dense(gradients[index])
+                if index in gradients
+                else like.new_zeros(layout.shape)
                 for index, layout in zip(self._order, layouts, strict=True)
             ]
             flat.append(transport.pack(layouts, dense, sum(self._sizes)))
@@ -508,29 +610,41 @@ class BucketOwners:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Copies the values of the module's own parameters to the owners, each the pieces that it owns."""
+        """Copies the values of the module's own parameters to the owners, each the pieces that it
+        owns.
+        """
         for owned, device in zip(self._owned[1:], self._devices[1:], strict=True):
-            transport.copy_coalesced([[piece.places[device] for piece in owned]], [p.places[self._devices[0]] for p in owned])
+            transport.copy_coalesced(
+                [[piece.places[device] for piece in owned]],
+                [p.places[self._devices[0]] for p in owned],
+            )
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copies each owner's values to all other devices."""
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
-        if len(self._layouts) == 1 and all(place.is_contiguous() for row in places for place in row):
-            whole = [row[0].as_strided((sum(self._sizes),), (1,)) for row in places]  # needs no buffers
+        if len(self._layouts) == 1 and all(
+            place.is_contiguous() for row in places for place in row
+        ):
+            # needs no buffers
+            whole = [row[0].as_strided((sum(self._sizes),), (1,)) for row in places]
             transport.all_gather(whole, self._sizes)
             torch.autograd.graph.increment_version([place for row in places for place in row])
             return
         gathered = [row[0].new_empty(sum(self._sizes)) for row in places]
         for number, owned in enumerate(self._owned):
             sent = gathered[number].split(self._sizes)[number]
-            torch_private.foreach_copy_(self._unpack(owned, sent), [piece.values for piece in owned])
+            torch_private.foreach_copy_(
+                self._unpack(owned, sent), [piece.values for piece in owned]
+            )
         transport.all_gather(gathered, self._sizes)
         for row, flat in zip(places, gathered, strict=True):
             torch_private.foreach_copy_(row, self._unpack(self.pieces, flat))
 
     def _unpack(self, pieces: Sequence[Piece], flat: Tensor) -> list[Tensor]:
-        layouts = [self._layouts[p.index] if p.is_whole else MemoryLayout(p.values.shape) for p in pieces]
+        layouts = [
+            self._layouts[p.index] if p.is_whole else MemoryLayout(p.values.shape) for p in pieces
+        ]
         return transport.unpack(layouts, flat)
 
 

@@ -1,4 +1,6 @@
-"""``DataParallelModel``: a batch over the devices of one process. Each output stays on the device of its replica."""
+"""``DataParallelModel``: a batch over the devices of one process. Each output stays on the device
+of its replica.
+"""
 
 import contextlib
 import functools
@@ -23,39 +25,48 @@ from .replicas import Replicas, window
 
 
 class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
-    """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.
+    """Runs a module on rows of the batch on every device, and returns the list of their outputs,
+    each on its own device.
 
-    Replaces ``torch.nn.DataParallel``. It is a subclass, with the same ``.module`` and ``state_dict()``, but outputs are not
-    gathered on the first device. They are a :class:`PerReplica`, a list with one output per replica. Pass it to a
+    Replaces ``torch.nn.DataParallel``. It is a subclass, with the same ``.module`` and
+    ``state_dict()``, but outputs are not gathered on the first device. They are a
+    :class:`PerReplica`, a list with one output per replica. Pass it to a
     :class:`DataParallelCriterion`, to :func:`gather`, or to another ``DataParallelModel``.
 
-    Rows are split as by :func:`scatter`. A batch with fewer rows than devices uses fewer replicas. A batch without rows uses one.
-    Each replica runs in a thread of its own, with the caller's gradient mode, autocast, default device, streams, context
-    variables, hooks of saved tensors, and modes of torch. Replicas persist between forwards and follow every change of the module
-    that Python makes. The first one is the module itself, so writes to its buffers stay, as in ``nn.DataParallel``.
+    Rows are split as by :func:`scatter`. A batch with fewer rows than devices uses fewer replicas.
+    A batch without rows uses one. Each replica runs in a thread of its own, with the caller's
+    gradient mode, autocast, default device, streams, context variables, hooks of saved tensors, and
+    modes of torch. Replicas persist between forwards and follow every change of the module that
+    Python makes. The first one is the module itself, so writes to its buffers stay, as in
+    ``nn.DataParallel``.
 
     Args:
         module: moved to the first device. Parameters and their gradients stay there.
-        device_ids: integers, strings or devices, of any type. A device may be named several times (``["cpu"] * 4``).
-            ``None`` is every visible accelerator, else the CPU.
-        output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first device.
+        device_ids: integers, strings or devices, of any type. A device may be named several times
+            (``["cpu"] * 4``). ``None`` is every visible accelerator, else the CPU.
+        output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first
+            device.
         dim: the dimension of the rows in inputs and outputs.
-        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside every replica. ``None`` is
-            the autocast of the caller.
-        split: for unequal shards one weight per device, or ``"memory"``, the free bytes of each device when the model is made.
-            ``None`` is equal shards. The weights are in ``model.split`` and ``repr(model)``.
-        in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by position, or a mapping by
-            position or name; ``None`` for an argument that every replica needs whole; a sequence or mapping for a nested one.
-            Other arguments have their rows in ``dim``. :class:`Whole` and :class:`Rows` mark arguments at the call instead.
-        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`, or ``None`` for one that is
-            the same on all replicas. The default is ``dim``.
-        gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel`` does, for loops that compute
-            their loss themselves. That device then stores all of them.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside
+            every replica. ``None`` is the autocast of the caller.
+        split: for unequal shards one weight per device, or ``"memory"``, the free bytes of each
+            device when the model is made. ``None`` is equal shards. The weights are in
+            ``model.split`` and ``repr(model)``.
+        in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by
+            position, or a mapping by position or name; ``None`` for an argument that every replica
+            needs whole; a sequence or mapping for a nested one. Other arguments have their rows in
+            ``dim``. :class:`Whole` and :class:`Rows` mark arguments at the call instead.
+        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`,
+            or ``None`` for one that is the same on all replicas. The default is ``dim``.
+        gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel``
+            does, for loops that compute their loss themselves. That device then stores all of them.
 
     Raises:
         TypeError: the module is a class, or not a module, or is wrapped already.
-        ValueError: this machine does not have one of the devices; at the call, inputs have different numbers of rows.
-        BaseException: the first failure of a replica. A note on it names the replica and its device.
+        ValueError: this machine does not have one of the devices; at the call, inputs have
+            different numbers of rows.
+        BaseException: the first failure of a replica. A note on it names the replica and its
+            device.
 
     Example:
         >>> model = DataParallelModel(torch.nn.Linear(4, 2), ["cpu"] * 3)
@@ -95,28 +106,43 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self.output_device = 0 if self._gathers_on.index is None else self._gathers_on.index
         self.module = module.to(devices[0])
 
-    def _set_up(self, devices: list[torch.device], replicas: Replicas, dim: int, precision: Any, split: Any) -> None:
-        """Sets what a forward needs, but for ``module``. A subclass passes its own devices and replicas."""
-        self.devices, self.replicas = devices, replicas
+    def _set_up(
+        self, devices: list[torch.device], replicas: Replicas, dim: int, precision: Any, split: Any
+    ) -> None:
+        """Sets what a forward needs, but for ``module``. A subclass passes its own devices and
+        replicas.
+        """
+        self.devices = devices
+        self.replicas = replicas
         # the weight of each device; None for equal parts
-        self.split = share_by_memory(devices) if split == "memory" else check_split(split, len(devices))
+        self.split = (
+            share_by_memory(devices) if split == "memory" else check_split(split, len(devices))
+        )
         self.precision = Precision(precision or "fp32")
         self.dim = self.out_dims = dim
-        self.in_dims, self.gather_outputs, self._warned = None, False, False
+        self.in_dims = None
+        self.gather_outputs = False
+        self._warned = False
         self.device_ids = [0 if device.index is None else device.index for device in devices]
         self.src_device_obj = devices[0]
 
     def extra_repr(self) -> str:
         """Returns the devices and their shares, for ``repr(model)``."""
-        shares = ", ".join(f"{weight / sum(self.split):.1%}" for weight in self.split) if self.split else "equal"
+        shares = (
+            ", ".join(f"{weight / sum(self.split):.1%}" for weight in self.split)
+            if self.split
+            else "equal"
+        )
         return f"devices={[str(device) for device in self.devices]}, shares: {shares}"
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Defers the reduction of gradients, so that those of several micro-batches are reduced once.
+        """Defers the reduction of gradients, so that those of several micro-batches are reduced
+        once.
 
-        Gradients of forwards in this block accumulate on the replicas, those of the first one in ``parameter.grad``. The next
-        backward of a forward outside of the block reduces them, and so does :meth:`reduce_gradients`. ``optimizer.zero_grad()``
-        discards them; with ``set_to_none=False``, call :meth:`zero_grad` of the model.
+        Gradients of forwards in this block accumulate on the replicas, those of the first one in
+        ``parameter.grad``. The next backward of a forward outside of the block reduces them, and so
+        does :meth:`reduce_gradients`. ``optimizer.zero_grad()`` discards them; with
+        ``set_to_none=False``, call :meth:`zero_grad` of the model.
 
         Example:
             >>> model = DataParallelModel(torch.nn.Linear(4, 1), ["cpu"] * 2)
@@ -129,50 +155,71 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         return window(self, deferred=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters, those that have accumulated on the replicas, and those that are sharded."""
+        """Clears the gradients of all parameters, those that have accumulated on the replicas, and
+        those that are sharded.
+        """
         super().zero_grad(set_to_none)
         self.replicas.gradients.drop()
 
     def refresh_replicas(self) -> None:
         """Copies all parameters again before the next forward or update, as every forward does.
 
-        In a block of :meth:`no_sync` or ``savings.inference``, only the first forward does so. This is needed there after a write
-        that torch's version counters do not record, such as ``parameter.data.clamp_(...)``.
+        In a block of :meth:`no_sync` or ``savings.inference``, only the first forward does so. This
+        is needed there after a write that torch's version counters do not record, such as
+        ``parameter.data.clamp_(...)``.
         """
         self.replicas.forget_values()
 
     def reduce_gradients(self) -> None:
-        """Sums the gradients that have accumulated on the replicas under :meth:`no_sync`, if no backward has done so."""
+        """Sums the gradients that have accumulated on the replicas under :meth:`no_sync`, if no
+        backward has done so.
+        """
         self.replicas.gradients.reduce()
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> Any:
         batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
-        with torch.enable_grad():  # the forward may ask for gradients of its inputs under no_grad too
+        # the forward may ask for gradients of its inputs under no_grad too
+        with torch.enable_grad():
             shards = batch.split(self.devices, self.split)
         outputs = self._run_shards(shards, method)
         return self._gather(outputs) if self.gather_outputs else outputs
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
-        """Runs a replica on each shard of one forward, which are in the order of the ``devices``. Returns their outputs."""
+        """Runs a replica on each shard of one forward, which are in the order of the ``devices``.
+        Returns their outputs.
+        """
         devices = [shard.device for shard in shards]
         sizes = [None if shard.rows is None else len(shard.rows) for shard in shards]
         if len(devices) > 1:
             if torch.compiler.is_compiling():
-                torch.compiler.disable(_refuse_compilation)()  # the compiler does not trace it, so its error is raised
+                # the compiler does not trace it, so its error is raised
+                torch.compiler.disable(_refuse_compilation)()
             if {device.type for device in devices} != {"cpu"}:
                 offset_seeds(self.devices)
         module: Any = children_of(self)["module"]  # self.module would call __getattr__
-        with self.precision.autocast(devices), self.replicas.of(module, devices, self.devices[0]) as modules:
-            work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
+        with (
+            self.precision.autocast(devices),
+            self.replicas.of(module, devices, self.devices[0]) as modules,
+        ):
+            work = [
+                functools.partial(_call, method, *replica)
+                for replica in zip(modules, shards, strict=True)
+            ]
             tree = self.replicas.tree  # always there if several replicas run
-            norms = [] if tree is None else [part for part in tree.modules if isinstance(part, AllRowsBatchNorm)]
+            norms = (
+                []
+                if tree is None
+                else [part for part in tree.modules if isinstance(part, AllRowsBatchNorm)]
+            )
             outputs = self.replicas.run(work, devices, together=bool(norms))
         return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:
         rows = max(size or 0 for size in outputs.sizes)
         output = outputs[outputs.sizes.index(rows)]
-        for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True):
+        for (place, leaf), dim in zip(
+            leaves(output), leaf_dims(output, self.out_dims, 0), strict=True
+        ):
             shape = leaf.shape if isinstance(leaf, torch.Tensor) else (rows,)
             is_scalar = dim is not None and (shape == () or (shape[dim:][:1] == (1,) and rows > 1))
             if is_scalar and len(outputs) > 1 and torch.is_grad_enabled() and not self._warned:

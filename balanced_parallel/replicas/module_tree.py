@@ -1,7 +1,8 @@
-"""The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers.
+"""The tree of a module's submodules, and its skeletons: copies that share everything except
+parameters and buffers.
 
-torch's ``replicate`` walks and copies the tree at every forward. Here it is compared with what it was, and the skeletons are
-filled again.
+torch's ``replicate`` walks and copies the tree at every forward. Here it is compared with what it
+was, and the skeletons are filled again.
 """
 
 import weakref
@@ -38,33 +39,53 @@ class TreePart(NamedTuple):
     size: int  # number of its attributes
 
 
-Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]  # The dictionary has the children of the skeleton.
+# The dictionary has the children of the skeleton.
+Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]
 
 
 class ModuleTree:
-    """The modules and parameters of a tree, each listed once. Tied parameters and shared modules stay tied in the skeletons."""
+    """The modules and parameters of a tree, each listed once. Tied parameters and shared modules
+    stay tied in the skeletons.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             if nn.parameter.is_lazy(tensor):
-                raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
+                raise ValueError(
+                    f"{name} is not initialised yet: run the module once on a few rows before it is wrapped"
+                )
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
         self.is_compiled = any(map(is_compiled, self.modules))
         # modules of torch itself cache no tensors
-        self._custom = [at for at, module in enumerate(self.modules) if not type(module).__module__.startswith("torch.")]
-        parameters = {id(each): each for module in self.modules for each in parameters_of(module).values() if each is not None}
+        self._custom = [
+            at
+            for at, module in enumerate(self.modules)
+            if not type(module).__module__.startswith("torch.")
+        ]
+        parameters = {
+            id(each): each
+            for module in self.modules
+            for each in parameters_of(module).values()
+            if each is not None
+        }
         self.parameters = list(parameters.values())
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._parts = [self._part(module) for module in self.modules]
-        self._lists = [(number, name) for number, module in enumerate(self.modules) for name in self._find_lists(module)]
+        self._lists = [
+            (number, name)
+            for number, module in enumerate(self.modules)
+            for name in self._find_lists(module)
+        ]
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)
         parameters = parameters_of(module)
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
         children = module.__dict__[CHILDREN].copy()
-        return TreePart(module, children, places, [*map(id, parameters.values())], len(module.__dict__))
+        return TreePart(
+            module, children, places, [*map(id, parameters.values())], len(module.__dict__)
+        )
 
     def _find_lists(self, module: nn.Module) -> list[str]:
         """Returns the names of the lists of parameters. An RNN has one, in the order of cuDNN."""
@@ -72,28 +93,45 @@ class ModuleTree:
         return [name for name, value in lists if any(id(entry) in self.place for entry in value)]
 
     def _replace_lists(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, str, list[Any]]]:
-        """Returns number of the module, name and value of each list, with ``tensors`` in place of the parameters."""
+        """Returns number of the module, name and value of each list, with ``tensors`` in place of
+        the parameters.
+        """
         for number, name in self._lists:
             entries = self.modules[number].__dict__.get(name)
             if type(entries) is not list:  # A forward has replaced it.
                 continue
             places = [self.place.get(id(entry)) for entry in entries]
-            replaced = [entry if at is None else tensors[at] for entry, at in zip(entries, places, strict=True)]
+            replaced = [
+                entry if at is None else tensors[at]
+                for entry, at in zip(entries, places, strict=True)
+            ]
             yield number, name, replaced
             if name == FLAT_WEIGHTS:
-                # An RNN flattens its weights again in every forward in which they are not its parameters.
-                yield number, FLAT_REFERENCES, [weight if weight is None else weakref.ref(weight) for weight in replaced]
+                # An RNN flattens its weights again in every forward in which they are not its
+                # parameters.
+                yield (
+                    number,
+                    FLAT_REFERENCES,
+                    [weight if weight is None else weakref.ref(weight) for weight in replaced],
+                )
 
     def still_is(self, root: nn.Module) -> bool:
-        """Returns True if the tree under ``root`` still has the same modules and the same parameters."""
+        """Returns True if the tree under ``root`` still has the same modules and the same
+        parameters.
+        """
         if self.modules[0] is not root:
             return False
         for module, children, places, identities, size in self._parts:
             state = module.__dict__
             parameters = state[PARAMETERS]  # A call for each module takes time in every forward.
-            if len(state) != size or state[CHILDREN] != children or parameters.keys() != places.keys():
+            if (
+                len(state) != size
+                or state[CHILDREN] != children
+                or parameters.keys() != places.keys()
+            ):
                 return False
-            if parameters and [*map(id, parameters.values())] != identities:  # == on parameters would compare their values
+            # == on parameters would compare their values
+            if parameters and [*map(id, parameters.values())] != identities:
                 return False
         return True
 
@@ -103,22 +141,34 @@ class ModuleTree:
         for skeleton in skeletons.values():
             skeleton.__dict__[FORWARD_HOOKS] = OrderedDict()
         return [
-            (part, skeletons[id(part.module)], {name: skeletons.get(id(child)) for name, child in part.children.items()})
+            (
+                part,
+                skeletons[id(part.module)],
+                {name: skeletons.get(id(child)) for name, child in part.children.items()},
+            )
             for part in self._parts
         ]
 
     def buffers(self, home: torch.device) -> list[Tensor]:
-        """Returns the buffers of all modules, and the tensors on ``home`` that a forward may have cached, each once.
+        """Returns the buffers of all modules, and the tensors on ``home`` that a forward may have
+        cached, each once.
 
-        These are attributes, or in tuples that are attributes. The first replica is the module itself, so the others find them.
-        Lists and dictionaries, and what has a graph, stay as they are.
+        These are attributes, or in tuples that are attributes. The first replica is the module
+        itself, so the others find them. Lists and dictionaries, and what has a graph, stay as they
+        are.
         """
         self._caches = list(self._find_caches())
         cached = [leaf for *_, value in self._caches for _, leaf in leaves(value)]
-        by_id = {id(each): each for each in cached if type(each) is Tensor and each.is_leaf and each.device == home}
+        by_id = {
+            id(each): each
+            for each in cached
+            if type(each) is Tensor and each.is_leaf and each.device == home
+        }
         for module in self.modules:
             if buffers := module.__dict__[BUFFERS]:
-                by_id.update({id(buffer): buffer for buffer in buffers.values() if buffer is not None})
+                by_id.update(
+                    {id(buffer): buffer for buffer in buffers.values() if buffer is not None}
+                )
         return list(by_id.values())
 
     def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
@@ -127,20 +177,30 @@ class ModuleTree:
                 if type(value) is Tensor or (type(value) is tuple and Tensor in map(type, value)):
                     yield place, name, value
 
-    def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
-        """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters) and ``buffers`` by id."""
+    def fill(
+        self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]
+    ) -> nn.Module:
+        """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters)
+        and ``buffers`` by id.
+        """
         for part, skeleton, children in skeletons:
             state = part.module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
             if own_buffers := state[BUFFERS]:
-                state[BUFFERS] = {name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()}
+                state[BUFFERS] = {
+                    name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()
+                }
             if tensors is not None and part.places:
                 places = part.places.items()
-                state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in places}
-            # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
-            # a hook needs a dictionary that lives on, as that of the skeleton does.
-            hooks, registered = skeleton.__dict__[FORWARD_HOOKS], state[FORWARD_HOOKS]
+                state[PARAMETERS] = {
+                    name: None if at is None else tensors[at] for name, at in places
+                }
+            # A forward that registers hooks at its first call would otherwise register them once
+            # for each replica. The handle of a hook needs a dictionary that lives on, as that of
+            # the skeleton does.
+            hooks = skeleton.__dict__[FORWARD_HOOKS]
+            registered = state[FORWARD_HOOKS]
             if hooks or registered:
                 hooks.clear()
                 hooks.update(registered)
@@ -148,25 +208,32 @@ class ModuleTree:
             # Python without its lock frees a dictionary late that is replaced.
             skeleton.__dict__.clear()
             skeleton.__dict__.update(state)
-            if skeleton.__class__ is not part.module.__class__:  # Activation checkpointing changes it.
+            # Activation checkpointing changes it.
+            if skeleton.__class__ is not part.module.__class__:
                 object.__setattr__(skeleton, "__class__", part.module.__class__)
         if tensors is not None:
             for number, name, value in self._replace_lists(tensors):
                 skeletons[number][1].__dict__[name] = value
         for place, name, value in self._caches:
-            skeletons[place][1].__dict__[name] = map_leaves(lambda leaf: buffers.get(id(leaf), leaf), value)
+            skeletons[place][1].__dict__[name] = map_leaves(
+                lambda leaf: buffers.get(id(leaf), leaf), value
+            )
         return skeletons[0][1]
 
     @contextmanager
     def state_of(self, skeletons: Skeletons) -> Iterator[None]:
-        """Gives the modules the parameters and buffers of ``skeletons`` in this block. Buffers that it writes end up there.
+        """Gives the modules the parameters and buffers of ``skeletons`` in this block. Buffers that
+        it writes end up there.
 
-        The code of a compiled module is bound to it, so it runs in place of its skeletons, one after the other. Other attributes
-        are those of the skeletons, and what the block writes to them is lost.
+        The code of a compiled module is bound to it, so it runs in place of its skeletons, one
+        after the other. Other attributes are those of the skeletons, and what the block writes to
+        them is lost.
         """
-        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dictionaries as they are, and as they were
+        # dictionaries as they are, and as they were
+        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for part, skeleton, _ in skeletons:
-            state, replica = part.module.__dict__, skeleton.__dict__
+            state = part.module.__dict__
+            replica = skeleton.__dict__
             fixed = {key: state[key] for key in (CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS)}
             for entries, other in (
                 (state[PARAMETERS], replica[PARAMETERS]),
@@ -188,17 +255,25 @@ class ModuleTree:
         """Copies the buffers of the skeletons to the modules, as if the modules themselves had run."""
         for part, skeleton, _ in skeletons:
             for name, buffer in buffers_of(part.module).items():
-                if buffer is not None and (value := buffers_of(skeleton)[name]) is not None and value.shape == buffer.shape:
+                if (
+                    buffer is not None
+                    and (value := buffers_of(skeleton)[name]) is not None
+                    and value.shape == buffer.shape
+                ):
                     buffer.copy_(value)
 
     @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
-        changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, name, new value, old value
+        # dictionary, name, new value, old value
+        changes: list[tuple[dict[str, Any], str, Any, Any]] = []
         for part in self._parts:
             attributes = part.module.__dict__
             places = [(name, at) for name, at in part.places.items() if at is not None]
-            changes += [(attributes[PARAMETERS], name, tensors[at], self.parameters[at]) for name, at in places]
+            changes += [
+                (attributes[PARAMETERS], name, tensors[at], self.parameters[at])
+                for name, at in places
+            ]
         for number, name, value in self._replace_lists(tensors):
             attributes = self.modules[number].__dict__
             changes.append((attributes, name, value, attributes.get(name)))
@@ -208,7 +283,8 @@ class ModuleTree:
             yield
         finally:
             for attributes, name, value, before in changes:
-                if attributes.get(name) is value:  # else the forward has set another value, which stays
+                # else the forward has set another value, which stays
+                if attributes.get(name) is value:
                     attributes[name] = before
 
     def flatten_weights(self, tensors: Sequence[Tensor]) -> None:
@@ -217,24 +293,32 @@ class ModuleTree:
             for number, name, weights in self._replace_lists(tensors):
                 rnn = self.modules[number]
                 # A weight that a hook computes is not a parameter.
-                if isinstance(rnn, nn.RNNBase) and all(id(weight) in self.place for weight in rnn.__dict__[name]):
+                if isinstance(rnn, nn.RNNBase) and all(
+                    id(weight) in self.place for weight in rnn.__dict__[name]
+                ):
                     # The method reads sizes and weights of its object, and nothing else.
                     copied: Any = SimpleNamespace(**{**vars(rnn), name: weights})
                     nn.RNNBase.flatten_parameters(copied)
 
 
 def _set_entries(entries: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Gives a dictionary the entries of another, one by one: guards of compiled code watch the dictionary."""
+    """Gives a dictionary the entries of another, one by one: guards of compiled code watch the
+    dictionary.
+    """
     for name in entries.keys() - other.keys():
         del entries[name]
-    entries.update((name, value) for name, value in other.items() if entries.get(name, entries) is not value)
+    entries.update(
+        (name, value) for name, value in other.items() if entries.get(name, entries) is not value
+    )
 
 
 def check_module(module: Any) -> None:
     """Raises ``TypeError`` if ``module`` is a class or not a module, or is wrapped already."""
     check_is_module(module)
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise TypeError(f"the module is wrapped in {type(module).__name__} already, expected a plain one: pass its .module")
+        raise TypeError(
+            f"the module is wrapped in {type(module).__name__} already, expected a plain one: pass its .module"
+        )
 
 
 def check_is_module(module: Any, name: str = "module") -> None:
@@ -257,19 +341,31 @@ def check_device(module: nn.Module, device: torch.device) -> None:
 
 
 def refuse_script(module: nn.Module) -> None:
-    """Raises ``TypeError`` if a module is a ``ScriptModule``, whose code belongs to one module on one device."""
+    """Raises ``TypeError`` if a module is a ``ScriptModule``, whose code belongs to one module on
+    one device.
+    """
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
+        raise TypeError(
+            f"{type(module).__name__} cannot be replicated: pass the module that it was made from"
+        )
 
 
 def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the embeddings with ``max_norm`` by name. Their forward rescales rows of their weight."""
+    """Returns the embeddings with ``max_norm`` by name. Their forward rescales rows of their
+    weight.
+    """
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {name: part for name, part in module.named_modules() if isinstance(part, kinds) and part.max_norm is not None}
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, kinds) and part.max_norm is not None
+    }
 
 
 def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have weights of their own."""
+    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have
+    weights of their own.
+    """
     for name, embedding in embeddings.items():
         if embedding.weight.requires_grad:
             rescaling = f"embedding.weight.copy_(embedding.weight.renorm({embedding.norm_type:g}, 0, {embedding.max_norm:g}))"

@@ -1,11 +1,12 @@
 """Replicas of a module that live between steps, and follow every change of the module.
 
-torch's ``replicate`` refuses CPUs, builds every replica again at each forward, and its replicas have no parameters
-(pytorch#40457, #36035). Here they are aliases of persistent copies on the device, connected to the parameters of the module by
-one autograd function per bucket.
+torch's ``replicate`` refuses CPUs, builds every replica again at each forward, and its replicas
+have no parameters (pytorch#40457, #36035). Here they are aliases of persistent copies on the
+device, connected to the parameters of the module by one autograd function per bucket.
 
-torch's version counters do not see every write: ``.data`` has a counter of its own, and fused optimizers move none. So every
-forward copies the values again. Only in a *window*, a block that promises to write no parameters, the first one does so for all::
+torch's version counters do not see every write: ``.data`` has a counter of its own, and fused
+optimizers move none. So every forward copies the values again. Only in a *window*, a block that
+promises to write no parameters, the first one does so for all::
 
     forward         copies    with window(model):               copies
     write by .data                forward of micro-batch 0
@@ -28,28 +29,41 @@ from torch import Tensor, nn
 from ..runtime import transport
 from ..runtime.devices import Devices, on_device
 from ..runtime.streams import SideStreams, current_streams
-from ..runtime.torch_private import ParameterState, graphs_for, mark_as_parameters, parameter_states, versions
+from ..runtime.torch_private import (
+    ParameterState,
+    graphs_for,
+    mark_as_parameters,
+    parameter_states,
+    versions,
+)
 from .buckets import Bucket, GradientBuckets, kinds_of
 from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
-_running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("running", default=())
+_running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar(
+    "running", default=()
+)
 
 
 class Replicas:
-    """The replicas of one module: its tree of submodules, copies of its parameters, and its gradient buckets.
+    """The replicas of one module: its tree of submodules, copies of its parameters, and its
+    gradient buckets.
 
-    The first replica is the module itself, so writes to its buffers and attributes stay. If the module's device gets no rows, the
-    buffers of the first replica are copied back. The other replicas have copies of the buffers: writes to them are lost, as in
-    ``nn.DataParallel``. Replicas on one device share the values of the parameters, and must not write to them.
+    The first replica is the module itself, so writes to its buffers and attributes stay. If the
+    module's device gets no rows, the buffers of the first replica are copied back. The other
+    replicas have copies of the buffers: writes to them are lost, as in ``nn.DataParallel``.
+    Replicas on one device share the values of the parameters, and must not write to them.
 
-    ``workers`` runs the replicas of a forward. ``None`` runs them in the threads of :func:`shared_pool`.
+    ``workers`` runs the replicas of a forward. ``None`` runs them in the threads of
+    :func:`shared_pool`.
     """
 
     def __init__(self, *, side: SideStreams | None = None, workers: Workers | None = None) -> None:
         # the pool is kept from its first use on
-        self._workers = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))
+        self._workers = workers or functools.partial(
+            run_replicas, pool=functools.cache(shared_pool)
+        )
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side)
@@ -64,7 +78,9 @@ class Replicas:
         return Replicas, ()
 
     def run(self, work: Sequence[Callable[[], T]], devices: Devices, *, together: bool) -> list[T]:
-        """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One replica runs in this thread."""
+        """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One
+        replica runs in this thread.
+        """
         if self.tree is not None and self.tree.is_compiled:
             return self._run_in_turn(self.tree, work, devices, together)
         if len(work) > 1:
@@ -77,8 +93,12 @@ class Replicas:
             raise
 
     @contextmanager
-    def of(self, module: nn.Module, devices: Devices, home: torch.device) -> Iterator[list[nn.Module]]:
-        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``. The first may be the module itself."""
+    def of(
+        self, module: nn.Module, devices: Devices, home: torch.device
+    ) -> Iterator[list[nn.Module]]:
+        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``. The
+        first may be the module itself.
+        """
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
         with self.in_turn() if others or self.tree is not None else nullcontext():
@@ -88,19 +108,26 @@ class Replicas:
                     return
                 tree = self._follow(module, [home, *others])
                 tensors = self._connected_parameters(tree, list(dict.fromkeys(devices)))
-                # buffers every time: batch norm writes to its statistics without torch's version counter
+                # buffers every time: batch norm writes to its statistics without torch's version
+                # counter
                 buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
                 if tree.is_compiled:
-                    self._turns = [*[[]] * (len(modules) - len(others)), *self._skeletons[: len(others)]]
+                    self._turns = [
+                        *[[]] * (len(modules) - len(others)),
+                        *self._skeletons[: len(others)],
+                    ]
                     modules[:] = [tree.modules[0]] * len(modules)
                 shared = [
-                    self.copies.by_device.get(device, tree.parameters) for device in {*devices} if devices.count(device) > 1
+                    self.copies.by_device.get(device, tree.parameters)
+                    for device in {*devices}
+                    if devices.count(device) > 1
                 ]
                 before = [*map(versions, shared)]
                 with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                     yield modules
-                if before != [*map(versions, shared)] and not tree.rescaled:  # rows that are rescaled twice stay the same
+                # rows that are rescaled twice stay the same
+                if before != [*map(versions, shared)] and not tree.rescaled:
                     raise RuntimeError(
                         "the forward wrote to a parameter that several replicas on one device share, so each of them wrote to "
                         "it: expected one replica per device, or a write outside of forward, after the update"
@@ -123,21 +150,30 @@ class Replicas:
         self._fresh_in = None
         self.copies.forget_values()
 
-    def prepare(self, module: nn.Module, devices: Devices, *, all_values: bool = True) -> ModuleTree:
-        """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
+    def prepare(
+        self, module: nn.Module, devices: Devices, *, all_values: bool = True
+    ) -> ModuleTree:
+        """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only
+        recorded writes are copied.
+        """
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
 
     def shard(
         self, module: nn.Module, devices: Devices, parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
-        """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
+        """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by
+        device of their parameters.
+        """
         tree = self.prepare(module, devices)
         owned = set(map(id, parameters))
         chosen = [parameter for parameter in tree.parameters if id(parameter) in owned]
         others = [parameter for parameter in tree.parameters if id(parameter) not in owned]
         buckets, _ = self.gradients.rebuild(chosen, others)
-        return [(bucket, [self._everywhere(tree, each) for each in bucket.parameters]) for bucket in buckets]
+        return [
+            (bucket, [self._everywhere(tree, each) for each in bucket.parameters])
+            for bucket in buckets
+        ]
 
     def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
         """Returns a parameter and its copies, by device."""
@@ -147,10 +183,14 @@ class Replicas:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Makes other threads wait: skeletons, and parameters that are replaced, belong to one forward."""
+        """Makes other threads wait: skeletons, and parameters that are replaced, belong to one
+        forward.
+        """
         running = _running.get()
         if self in running:
-            raise RuntimeError("a model was called inside of its own forward, expected one at a time: call the module itself")
+            raise RuntimeError(
+                "a model was called inside of its own forward, expected one at a time: call the module itself"
+            )
         with self._lock:
             token = _running.set((*running, self))
             try:
@@ -158,7 +198,9 @@ class Replicas:
             finally:
                 _running.reset(token)
 
-    def _follow(self, module: nn.Module, devices: Devices, *, all_values: bool = True) -> ModuleTree:
+    def _follow(
+        self, module: nn.Module, devices: Devices, *, all_values: bool = True
+    ) -> ModuleTree:
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
@@ -166,8 +208,10 @@ class Replicas:
             if before is None or before.place != tree.place:
                 self._refuse_sharded()
                 self.gradients.rebuild()
-                self.copies, self._fresh_in = ParameterCopies(), None
-            self.tree, self._skeletons = tree, []
+                self.copies = ParameterCopies()
+                self._fresh_in = None
+            self.tree = tree
+            self._skeletons = []
         if tree.parameters and len(set(devices)) > 1:
             self._follow_parameters(tree, devices, all_values)
         while len(self._skeletons) < len(devices) - 1:
@@ -175,13 +219,16 @@ class Replicas:
         return tree
 
     def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
-        copies, parameters = self.copies, tree.parameters
+        copies = self.copies
+        parameters = tree.parameters
         written, is_moved, is_frozen = copies.find_changes(parameters)
         if is_moved or is_frozen:
             check_device(tree.modules[0], devices[0])
             self._follow_buckets(tree)
         copies.refresh(parameters, written, all_values=all_values and not self.are_fresh)
-        self._fresh_in = self.windows[0] if self.windows and (all_values or self.are_fresh) else None
+        self._fresh_in = (
+            self.windows[0] if self.windows and (all_values or self.are_fresh) else None
+        )
         is_moved |= copies.extend_to(devices[1:], parameters)
         if not (is_moved or is_frozen):
             return
@@ -189,30 +236,42 @@ class Replicas:
             if is_moved:
                 tree.flatten_weights(each)
             for copied, parameter in zip(each, parameters, strict=True):
-                copied.requires_grad_(parameter.requires_grad)  # a forward under no_grad may ask for gradients
+                # a forward under no_grad may ask for gradients
+                copied.requires_grad_(parameter.requires_grad)
         for piece in self.gradients.pieces:
             piece.repoint(self._everywhere(tree, piece.parameter))
 
     def _follow_buckets(self, tree: ModuleTree) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
-        before, present = self.gradients.kinds, kinds_of(tree.parameters)
+        before = self.gradients.kinds
+        present = kinds_of(tree.parameters)
         trained = kinds_of(parameter for parameter in tree.parameters if parameter.requires_grad)
         if not self.gradients.is_sharded:
             if before != trained:
                 self.gradients.rebuild(tree.parameters)
                 self._skeletons = []  # They have graphs of the parameters before.
-        elif not trained.keys() <= before.keys() or any(present[key] != kind for key, kind in before.items()):
+        elif not trained.keys() <= before.keys() or any(
+            present[key] != kind for key, kind in before.items()
+        ):
             self.forget_values()  # the next forward is refused too
             self._refuse_sharded()
 
-    def _run_in_turn(self, tree: ModuleTree, work: Sequence[Callable[[], T]], devices: Devices, together: bool) -> list[T]:
-        """Runs compiled replicas one after the other in the calling thread, as the compiler needs it (pytorch#118260)."""
+    def _run_in_turn(
+        self, tree: ModuleTree, work: Sequence[Callable[[], T]], devices: Devices, together: bool
+    ) -> list[T]:
+        """Runs compiled replicas one after the other in the calling thread, as the compiler needs
+        it (pytorch#118260).
+        """
         if together and len(work) > 1:
             raise TypeError(
                 "the module is compiled, and its batch norm over all rows needs all replicas at the same time, expected one of "
                 "the two: pass the module without torch.compile, or without convert_sync_batchnorm"
             )
-        if len(set(devices)) > 1 and torch.is_grad_enabled() and True not in [entry.in_step for entry in self.windows]:
+        if (
+            len(set(devices)) > 1
+            and torch.is_grad_enabled()
+            and True not in [entry.in_step for entry in self.windows]
+        ):
             raise RuntimeError(
                 f"the module is compiled, and was called by hand on {len(set(devices))} devices, where compiled backwards fail "
                 "in autograd's threads, expected TrainStep(model, criterion, optimizer), which runs them in one thread, or "
@@ -234,10 +293,14 @@ class Replicas:
                 "converted or unfrozen): make a new one, after the old one was deleted"
             )
 
-    def _connected_parameters(self, tree: ModuleTree, places: list[torch.device]) -> dict[torch.device, list[Tensor]]:
-        """Returns the tensors of each device, in the order of the tree's parameters, connected to them by the buckets.
+    def _connected_parameters(
+        self, tree: ModuleTree, places: list[torch.device]
+    ) -> dict[torch.device, list[Tensor]]:
+        """Returns the tensors of each device, in the order of the tree's parameters, connected to
+        them by the buckets.
 
-        Empty if all devices are the module's own: the engine has one thread per device, which adds up gradients in order.
+        Empty if all devices are the module's own: the engine has one thread per device, which adds
+        up gradients in order.
         """
         if not tree.parameters or (len(places) == 1 and places[0] not in self.copies.by_device):
             return {}
@@ -246,7 +309,8 @@ class Replicas:
             return tensors
         if tree.rescaled:
             refuse_rescaled(tree.rescaled)
-        streams, deferred = current_streams(places), True in [entry.deferred for entry in self.windows]
+        streams = current_streams(places)
+        deferred = True in [entry.deferred for entry in self.windows]
         for bucket in self.gradients.buckets:
             at = [tree.place[id(parameter)] for parameter in bucket.parameters]
             replicas = [[tensors[place][i] for i in at] for place in places]
@@ -260,7 +324,9 @@ class Replicas:
 
 @dataclass(eq=False)
 class Window:
-    """A block in which replicas stay as they are. ``deferred`` keeps gradients there; ``in_step``, a step runs all backwards."""
+    """A block in which replicas stay as they are. ``deferred`` keeps gradients there; ``in_step``,
+    a step runs all backwards.
+    """
 
     deferred: bool
     in_step: bool
@@ -268,12 +334,18 @@ class Window:
 
 @contextmanager
 def window(*modules: object, deferred: bool = False, in_step: bool = False) -> Iterator[None]:
-    """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
+    """Promises that the parameters are written to in ways that torch's version counters record, or
+    not at all.
 
-    In this block replicas of ``modules`` are refreshed by the first forward, and after writes that the counters record. With
-    ``deferred``, gradients stay with the replicas. ``in_step`` promises that backwards of compiled replicas run in this thread.
+    In this block replicas of ``modules`` are refreshed by the first forward, and after writes that
+    the counters record. With ``deferred``, gradients stay with the replicas. ``in_step`` promises
+    that backwards of compiled replicas run in this thread.
     """
-    replicas = [each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)]
+    replicas = [
+        each
+        for module in modules
+        if isinstance(each := getattr(module, "replicas", None), Replicas)
+    ]
     entry = Window(deferred, in_step)
     for each in replicas:
         each.windows.append(entry)
@@ -288,9 +360,10 @@ def window(*modules: object, deferred: bool = False, in_step: bool = False) -> I
 def inference(*modules: nn.Module) -> Iterator[None]:
     """Keeps no activations in this block, and puts modules in evaluation mode until its end.
 
-    Afterwards each submodule is in the mode that it had before, so a frozen batch norm stays frozen. Replicas of a
-    :class:`DataParallelModel` get the parameters once; after a write through ``.data`` in this block, call
-    ``model.refresh_replicas()``. Results are inference tensors, and cannot be part of a later graph. It is also a decorator.
+    Afterwards each submodule is in the mode that it had before, so a frozen batch norm stays
+    frozen. Replicas of a :class:`DataParallelModel` get the parameters once; after a write through
+    ``.data`` in this block, call ``model.refresh_replicas()``. Results are inference tensors, and
+    cannot be part of a later graph. It is also a decorator.
 
     Args:
         modules: models and criteria, in :class:`DataParallelModel` and so on or not.
@@ -303,7 +376,9 @@ def inference(*modules: nn.Module) -> Iterator[None]:
         >>> output.requires_grad, net.training
         (False, True)
     """
-    before = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
+    before = [
+        (submodule, submodule.training) for module in modules for submodule in module.modules()
+    ]
     try:
         for module in modules:
             module.eval()
@@ -333,12 +408,15 @@ class ParameterCopies:
 
         It also returns if any was moved, resized or converted, and if any was frozen or unfrozen.
         """
-        before, self._states = self._states, parameter_states(parameters)
+        before = self._states
+        self._states = parameter_states(parameters)
         if before == self._states:
             return [], False, False
         pairs = list(itertools.zip_longest(self._states, before, fillvalue=_UNKNOWN))
         written = [place for place, (now, then) in enumerate(pairs) if now[:4] != then[:4]]
-        is_moved, is_frozen = (any(now[at] != then[at] for now, then in pairs) for at in (slice(1, 4), 4))
+        is_moved, is_frozen = (
+            any(now[at] != then[at] for now, then in pairs) for at in (slice(1, 4), 4)
+        )
         return written, is_moved, is_frozen
 
     @torch.no_grad()
@@ -351,17 +429,22 @@ class ParameterCopies:
     ) -> None:
         """Copies the parameters to all devices: all, or those at ``written``.
 
-        Only the version counters of the copies at ``written`` move: a graph of an earlier forward may still run backward.
+        Only the version counters of the copies at ``written`` move: a graph of an earlier forward
+        may still run backward.
         """
         self.by_device.pop(parameters[0].device, None)
         places = range(len(parameters)) if all_values else written
         if not (self.by_device and places):
             return
-        recorded, targets = set(written), []
+        recorded = set(written)
+        targets = []
         try:
             for device, copies in self.by_device.items():
                 for i in written:
-                    if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
+                    if (
+                        copies[i].shape != parameters[i].shape
+                        or copies[i].dtype != parameters[i].dtype
+                    ):
                         copies[i] = torch.empty_like(parameters[i], device=device)
                 targets.append([copies[i] if i in recorded else copies[i].data for i in places])
             transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
@@ -370,7 +453,9 @@ class ParameterCopies:
             raise
 
     def extend_to(self, devices: Devices, parameters: Sequence[nn.Parameter]) -> bool:
-        """Makes copies on those of ``devices`` that have none. Returns True if there are such devices."""
+        """Makes copies on those of ``devices`` that have none. Returns True if there are such
+        devices.
+        """
         missing = {*devices} - {parameters[0].device, *self.by_device}
         if not missing:
             return False
@@ -381,7 +466,11 @@ class ParameterCopies:
                 if device in missing
             }
             # each by itself: buffers would need more memory than the copies
-            transport.copy_coalesced(list(copies.values()), [parameter.detach() for parameter in parameters], buffer_bytes=0)
+            transport.copy_coalesced(
+                list(copies.values()),
+                [parameter.detach() for parameter in parameters],
+                buffer_bytes=0,
+            )
         self.by_device |= copies
         return True
 
@@ -399,6 +488,7 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, 
     others = [each for each in buffers if id(each) not in plain]
     copied = transport.copies([*plain.values()], devices, transport.BUFFER_BYTES)
     return [
-        dict(zip(plain, tensors, strict=True)) | {id(each): each.to(device, copy=True) for each in others}
+        dict(zip(plain, tensors, strict=True))
+        | {id(each): each.to(device, copy=True) for each in others}
         for device, tensors in zip(devices, copied, strict=True)
     ]

@@ -1,9 +1,10 @@
 """Workers that run the replicas of one forward, each in its own thread.
 
-The first failure is raised, with a note that names the replica. All other threads have finished before, and none waits forever.
-torch's ``parallel_apply`` runs each forward in new threads, in which cuDNN searches for plans again and leaks them, and passes
-only the autocast flag of CUDA, no dtype (pytorch#105682, #125186). Here a replica's forward, its criterion and the next forward
-run in the same thread, with the state of the calling thread.
+The first failure is raised, with a note that names the replica. All other threads have finished
+before, and none waits forever. torch's ``parallel_apply`` runs each forward in new threads, in
+which cuDNN searches for plans again and leaks them, and passes only the autocast flag of CUDA, no
+dtype (pytorch#105682, #125186). Here a replica's forward, its criterion and the next forward run in
+the same thread, with the state of the calling thread.
 """
 
 import atexit
@@ -40,7 +41,9 @@ class Worker:
         _workers.add(self)
 
     def start(self, call: Call, then: Call) -> None:
-        """Starts ``call()`` in the thread, and ``then()`` after all references to ``call`` are gone."""
+        """Starts ``call()`` in the thread, and ``then()`` after all references to ``call`` are
+        gone.
+        """
         self._calls.put((call, then))
 
     def end(self) -> None:
@@ -65,7 +68,9 @@ _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 @atexit.register
 def _end_workers() -> None:
-    """Ends all threads before the interpreter does. A thread that runs then could use what is gone already."""
+    """Ends all threads before the interpreter does. A thread that runs then could use what is gone
+    already.
+    """
     workers = list(_workers)
     for worker in workers:
         worker.end()
@@ -74,13 +79,17 @@ def _end_workers() -> None:
 
 
 class WorkerPool:
-    """Idle workers by slot, such as the second replica on a device. Forwards at the same time need several of a slot."""
+    """Idle workers by slot, such as the second replica on a device. Forwards at the same time need
+    several of a slot.
+    """
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Worker]] = {}
 
     def take(self, device: torch.device, number: int) -> Worker:
-        """Returns the worker of a slot that ran last and is idle, or a new one. Threads that a fork left behind are dropped."""
+        """Returns the worker of a slot that ran last and is idle, or a new one. Threads that a fork
+        left behind are dropped.
+        """
         idle = self._idle.get((device, number), [])
         with contextlib.suppress(IndexError):  # none is left, or another thread was faster
             while not (worker := idle.pop()).thread.is_alive():
@@ -93,22 +102,28 @@ class WorkerPool:
         self._idle.setdefault((device, number), []).append(worker)
 
 
-# One pool for the process: models that run one after the other use the same threads, in which cuDNN keeps its plans.
+# One pool for the process: models that run one after the other use the same threads, in which cuDNN
+# keeps its plans.
 _shared: "weakref.WeakValueDictionary[type, WorkerPool]" = weakref.WeakValueDictionary()
 
 
 def shared_pool() -> WorkerPool:
-    """Returns the pool of all models. It ends, with its threads, when no model refers to it any more."""
+    """Returns the pool of all models. It ends, with its threads, when no model refers to it any
+    more.
+    """
     return _shared.setdefault(WorkerPool, WorkerPool())
 
 
-Exchange = Callable[[int, Any], list[Any]]  # takes replica and value; returns the values of all replicas
+# takes replica and value; returns the values of all replicas
+Exchange = Callable[[int, Any], list[Any]]
 
 
 class Meeting:
-    """Exchanges values between the threads of one forward. Waiting for a replica that has ended is an error.
+    """Exchanges values between the threads of one forward. Waiting for a replica that has ended is
+    an error.
 
-    Replicas of one lane run one at a time, in their order. A turn lasts until the replica ends or waits in an exchange. ::
+    Replicas of one lane run one at a time, in their order. A turn lasts until the replica ends or
+    waits in an exchange. ::
 
         lane 0 | replica 0 up to its exchange | replica 2 up to its exchange | replica 0 to its end | replica 2 to its end
         lane 1 | replica 1 up to its exchange | waits                        | replica 1 to its end
@@ -119,8 +134,10 @@ class Meeting:
         turns: dict[Hashable, deque[int]] = {}
         for index, lane in enumerate(lanes):
             turns.setdefault(lane, deque()).append(index)
-        self._turns = [turns[lane] for lane in lanes]  # Each replica has those of its lane that run. The next one is the first.
-        self._values: list[list[Any]] = [[] for _ in lanes]  # Each replica has a value of each exchange.
+        # Each replica has those of its lane that run. The next one is the first.
+        self._turns = [turns[lane] for lane in lanes]
+        # Each replica has a value of each exchange.
+        self._values: list[list[Any]] = [[] for _ in lanes]
         self._ended: set[int] = set()
 
     def begin(self, index: int) -> bool:
@@ -130,10 +147,13 @@ class Meeting:
             return index not in self._ended
 
     def exchange(self, index: int, value: Any) -> list[Any]:
-        """Waits until all replicas have exchanged as often as replica ``index``, and returns their values in order."""
+        """Waits until all replicas have exchanged as often as replica ``index``, and returns their
+        values in order.
+        """
         with self._changed:
             self._values[index].append(value)
-            turns, count = self._turns[index], len(self._values[index])
+            turns = self._turns[index]
+            count = len(self._values[index])
             turns.rotate(-1)
             self._changed.notify_all()
             while min(map(len, self._values)) < count or index in self._ended or turns[0] != index:
@@ -147,7 +167,9 @@ class Meeting:
             return [values[count - 1] for values in self._values]
 
     def leave(self, *indices: int) -> None:
-        """Marks replicas as ended. Replicas that wait for them fail, and those that have not begun will not begin."""
+        """Marks replicas as ended. Replicas that wait for them fail, and those that have not begun
+        will not begin.
+        """
         with self._changed:
             for index in set(indices) - self._ended:
                 self._ended.add(index)
@@ -163,7 +185,9 @@ class Replica:
     meeting: Exchange | None  # None if the replicas run one after the other
 
     def exchange(self, value: Any) -> list[Any]:
-        """Returns ``value`` of every replica, in their order. All replicas must call this equally often."""
+        """Returns ``value`` of every replica, in their order. All replicas must call this equally
+        often.
+        """
         if self.meeting is None:
             raise RuntimeError(
                 f"replica {self.index} waits for the others in a synchronised layer, and they run one after the other: expected "
@@ -193,18 +217,26 @@ def run_replicas(
     together: bool = True,
     pool: Callable[[], WorkerPool] = shared_pool,
 ) -> list[T]:
-    """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns the results in order.
+    """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns
+    the results in order.
 
-    A single replica runs in the calling thread. Several run in one thread each, with the caller's :class:`ThreadState`, context
-    variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns, and under
-    modes of torch all do. On the CPU they run one after the other in the calling thread unless they exchange values
-    (``together``). The first failure (in time) is raised, with a note that names the replica. ``pool`` returns the threads.
+    A single replica runs in the calling thread. Several run in one thread each, with the caller's
+    :class:`ThreadState`, context variables, and current stream of every device. Replicas on one
+    device share its random numbers, so they take turns, and under modes of torch all do. On the CPU
+    they run one after the other in the calling thread unless they exchange values (``together``).
+    The first failure (in time) is raised, with a note that names the replica. ``pool`` returns the
+    threads.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
         return run_in_turn(work, devices, None)
-    # A copy between devices runs on the current stream of its source, so each worker needs the caller's stream of every device.
+    # A copy between devices runs on the current stream of its source, so each worker needs the
+    # caller's stream of every device.
     streams = current_streams(accelerators())
-    others = {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
+    others = {
+        device: stream
+        for device, stream in streams.items()
+        if stream is not None and stream.stream_id != 0
+    }
     state = ThreadState(devices)
     meeting = Meeting([None] * len(work) if state.needs_turns else devices)
     results: dict[int, T] = {}
@@ -215,26 +247,33 @@ def run_replicas(
         try:
             if not meeting.begin(index) or failures:
                 return
-            _running.set(Replica(index, meeting.exchange))  # The context is that of this call alone.
+            # The context is that of this call alone.
+            _running.set(Replica(index, meeting.exchange))
             with on_streams(others), on_device(device, streams.get(device)), state.enter():
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit must reach the caller too
             error.add_note(f"in replica {index} on device {device}")
             failures.append(error)
         finally:
-            meeting.leave(index)  # Replicas that wait for this one fail second, as its failure is recorded.
+            # Replicas that wait for this one fail second, as its failure is recorded.
+            meeting.leave(index)
 
-    calls = [functools.partial(contextvars.copy_context().run, call, index) for index in range(len(work))]
+    calls = [
+        functools.partial(contextvars.copy_context().run, call, index) for index in range(len(work))
+    ]
     _run_in_workers(calls, devices, meeting, pool())
     if failures:
         try:
             raise failures[0]
         finally:
-            failures.clear()  # breaks the cycle of traceback and frame, which would keep the replica's tensors alive
+            # breaks the cycle of traceback and frame, which would keep the replica's tensors alive
+            failures.clear()
     return [results[index] for index in range(len(work))]
 
 
-def _run_in_workers(calls: Sequence[Call], devices: Devices, meeting: Meeting, pool: WorkerPool) -> None:
+def _run_in_workers(
+    calls: Sequence[Call], devices: Devices, meeting: Meeting, pool: WorkerPool
+) -> None:
     """Makes each call in the worker of its slot, and waits for all of them."""
     slots = [(device, list(devices[:index]).count(device)) for index, device in enumerate(devices)]
     running: dict[int, Worker] = {}
@@ -256,9 +295,14 @@ def _run_in_workers(calls: Sequence[Call], devices: Devices, meeting: Meeting, p
         raise  # a worker that still runs is not given back: it ends after its call
 
 
-def run_in_turn(work: Sequence[Callable[[], T]], devices: Devices, meeting: Exchange | None) -> list[T]:
-    """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
-    token, results = _running.set(_running.get()), []
+def run_in_turn(
+    work: Sequence[Callable[[], T]], devices: Devices, meeting: Exchange | None
+) -> list[T]:
+    """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and
+    returns the results.
+    """
+    token = _running.set(_running.get())
+    results = []
     try:
         for index, (call, device) in enumerate(zip(work, devices, strict=True)):
             if len(work) > 1:
@@ -275,33 +319,53 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Devices, meeting: Exch
 
 
 class ThreadState:
-    """State of the calling thread, as ``with`` blocks of torch set it, with autocast for the types of ``devices`` and the CPU."""
+    """State of the calling thread, as ``with`` blocks of torch set it, with autocast for the types
+    of ``devices`` and the CPU.
+    """
 
     def __init__(self, devices: Devices) -> None:
         kinds = sorted({"cpu", *[device.type for device in devices]})
-        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self.autocast_cache = torch.is_autocast_cache_enabled()  # autocast keeps the parameters that it has cast
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
+        # autocast keeps the parameters that it has cast
+        self.autocast_cache = torch.is_autocast_cache_enabled()
         self.threads = torch.get_num_threads()  # OpenMP has a number for each thread.
         self.saved_tensor_hooks = torch_private.saved_tensor_hooks()
-        self.function_modes = torch_private.function_modes()  # the last one called first; the default device is one
+        # the last one called first; the default device is one
+        self.function_modes = torch_private.function_modes()
         self.dispatch_modes = torch_private.dispatch_modes()
 
     @property
     def needs_turns(self) -> bool:
-        """True if a mode sees the operators of all replicas, and may expect one module to run at a time."""
-        return not all(isinstance(mode, DeviceContext) for mode in (*self.function_modes, *self.dispatch_modes))
+        """True if a mode sees the operators of all replicas, and may expect one module to run at a
+        time.
+        """
+        return not all(
+            isinstance(mode, DeviceContext) for mode in (*self.function_modes, *self.dispatch_modes)
+        )
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
         """Sets this state in the calling thread for the duration of the block."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), contextlib.ExitStack() as stack:
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            contextlib.ExitStack() as stack,
+        ):
             for kind, enabled, dtype in self.autocast:
-                if enabled != torch.is_autocast_enabled(kind) or (enabled and dtype != torch.get_autocast_dtype(kind)):
+                if enabled != torch.is_autocast_enabled(kind) or (
+                    enabled and dtype != torch.get_autocast_dtype(kind)
+                ):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))
             if self.saved_tensor_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
+                )
             stack.enter_context(torch_private.pushed(self.function_modes, self.dispatch_modes))
             yield

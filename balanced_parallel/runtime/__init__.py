@@ -1,1 +1,3 @@
-"""Queries and settings of torch and the machine: devices, streams, threads, process groups, precision."""
+"""Queries and settings of torch and the machine: devices, streams, threads, process groups,
+precision.
+"""

@@ -1,10 +1,12 @@
-"""Collectives of all ranks: sums, rows and objects of all, facts that must agree, progress, and a clean end.
+"""Collectives of all ranks: sums, rows and objects of all, facts that must agree, progress, and a
+clean end.
 
-Without a process group there is one rank, and no function communicates. Functions take the process group of the ranks;
-``None`` is the group of those that share a batch: all ranks, or the mesh that ``parallelize`` was given.
+Without a process group there is one rank, and no function communicates. Functions take the process
+group of the ranks; ``None`` is the group of those that share a batch: all ranks, or the mesh that
+``parallelize`` was given.
 
-Each rank leaves the number of its last reduction in the store of the process group. So the error of a collective names the ranks
-that are behind.
+Each rank leaves the number of its last reduction in the store of the process group. So the error of
+a collective names the ranks that are behind.
 """
 
 import contextlib
@@ -27,18 +29,25 @@ Number = TypeVar("Number", int, float)
 Fields = TypeVar("Fields", bound=NamedTuple)  # each field is a number
 T = TypeVar("T")
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
-# The groups that belong to a process group. torch has no place in a group for others, and all ranks make each of them once.
-_second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
-# The ranks that share a batch, as torch has one default group for the process: gather() and criteria are given no model.
+# The groups that belong to a process group. torch has no place in a group for others, and all ranks
+# make each of them once.
+_second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = (
+    weakref.WeakKeyDictionary()
+)
+# The ranks that share a batch, as torch has one default group for the process: gather() and
+# criteria are given no model.
 _batch_group: Group = None  # None: all ranks
 _has_batch_group = False
 
 
 def share_batches(group: Group) -> None:
-    """Makes ``group`` the ranks that share a batch; ``None`` keeps those of a call before, or takes all ranks."""
+    """Makes ``group`` the ranks that share a batch; ``None`` keeps those of a call before, or takes
+    all ranks.
+    """
     global _batch_group, _has_batch_group
     if group is not None:
-        ranks, before = dist.get_process_group_ranks(group), dist.get_process_group_ranks(_batch_group)
+        ranks = dist.get_process_group_ranks(group)
+        before = dist.get_process_group_ranks(_batch_group)
         if _has_batch_group and ranks != before:
             raise ValueError(
                 f"mesh= has the ranks {ranks}, and a model before has {before}, expected the same ranks for all models"
@@ -63,7 +72,9 @@ def rank(group: Group = None) -> int:
 
 
 def checkpoint_group() -> Group:
-    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects."""
+    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's
+    backend: it moves objects.
+    """
     if _batch_group is not None:  # each group of ranks would write to the same files
         raise ValueError(
             f"Checkpoints with mesh= of {world_size()} of {dist.get_world_size()} ranks, expected all ranks: save "
@@ -73,9 +84,11 @@ def checkpoint_group() -> Group:
 
 
 def second_group(purpose: str, backend: str | None = None) -> Group:
-    """Returns a process group of the ranks that share a batch, whose collectives may come before or after those of the gradients.
+    """Returns a process group of the ranks that share a batch, whose collectives may come before or
+    after those of the gradients.
 
-    All ranks make it together in the first call for a ``purpose``, such as the statistics of layers.
+    All ranks make it together in the first call for a ``purpose``, such as the statistics of
+    layers.
     """
     first = _batch_group or dist.group.WORLD
     if first is None or world_size() == 1:
@@ -84,12 +97,16 @@ def second_group(purpose: str, backend: str | None = None) -> Group:
     if purpose not in groups:
         ranks = None if _batch_group is None else dist.get_process_group_ranks(first)
         timeout = torch_private.timeout_of(first)
-        groups[purpose] = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
+        groups[purpose] = dist.new_group(
+            ranks, timeout, backend, use_local_synchronization=ranks is not None
+        )
     return groups[purpose]
 
 
 def sum_over_ranks(tensor: Tensor, group: Group = None) -> Tensor:
-    """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no gradient."""
+    """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no
+    gradient.
+    """
     return start_sum(tensor, group)()
 
 
@@ -108,7 +125,8 @@ def start_sum(tensor: Tensor, group: Group = None) -> Callable[[], Tensor]:
 
 
 def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
-    """Returns the sums over all ranks of some numbers of the hosts, field by field of a named tuple.
+    """Returns the sums over all ranks of some numbers of the hosts, field by field of a named
+    tuple.
 
     The numbers are gathered: in a ring of ranks this takes half as many turns as an all-reduce.
     """
@@ -134,7 +152,9 @@ def gather_objects(value: T, group: Group = None) -> list[T]:
 
 
 def gather_rows(tensor: Tensor, sizes: list[int], dim: int, group: Group = None) -> Tensor:
-    """Concatenates the rows of all ranks along ``dim``, of these ``sizes``. The result is differentiable."""
+    """Concatenates the rows of all ranks along ``dim``, of these ``sizes``. The result is
+    differentiable.
+    """
     gathered: Tensor = _GatherRows.apply(tensor, sizes, dim, group)
     return gathered
 
@@ -148,11 +168,15 @@ def _to_backend_device(tensor: Tensor, group: Group) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows. Backward sums the gradients over the ranks, which DDP averages, and keeps the rows of this rank."""
+    """All-gather of rows. Backward sums the gradients over the ranks, which DDP averages, and keeps
+    the rows of this rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sizes: list[int], dim: int, group: Group) -> Tensor:
-        ctx.sizes, ctx.dim, ctx.group = sizes, dim, group
+        ctx.sizes = sizes
+        ctx.dim = dim
+        ctx.group = group
         shape = list(tensor.shape)
         shape[dim] = max(sizes)  # all_gather needs equal sizes: pad, then drop the padding
         padded = tensor.new_zeros(shape)
@@ -182,7 +206,9 @@ class OnCollective(torch_private.TorchDispatchMode):
         super().__init__()
         self._act = act
 
-    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
         """Runs an operator."""
         if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
             self._act(function.__name__.partition(".")[0])
@@ -190,10 +216,11 @@ class OnCollective(torch_private.TorchDispatchMode):
 
 
 def compare_ranks(facts: Mapping[str, Hashable], expected: str, lines: Sequence[str] = ()) -> None:
-    """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every rank if one differs.
+    """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every
+    rank if one differs.
 
-    A fact that a rank does not have is not compared. Of many lines, a digest is compared, and the message has the first
-    difference.
+    A fact that a rank does not have is not compared. Of many lines, a digest is compared, and the
+    message has the first difference.
     """
     ranks = gather_objects({**facts, _LINES: digest("\n".join(lines).encode())})
     messages = []
@@ -218,7 +245,9 @@ def by_value(values: Sequence[str | None]) -> str:
     groups: dict[str | None, list[str]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(str(rank))
-    names = {value: f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for value, ranks in groups.items()}
+    names = {
+        value: f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for value, ranks in groups.items()
+    }
     return " and ".join(f"{value} on {name}" for value, name in names.items() if value is not None)
 
 
@@ -228,13 +257,17 @@ WATCHED = "behind these outputs, the ranks share all gradients of a model"
 
 
 def mark_shared(parameters: Iterable[Tensor]) -> None:
-    """Marks parameters whose gradients the ranks share. The nodes that accumulate them must live, as in a reducer."""
+    """Marks parameters whose gradients the ranks share. The nodes that accumulate them must live,
+    as in a reducer.
+    """
     for parameter in parameters:
         torch_private.accumulator_of(parameter).metadata[_SHARED] = True
 
 
 def refuse_unshared(parameters: Iterable[Tensor]) -> None:
-    """Raises ``ValueError`` for a parameter of a criterion whose gradient the ranks would not share."""
+    """Raises ``ValueError`` for a parameter of a criterion whose gradient the ranks would not
+    share.
+    """
     for parameter in parameters:
         is_shared = not parameter.requires_grad or torch_private.is_sharded(parameter)
         if not is_shared and _SHARED not in torch_private.accumulator_of(parameter).metadata:
@@ -245,17 +278,26 @@ def refuse_unshared(parameters: Iterable[Tensor]) -> None:
 
 
 def explain_unwatched(tensors: Iterable[object]) -> str | None:
-    """Describes outputs that lead to parameters past all models of the ranks, which would not share the gradients; else None."""
+    """Describes outputs that lead to parameters past all models of the ranks, which would not share
+    the gradients; else None.
+    """
     nodes: list[torch_private.Node]
-    nodes = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
-    seen, has_parameters = set[torch_private.Node](), False
+    nodes = [
+        tensor.grad_fn
+        for tensor in tensors
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None
+    ]
+    seen = set[torch_private.Node]()
+    has_parameters = False
     while nodes:
         node = nodes.pop()
         if WATCHED in node.metadata:
             return None
         if node not in seen:
             seen.add(node)
-            has_parameters = has_parameters or isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+            has_parameters = has_parameters or isinstance(
+                getattr(node, "variable", None), torch.nn.Parameter
+            )
             nodes += [behind for behind, _ in node.next_functions if behind is not None]
     if not has_parameters:
         return None
@@ -267,12 +309,15 @@ def explain_unwatched(tensors: Iterable[object]) -> str | None:
 
 
 _KEY = "balanced_parallel/updates of rank {}"
-# Updates since the start of this process, the present one included. The store, where ranks compare them, lives as long.
+# Updates since the start of this process, the present one included. The store, where ranks compare
+# them, lives as long.
 _updates = 0
 
 
 def begin_reduction() -> None:
-    """Counts an update, before this rank waits for others in it. The store has the numbers of all ranks."""
+    """Counts an update, before this rank waits for others in it. The store has the numbers of all
+    ranks.
+    """
     global _updates
     _updates += 1
     if world_size() > 1:
@@ -288,21 +333,25 @@ def naming_ranks() -> Iterator[None]:
         raise
     except RuntimeError as error:
         with contextlib.suppress(Exception):  # the store may have ended as well
-            store, missing = torch_private.default_store(), []
+            store = torch_private.default_store()
+            missing = []
             for other in dist.get_process_group_ranks(_batch_group):
                 key = _KEY.format(other)
                 reached = int(store.get(key)) if store.check([key]) else 0
                 if reached < _updates:
                     missing.append(f"rank {other} has not come further than step {reached}")
             if missing:
-                error.add_note(f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}")
+                error.add_note(
+                    f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}"
+                )
         raise
 
 
 def keep_backends() -> None:
     """Keeps gloo's backends of all running process groups until the process has ended.
 
-    Their destructor would wait for threads, whose collective never comes to its end if another rank has failed.
+    Their destructor would wait for threads, whose collective never comes to its end if another rank
+    has failed.
     """
     for backend in torch_private.all_backends():
         if backend.name() == "gloo":

@@ -1,4 +1,6 @@
-"""Devices of this machine, with their streams and their memory. No other file asks torch for the accelerator."""
+"""Devices of this machine, with their streams and their memory. No other file asks torch for the
+accelerator.
+"""
 
 import contextlib
 import os
@@ -15,7 +17,9 @@ WITHOUT_FLOAT64 = ("mps",)  # types of devices that refuse tensors in float64
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Returns True for a device with streams, a generator and memory of its own: neither the CPU nor ``meta``."""
+    """Returns True for a device with streams, a generator and memory of its own: neither the CPU
+    nor ``meta``.
+    """
     return device.type not in HOSTS
 
 
@@ -29,18 +33,26 @@ def visible_devices() -> list[torch.device]:
     if torch.accelerator.is_available():
         return accelerators()
     if torch.cuda.is_available():
-        raise RuntimeError("this process has simulated devices, which hide its GPUs from torch: use them in a new process")
+        raise RuntimeError(
+            "this process has simulated devices, which hide its GPUs from torch: use them in a new process"
+        )
     return [torch.device("cpu")]
 
 
 def accelerators() -> list[torch.device]:
     """Returns all accelerators that this process can see."""
     accelerator = torch.accelerator.current_accelerator()
-    return [] if accelerator is None else [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+    return (
+        []
+        if accelerator is None
+        else [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+    )
 
 
 def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """Converts ``device_ids`` to devices with an index. They may repeat. ``None`` means :func:`visible_devices`."""
+    """Converts ``device_ids`` to devices with an index. They may repeat. ``None`` means
+    :func:`visible_devices`.
+    """
     if device_ids is None:
         return visible_devices()
     if isinstance(device_ids, str) or not isinstance(device_ids, Sequence):
@@ -50,24 +62,38 @@ def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
         )
     devices = [resolve_device(device) for device in device_ids]
     if not devices:
-        raise ValueError("device_ids is empty, expected at least one device; leave it out to use every visible accelerator")
+        raise ValueError(
+            "device_ids is empty, expected at least one device; leave it out to use every visible accelerator"
+        )
     return devices
 
 
 def resolve_device(device: DeviceLike) -> torch.device:
-    """Converts one device to a ``torch.device`` with an index (the CPU has none). Raises as :func:`resolve_devices` does."""
+    """Converts one device to a ``torch.device`` with an index (the CPU has none). Raises as
+    :func:`resolve_devices` does.
+    """
     present = accelerators()
-    available = f"this machine has {len(present)} {present[0].type} devices" if present else "this machine has no accelerator"
+    available = (
+        f"this machine has {len(present)} {present[0].type} devices"
+        if present
+        else "this machine has no accelerator"
+    )
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
-        raise TypeError(f"{device!r} is not a device, expected an integer, a string such as 'cuda:1' or 'cpu', or a torch.device")
+        raise TypeError(
+            f"{device!r} is not a device, expected an integer, a string such as 'cuda:1' or 'cpu', or a torch.device"
+        )
     if isinstance(device, int):
         if not 0 <= device < len(present):
-            raise ValueError(f"there is no device {device}: {available}; device_ids may repeat the CPU, as in ['cpu', 'cpu']")
+            raise ValueError(
+                f"there is no device {device}: {available}; device_ids may repeat the CPU, as in ['cpu', 'cpu']"
+            )
         return present[device]
     try:
         named = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"{device!r} is not a device, expected an integer, or a name such as 'cuda:1' or 'cpu'") from error
+        raise ValueError(
+            f"{device!r} is not a device, expected an integer, or a name such as 'cuda:1' or 'cpu'"
+        ) from error
     if named.type == "cpu":
         return torch.device("cpu")
     if torch.device(named.type, named.index or 0) not in present:
@@ -77,17 +103,28 @@ def resolve_device(device: DeviceLike) -> torch.device:
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns ``tensor`` on ``device``, without a copy if it is there already."""
-    # only to an accelerator: the host could read the result of an asynchronous copy to the CPU too early
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type not in HOSTS)
+    # only to an accelerator: the host could read the result of an asynchronous copy to the CPU too
+    # early
+    return (
+        tensor
+        if tensor.device == device
+        else tensor.to(device, non_blocking=device.type not in HOSTS)
+    )
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """Returns the current stream of the calling thread on ``device``, or None for a device without streams."""
+    """Returns the current stream of the calling thread on ``device``, or None for a device without
+    streams.
+    """
     return None if device.type in HOSTS else torch.accelerator.current_stream(device)
 
 
-def on_device(device: torch.device, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
-    """Makes ``device`` and ``stream`` current in this thread. Kernels and ``torch.empty(device='cuda')`` then use them."""
+def on_device(
+    device: torch.device, stream: torch.Stream | None
+) -> contextlib.AbstractContextManager[None]:
+    """Makes ``device`` and ``stream`` current in this thread. Kernels and
+    ``torch.empty(device='cuda')`` then use them.
+    """
     if device.type in HOSTS:  # here and below without another call: this runs in every forward
         return contextlib.nullcontext()
     return _on_accelerator(device, stream)
@@ -102,23 +139,34 @@ def _on_accelerator(device: torch.device, stream: torch.Stream | None) -> Iterat
 def keep_random_state() -> contextlib.AbstractContextManager[None]:
     """Restores the random state of the CPU and of all accelerators at the end of the block."""
     devices = accelerators()
-    return torch.random.fork_rng([device.index for device in devices], device_type=devices[0].type if devices else "cpu")
+    return torch.random.fork_rng(
+        [device.index for device in devices], device_type=devices[0].type if devices else "cpu"
+    )
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the number of bytes that can still be allocated: free memory, and unused memory of torch's caching allocator."""
+    """Returns the number of bytes that can still be allocated: free memory, and unused memory of
+    torch's caching allocator.
+    """
     if not is_accelerator(device):
         tells_free = "SC_AVPHYS_PAGES" in os.sysconf_names  # macOS does not
         pages = os.sysconf("SC_AVPHYS_PAGES") if tells_free else os.sysconf("SC_PHYS_PAGES") // 2
         return pages * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.accelerator.get_memory_info(device)
-    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return (
+        free
+        + torch.accelerator.memory_reserved(device)
+        - torch.accelerator.memory_allocated(device)
+    )
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy a tensor to the host. Returns a function that waits for the copy alone, and returns it."""
+    """Starts to copy a tensor to the host. Returns a function that waits for the copy alone, and
+    returns it.
+    """
     stream = current_stream(tensor.device)
-    copy = tensor.detach().to("cpu", non_blocking=stream is not None)  # torch pins the memory of such a copy
+    # torch pins the memory of such a copy
+    copy = tensor.detach().to("cpu", non_blocking=stream is not None)
     event = None if stream is None else stream.record_event()
 
     def wait() -> Tensor:
@@ -130,23 +178,37 @@ def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Returns a copy in pinned memory, from which a copy to an accelerator does not make the host wait."""
-    return tensor.pin_memory() if tensor.is_cpu and not tensor.requires_grad and torch.accelerator.is_available() else tensor
+    """Returns a copy in pinned memory, from which a copy to an accelerator does not make the host
+    wait.
+    """
+    return (
+        tensor.pin_memory()
+        if tensor.is_cpu and not tensor.requires_grad and torch.accelerator.is_available()
+        else tensor
+    )
 
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Computes products of float32 tensors with all bits of float32 in this block, in all threads.
 
-    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this, and raises an error if they
-    differ. So both are set, and put back.
+    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this,
+    and raises an error if they differ. So both are set, and put back.
     """
     backends: Any = torch.backends
     # The CPU is among them: torch.set_float32_matmul_precision("medium") rounds to bfloat16 there.
-    switches = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    switches = [
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+    ]
     before = [switch.fp32_precision for switch in switches]
     try:
-        old_way: tuple[str, bool] | None = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+        old_way: tuple[str, bool] | None = (
+            torch.get_float32_matmul_precision(),
+            backends.cudnn.allow_tf32,
+        )
     except RuntimeError:  # set in the new way, by a program that then does not read the old one
         old_way = None
 

@@ -1,4 +1,6 @@
-"""Random numbers of the replicas and ranks, which ``torch.manual_seed`` gives the same seed: they would draw equal masks."""
+"""Random numbers of the replicas and ranks, which ``torch.manual_seed`` gives the same seed: they
+would draw equal masks.
+"""
 
 import contextlib
 import threading
@@ -13,10 +15,12 @@ _cpu_generator = threading.RLock()
 
 
 def offset_seeds(devices: Devices, first: int = 0) -> None:
-    """Gives the accelerators of replicas or ranks different seeds: ``s``, ``s + 1``, ``s + 2`` and so on.
+    """Gives the accelerators of replicas or ranks different seeds: ``s``, ``s + 1``, ``s + 2`` and
+    so on.
 
-    A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device before it, so states that were
-    set by hand or from a checkpoint stay. ``first`` is the number of the first device. Number 0 keeps its seed.
+    A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device
+    before it, so states that were set by hand or from a checkpoint stay. ``first`` is the number of
+    the first device. Number 0 keeps its seed.
     """
     seeds = {torch.initial_seed()}
     for number, device in _accelerators(devices):
@@ -30,11 +34,12 @@ def offset_seeds(devices: Devices, first: int = 0) -> None:
 
 
 class RankNumbers:
-    """The random numbers of one rank from the CPU's generator, which all ranks have alike: samplers draw from it.
+    """The random numbers of one rank from the CPU's generator, which all ranks have alike: samplers
+    draw from it.
 
-    An update takes one number from the generator, as the seed of all that this rank draws in it. The generator goes on from there
-    afterwards. So it stays alike, however many forwards the update has on each rank. A forward outside of an update is one of
-    its own.
+    An update takes one number from the generator, as the seed of all that this rank draws in it.
+    The generator goes on from there afterwards. So it stays alike, however many forwards the update
+    has on each rank. A forward outside of an update is one of its own.
     """
 
     def __init__(self) -> None:
@@ -43,7 +48,9 @@ class RankNumbers:
 
     @contextlib.contextmanager
     def drawing(self, rank: int, *, is_last: bool = True) -> Iterator[None]:
-        """Sets the generator to the numbers of this rank for the duration of the block. ``is_last`` ends the update."""
+        """Sets the generator to the numbers of this rank for the duration of the block. ``is_last``
+        ends the update.
+        """
         if self.is_drawing:
             yield
             return
@@ -58,18 +65,26 @@ class RankNumbers:
         try:
             yield
         finally:
-            self.is_drawing, self._state = False, None if is_last else torch.get_rng_state()
+            self.is_drawing = False
+            self._state = None if is_last else torch.get_rng_state()
             torch.set_rng_state(of_all_ranks)
 
 
 def generator_states(devices: Devices) -> dict[str, Tensor]:
-    """Returns the states of the generators of the CPU and of ``devices``, by their place in the list."""
-    states = {f"device{i}": torch.get_device_module(device).get_rng_state(device) for i, device in _accelerators(devices)}
+    """Returns the states of the generators of the CPU and of ``devices``, by their place in the
+    list.
+    """
+    states = {
+        f"device{i}": torch.get_device_module(device).get_rng_state(device)
+        for i, device in _accelerators(devices)
+    }
     return {"cpu": torch.get_rng_state(), **states}
 
 
 def set_generators(states: Mapping[str, Tensor], devices: Devices) -> None:
-    """Sets the generators of the CPU and of ``devices`` to the states that :func:`generator_states` has returned."""
+    """Sets the generators of the CPU and of ``devices`` to the states that :func:`generator_states`
+    has returned.
+    """
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     for number, device in _accelerators(devices):
@@ -77,9 +92,11 @@ def set_generators(states: Mapping[str, Tensor], devices: Devices) -> None:
 
 
 def seed_anew(of_cpu: Tensor, devices: Devices, first: int) -> None:
-    """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and others than before.
+    """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and
+    others than before.
 
-    The state of the CPU's generator is the same on all ranks. ``first`` is the first device's number among those of all ranks.
+    The state of the CPU's generator is the same on all ranks. ``first`` is the first device's
+    number among those of all ranks.
     """
     torch.set_rng_state(of_cpu)
     seed = int(torch.empty((), dtype=torch.int64).random_())
@@ -90,14 +107,20 @@ def seed_anew(of_cpu: Tensor, devices: Devices, first: int) -> None:
 
 
 def _accelerators(devices: Devices) -> list[tuple[int, torch.device]]:
-    return [(number, device) for number, device in enumerate(dict.fromkeys(devices)) if is_accelerator(device)]
+    return [
+        (number, device)
+        for number, device in enumerate(dict.fromkeys(devices))
+        if is_accelerator(device)
+    ]
 
 
 class RandomState:
-    """The present states of random number generators, from which a forward that runs again draws the same numbers.
+    """The present states of random number generators, from which a forward that runs again draws
+    the same numbers.
 
-    Recomputations of several devices run at once, in one thread per device. So the CPU's generator is set only if the forward has
-    drawn from it, and by one thread at a time. torch's checkpointing would leave it in the middle of a forward.
+    Recomputations of several devices run at once, in one thread per device. So the CPU's generator
+    is set only if the forward has drawn from it, and by one thread at a time. torch's checkpointing
+    would leave it in the middle of a forward.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -105,8 +128,14 @@ class RandomState:
         self._states = generator_states(devices)
 
     def end(self) -> None:
-        """Ends the forward. The state of the CPU's generator is dropped if it has not changed, for a forward on accelerators."""
-        if len(self._states) > 1 and "cpu" in self._states and torch.equal(self._states["cpu"], torch.get_rng_state()):
+        """Ends the forward. The state of the CPU's generator is dropped if it has not changed, for
+        a forward on accelerators.
+        """
+        if (
+            len(self._states) > 1
+            and "cpu" in self._states
+            and torch.equal(self._states["cpu"], torch.get_rng_state())
+        ):
             del self._states["cpu"]
 
     @contextlib.contextmanager

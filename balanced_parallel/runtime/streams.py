@@ -1,8 +1,9 @@
 """Side streams, on which gradients are summed while the backward continues on the compute streams.
 
-The stream that allocated a freed tensor reuses its memory at once, although a side stream may still have to read it. As in FSDP2
-of torch, the tensor is kept alive until its own stream has waited for the side stream, so peaks do not depend on timing.
-Results are allocated before a side stream is entered: activations could not reuse memory that it has allocated. ::
+The stream that allocated a freed tensor reuses its memory at once, although a side stream may still
+have to read it. As in FSDP2 of torch, the tensor is kept alive until its own stream has waited for
+the side stream, so peaks do not depend on timing. Results are allocated before a side stream is
+entered: activations could not reuse memory that it has allocated. ::
 
     compute stream   | backward of bucket 2 | backward of bucket 1 | wait | ...
     side stream                             | sum of bucket 2      |
@@ -25,7 +26,10 @@ Streams = Mapping[torch.device, torch.Stream | None]  # None for a device withou
 
 def current_streams(devices: list[torch.device]) -> Streams:
     """Returns the current stream of the calling thread on each device."""
-    return {device: None if device.type in HOSTS else torch.accelerator.current_stream(device) for device in devices}
+    return {
+        device: None if device.type in HOSTS else torch.accelerator.current_stream(device)
+        for device in devices
+    }
 
 
 @contextlib.contextmanager
@@ -33,13 +37,18 @@ def on_streams(streams: Streams) -> Iterator[None]:
     """Makes each stream of ``streams`` current on its device, in this thread."""
     with contextlib.ExitStack() as stack:
         for stream in streams.values():
-            if stream is not None:  # a copy: torch notes in the object what to restore, and other threads may enter it too
-                stack.enter_context(torch.Stream(stream.stream_id, stream.device_index, stream.device_type))
+            # a copy: torch notes in the object what to restore, and other threads may enter it too
+            if stream is not None:
+                stack.enter_context(
+                    torch.Stream(stream.stream_id, stream.device_index, stream.device_type)
+                )
         yield
 
 
 def wait_for(tensor: torch.Tensor, stream: torch.Stream | None) -> None:
-    """Makes the current stream of the tensor's device wait for ``stream``, which computes ``tensor`` for another thread."""
+    """Makes the current stream of the tensor's device wait for ``stream``, which computes
+    ``tensor`` for another thread.
+    """
     current = current_stream(tensor.device)
     if current is not None and stream is not None and current != stream:
         current.wait_stream(stream)
@@ -50,25 +59,34 @@ _beside: contextvars.ContextVar[bool] = contextvars.ContextVar("beside", default
 
 
 def on_side_stream() -> bool:
-    """Returns True if this thread runs the work of side streams, also on devices that have no streams."""
+    """Returns True if this thread runs the work of side streams, also on devices that have no
+    streams.
+    """
     return _beside.get()
 
 
-# The side streams of all modules of the process. Two modules may share a parameter, whose sums wait for each other.
+# The side streams of all modules of the process. Two modules may share a parameter, whose sums wait
+# for each other.
 _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueDictionary()
 
 
 class SideStreams:
-    """One side stream per device. Methods may be called only inside a backward, with the compute streams of its forward."""
+    """One side stream per device. Methods may be called only inside a backward, with the compute
+    streams of its forward.
+    """
 
     def __init__(self) -> None:
         _instances[id(self)] = self
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._pending: deque[tuple[list[tuple[torch.device, torch.Stream, torch.Event]], Sequence[object]]] = deque()
+        self._pending: deque[
+            tuple[list[tuple[torch.device, torch.Stream, torch.Event]], Sequence[object]]
+        ] = deque()
 
     @contextlib.contextmanager
     def entered(self, computing: Streams, uses: Sequence[object]) -> Iterator[None]:
-        """Runs the block on the side streams, behind ``computing``, which wait for them later. ``uses`` live until then."""
+        """Runs the block on the side streams, behind ``computing``, which wait for them later.
+        ``uses`` live until then.
+        """
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
         token = _beside.set(True)
         try:
@@ -79,7 +97,9 @@ class SideStreams:
             self.expect(computing, sides, uses)
 
     def expect(self, computing: Streams, working: Streams, uses: Sequence[object]) -> None:
-        """Makes the compute streams and the current streams wait for what ``working`` do now, by the end of the backward."""
+        """Makes the compute streams and the current streams wait for what ``working`` do now, by
+        the end of the backward.
+        """
         waits = []
         for device, stream in computing.items():
             work = working[device]
@@ -89,7 +109,9 @@ class SideStreams:
         torch_private.run_after_backward(self.join)
 
     def begin(self) -> None:
-        """Joins before a sum, and makes the current streams wait for the sums of other modules, which may share a parameter."""
+        """Joins before a sum, and makes the current streams wait for the sums of other modules,
+        which may share a parameter.
+        """
         self.join()
         others = [side for reference in _instances.valuerefs() if (side := reference()) is not None]
         for waits, _ in [entry for side in others for entry in side._pending.copy()]:
@@ -107,7 +129,9 @@ class SideStreams:
                 del uses
 
     def join_before(self, node: torch_private.Node) -> None:
-        """Joins before the node of a leaf adds a gradient of its own, such as that of a penalty on the parameters."""
+        """Joins before the node of a leaf adds a gradient of its own, such as that of a penalty on
+        the parameters.
+        """
 
         def join(gradients: tuple[torch.Tensor | None, ...]) -> None:
             handle.remove()
@@ -116,7 +140,9 @@ class SideStreams:
 
         handle = node.register_prehook(join)
 
-    def _side_stream(self, device: torch.device, stream: torch.Stream | None) -> torch.Stream | None:
+    def _side_stream(
+        self, device: torch.device, stream: torch.Stream | None
+    ) -> torch.Stream | None:
         if stream is None:
             return None
         if device not in self._streams:

@@ -1,6 +1,8 @@
-"""Private names of torch: the one file to read when torch changes. The tracer and the simulator have their own.
+"""Private names of torch: the one file to read when torch changes. The tracer and the simulator
+have their own.
 
-Each name is behind a function or an alias, because torch has no public one. Numbers are those of its issues about that.
+Each name is behind a function or an alias, because torch has no public one. Numbers are those of
+its issues about that.
 """
 
 import contextlib
@@ -14,16 +16,22 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, overrides
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
+
+# torch has no public module of fake tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base class of batch norms
+
+# the common base class of batch norms
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import StateDict
 from torch.utils import _python_dispatch  # the stack of TorchDispatchModes has no public functions
 from torch.utils._device import DeviceContext  # the type of `with torch.device(...)`
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten  # pytorch#65761, #175082
+
+# pytorch#65761, #175082
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from .devices import move
 
@@ -35,55 +43,66 @@ Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of t
 
 __all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
 
-# Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private functions.
+# Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private
+# functions.
 
 Node = Any  # torch.autograd.graph.Node; its stub lacks attributes of custom functions
 _HIGHEST_PRIORITY = 2**63
 
 
 def run_first(node: Node) -> None:
-    """Makes backward run ``node`` before all other nodes that are ready in the same thread of the engine, one per device.
+    """Makes backward run ``node`` before all other nodes that are ready in the same thread of the
+    engine, one per device.
 
     The ready node with the highest number is first (pytorch#114120 added this function).
     """
     node._set_sequence_nr(_HIGHEST_PRIORITY)
 
 
-# Returns the number of nodes that autograd has recorded in this thread. No public function tells whether a forward has run.
+# Returns the number of nodes that autograd has recorded in this thread. No public function tells
+# whether a forward has run.
 count_graph_nodes = torch._C._autograd._get_sequence_nr
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` at the end of the running backward. Call this from a node or a hook of that backward.
+    """Calls ``callback`` at the end of the running backward. Call this from a node or a hook of
+    that backward.
 
-    It may run on a thread of the engine, but with the current streams of the thread that called backward. The public
-    ``torch.autograd.graph.queue_callback`` (pytorch#66199, #193958) is newer than torch 2.13.
+    It may run on a thread of the engine, but with the current streams of the thread that called
+    backward. The public ``torch.autograd.graph.queue_callback`` (pytorch#66199, #193958) is newer
+    than torch 2.13.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def rebuild_buckets(model: DistributedDataParallel) -> None:
-    """Lets the reducer of ``model`` make its buckets anew in the order of its first gradients, once, as its forward does."""
+    """Lets the reducer of ``model`` make its buckets anew in the order of its first gradients,
+    once, as its forward does.
+    """
     model.reducer._rebuild_buckets()
 
 
 def prepare_reduction(model: DistributedDataParallel) -> None:
-    """Prepares the reducer of ``model`` for one backward, which the forward of ``DistributedDataParallel`` does otherwise."""
+    """Prepares the reducer of ``model`` for one backward, which the forward of
+    ``DistributedDataParallel`` does otherwise.
+    """
     model.reducer._rebuild_buckets()
     model.reducer.prepare_for_backward([])
 
 
 def forget_order(model: DistributedDataParallel) -> None:
-    """Makes the reducer of ``model`` forget the order of its first gradients. It makes its buckets anew in this order, once.
+    """Makes the reducer of ``model`` forget the order of its first gradients. It makes its buckets
+    anew in this order, once.
 
-    A backward that fails is completed by another one, which reaches some parameters again. They are in the order twice, and the
-    next forward fails.
+    A backward that fails is completed by another one, which reaches some parameters again. They are
+    in the order twice, and the next forward fails.
     """
     model.reducer._reset_state()
 
 
 def will_run(node: Node) -> bool | None:
-    """Returns True if the running backward will run ``node``; for the node of a leaf, if it will fill the ``grad`` of the leaf.
+    """Returns True if the running backward will run ``node``; for the node of a leaf, if it will
+    fill the ``grad`` of the leaf.
 
     None for a leaf whose gradient ``torch.autograd.grad`` returns (pytorch#83617, #84773).
     """
@@ -103,7 +122,9 @@ current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 
 
 def number_of(node: Node) -> int:
-    """Returns the number of a node in the order of the forward. It tells nodes apart without keeping them."""
+    """Returns the number of a node in the order of the forward. It tells nodes apart without
+    keeping them.
+    """
     return int(node._sequence_nr())
 
 
@@ -115,7 +136,9 @@ def current_backward_id() -> int | None:
 
 def keeps_graph() -> bool:
     """Returns True if the running backward may run again: ``retain_graph=True``, or it is compiled."""
-    return torch.compiler.is_compiling() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    return torch.compiler.is_compiling() or bool(
+        torch._C._autograd._get_current_graph_task_keep_graph()
+    )
 
 
 Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
@@ -124,7 +147,8 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[Any], Tensor]]
 def saved_tensor_hooks() -> Hooks | None:
     """Returns the last pair of ``saved_tensors_hooks``, which torch applies.
 
-    Hooks of activation checkpointing are left out: the backwards of several devices would recompute at the same time, and fail.
+    Hooks of activation checkpointing are left out: the backwards of several devices would recompute
+    at the same time, and fail.
     """
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks
@@ -134,7 +158,9 @@ def saved_tensor_hooks() -> Hooks | None:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns the version counter of each tensor, which every write in place increments; 0 for inference tensors."""
+    """Returns the version counter of each tensor, which every write in place increments; 0 for
+    inference tensors.
+    """
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -162,7 +188,9 @@ def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
 
 
 def local_tensors(tensors: Iterable[Tree]) -> list[Tree | Tensor]:
-    """Returns the shard on this rank in place of each ``DTensor``. Changes in place change the whole."""
+    """Returns the shard on this rank in place of each ``DTensor``. Changes in place change the
+    whole.
+    """
     with torch.no_grad():
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
@@ -179,20 +207,26 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
-    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, a tensor may be the result of an operator."""
+    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, a tensor may be the
+    result of an operator.
+    """
     for tensor in tensors:
         tensor._is_param = True
 
 
-# The tables of the hooks of a gradient, and of those behind its accumulation. None if there never was a hook.
+# The tables of the hooks of a gradient, and of those behind its accumulation. None if there never
+# was a hook.
 HookTable = dict[int, Callable[..., object]] | None
-hooks_of: Callable[[Tensor], tuple[HookTable, HookTable]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+hooks_of: Callable[[Tensor], tuple[HookTable, HookTable]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
 
 
 def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
     """Takes the hooks of ``tensors`` off, until the end of a block or until it is closed.
 
-    Autograd and the handles of the hooks have references to the tables, so these are emptied, and filled again.
+    Autograd and the handles of the hooks have references to the tables, so these are emptied, and
+    filled again.
     """
     stack = contextlib.ExitStack()
     for table in (table for tensor in tensors for table in hooks_of(tensor) if table):
@@ -202,62 +236,91 @@ def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that all Python objects of a living storage share. ``data_ptr()`` is 0 for empty, fake or meta ones."""
+    """Returns a number that all Python objects of a living storage share. ``data_ptr()`` is 0 for
+    empty, fake or meta ones.
+    """
     return int(storage._cdata)
 
 
-StorageReference = StorageWeakRef  # a key that does not keep the memory; while it exists, no other storage gets its number
+# a key that does not keep the memory; while it exists, no other storage gets its number
+StorageReference = StorageWeakRef
 
 
-# Modules: no public function returns entries that are None, the second name of a child, or a dictionary to change.
+# Modules: no public function returns entries that are None, the second name of a child, or a
+# dictionary to change.
 
-# Keys of ``module.__dict__``, for code that copies modules in every forward, without a call for each entry.
-CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS = "_modules", "_parameters", "_buffers", "_forward_hooks"
-# Keys of an RNN: its weights in cuDNN's order, and weak references that it compares with its parameters.
-FLAT_WEIGHTS, FLAT_REFERENCES = "_flat_weights", "_flat_weight_refs"
+# Keys of ``module.__dict__``, for code that copies modules in every forward, without a call for
+# each entry.
+CHILDREN = "_modules"
+PARAMETERS = "_parameters"
+BUFFERS = "_buffers"
+FORWARD_HOOKS = "_forward_hooks"
+# Keys of an RNN: its weights in cuDNN's order, and weak references that it compares with its
+# parameters.
+FLAT_WEIGHTS = "_flat_weights"
+FLAT_REFERENCES = "_flat_weight_refs"
 _COMPILED = "_orig_mod"  # the child of the module that torch.compile returns
 
-# A module's own entries, without those of its submodules. Changes to the dictionary change the module.
+# A module's own entries, without those of its submodules. Changes to the dictionary change the
+# module.
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 
 
 # The tables of the hooks of a module's backward, and of those before it.
-backward_hooks_of: Callable[[nn.Module], tuple[HookTable, HookTable]] = attrgetter("_backward_hooks", "_backward_pre_hooks")
+backward_hooks_of: Callable[[nn.Module], tuple[HookTable, HookTable]] = attrgetter(
+    "_backward_hooks", "_backward_pre_hooks"
+)
 
 
 def shared_id(module: nn.Module) -> int:
-    """Returns a number that a module shares with its shallow copies, such as its replicas: they have the same table of hooks."""
+    """Returns a number that a module shares with its shallow copies, such as its replicas: they
+    have the same table of hooks.
+    """
     return id(module._state_dict_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns True for the result of ``torch.compile(module)``, after ``module.compile()``, and for compiled methods."""
+    """Returns True for the result of ``torch.compile(module)``, after ``module.compile()``, and for
+    compiled methods.
+    """
     if _COMPILED in module._modules or module._compiled_call_impl is not None:
         return True
-    return any(map(is_compiled_function, (module.forward, *vars(type(module)).values(), *vars(module).values())))
+    return any(
+        map(
+            is_compiled_function,
+            (module.forward, *vars(type(module)).values(), *vars(module).values()),
+        )
+    )
 
 
 def is_compiled_function(function: object) -> bool:
-    """Returns True for the result of ``torch.compile(function)``, and not for that of ``torch.compiler.disable(function)``."""
+    """Returns True for the result of ``torch.compile(function)``, and not for that of
+    ``torch.compiler.disable(function)``.
+    """
     names = function.__dict__ if isinstance(function, (FunctionType, MethodType)) else {}
     return "_torchdynamo_orig_callable" in names and "_torchdynamo_disable" not in names
 
 
 def graphs_for(devices: int) -> contextlib.AbstractContextManager[object]:
-    """Allows the compiler as many graphs on each of several devices as it makes on one, before it gives a function up.
+    """Allows the compiler as many graphs on each of several devices as it makes on one, before it
+    gives a function up.
 
     A graph is for one device, and the limit for all graphs of a function.
     """
     from torch._dynamo import config  # imported already by the compiled code
 
-    limits: contextlib.AbstractContextManager[object] = config.patch(recompile_limit=config.recompile_limit * devices)
+    limits: contextlib.AbstractContextManager[object] = config.patch(
+        recompile_limit=config.recompile_limit * devices
+    )
     return limits
 
 
 def draws_in_compiled_code(module: nn.Module) -> bool:
-    """Returns True if a module is compiled so that its random numbers are not drawn by torch's kernels."""
+    """Returns True if a module is compiled so that its random numbers are not drawn by torch's
+    kernels.
+    """
     if not any(is_compiled(part) for part in module.modules()):
         return False
     from torch._inductor import config  # imports for seconds
@@ -276,19 +339,25 @@ def uncompiled_name(name: str) -> str:
     return name.replace(f"{_COMPILED}.", "")
 
 
-# Nested containers as torch flattens them, such as the state of an optimizer. Batches have ``batch.containers``.
+# Nested containers as torch flattens them, such as the state of an optimizer. Batches have
+# ``batch.containers``.
 
-leaves_of_tree = tree_leaves  # all values of nested lists, tuples and dictionaries that are not containers
+# all values of nested lists, tuples and dictionaries that are not containers
+leaves_of_tree = tree_leaves
 
 
 def map_tensors(function: Callable[[Tensor], object], tree: Tree) -> Tree:
-    """Returns ``tree`` with each tensor replaced by ``function(tensor)``. Other values stay as they are."""
+    """Returns ``tree`` with each tensor replaced by ``function(tensor)``. Other values stay as they
+    are.
+    """
     mapped: Tree = tree_map_only(Tensor, function, tree)
     return mapped
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[object]], Tree]]:
-    """Returns the values, as :func:`leaves_of_tree`, and a function that makes such a tree from as many values."""
+    """Returns the values, as :func:`leaves_of_tree`, and a function that makes such a tree from as
+    many values.
+    """
     values, structure = tree_flatten(tree)
     return values, lambda others: tree_unflatten(others, structure)
 
@@ -296,7 +365,9 @@ def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[object]], Tree]]:
 # Optimizers: torch has no public list of the hooks of their state.
 
 
-def load_with_hooks(optimizer: torch.optim.Optimizer, state: StateDict, load: Callable[[StateDict], None]) -> None:
+def load_with_hooks(
+    optimizer: torch.optim.Optimizer, state: StateDict, load: Callable[[StateDict], None]
+) -> None:
     """Calls ``load`` with a state, between the hooks of ``optimizer.load_state_dict(state)``."""
     for change in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = change(optimizer, state)
@@ -306,8 +377,9 @@ def load_with_hooks(optimizer: torch.optim.Optimizer, state: StateDict, load: Ca
         finish(optimizer)
 
 
-# Elementwise operations on lists of tensors, in one kernel for a list. torch 2.11 to 2.13 keep ``torch._foreach_*`` private;
-# pytorch#193607 adds ``torch.foreach``. Unlike them (pytorch#162911), these functions accept empty lists.
+# Elementwise operations on lists of tensors, in one kernel for a list. torch 2.11 to 2.13 keep
+# ``torch._foreach_*`` private; pytorch#193607 adds ``torch.foreach``. Unlike them (pytorch#162911),
+# these functions accept empty lists.
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -324,7 +396,9 @@ def foreach_add_(tensors: Tensors, others: Tensors) -> None:
 
 
 def foreach_multiply_(tensors: Tensors, factor: float | Tensor) -> None:
-    """Multiplies all tensors by one factor in place. A factor with one element moves to each of their devices."""
+    """Multiplies all tensors by one factor in place. A factor with one element moves to each of
+    their devices.
+    """
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         local = move(factor, device) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], local)
@@ -350,8 +424,12 @@ def dispatch_modes() -> tuple[TorchDispatchMode, ...]:
 
 
 @contextlib.contextmanager
-def pushed(functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterable[TorchDispatchMode]) -> Iterator[None]:
-    """Pushes modes of another thread for the duration of the block. Their ``__enter__`` might begin a new measurement."""
+def pushed(
+    functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterable[TorchDispatchMode]
+) -> Iterator[None]:
+    """Pushes modes of another thread for the duration of the block. Their ``__enter__`` might begin
+    a new measurement.
+    """
     with contextlib.ExitStack() as stack:
         for function_mode in functions:
             overrides._push_mode(function_mode)
@@ -362,7 +440,8 @@ def pushed(functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterabl
         yield
 
 
-# Kernels of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
+# Kernels of ``scaled_dot_product_attention``, with the position of the probability of dropout. They
+# have no public names.
 ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
@@ -370,11 +449,21 @@ ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 CUDNN_LAYERS = "_cudnn_rnn"  # An LSTM has layers with dropout between them.
-REFUSED_DRAWS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "geometric_", "cauchy_", "log_normal_")
+REFUSED_DRAWS = (
+    "poisson",
+    "binomial",
+    "_standard_gamma",
+    "_sample_dirichlet",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+)
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """Returns True if an operator of ``aten`` has a kernel for a dispatch key. There is no public name."""
+    """Returns True if an operator of ``aten`` has a kernel for a dispatch key. There is no public
+    name.
+    """
     is_known = hasattr(torch.ops.aten, name.partition(".")[0])
     return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
@@ -389,10 +478,14 @@ def attention_in_parts(
     causal: bool = False,
     **others: object,
 ) -> object:
-    """Computes scaled dot product attention with dropout in operators of its own. The public function chooses a fused kernel."""
+    """Computes scaled dot product attention with dropout in operators of its own. The public
+    function chooses a fused kernel.
+    """
     if not p:
         return NotImplemented
-    result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, mask, p, causal, None, **others)[0]
+    result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, mask, p, causal, None, **others
+    )[0]
     return result
 
 
@@ -400,11 +493,14 @@ def attention_in_parts(
 
 
 def forget_whole_gradients(units: "Iterable[FSDPModule]") -> None:
-    """Forgets the gradients of FSDP2's modules that are not reduced yet, which its ``reset_iter_state()`` does not."""
+    """Forgets the gradients of FSDP2's modules that are not reduced yet, which its
+    ``reset_iter_state()`` does not.
+    """
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for parameter in group.fsdp_params:
-                # The whole gradient is in the first place since torch 2.15, and in the second before.
+                # The whole gradient is in the first place since torch 2.15, and in the second
+                # before.
                 if "unsharded_accumulated_grad" in vars(parameter):
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
@@ -423,14 +519,24 @@ def all_backends() -> list[Any]:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout that a group was made with. ``new_group`` would take torch's default."""
-    return getattr(getattr(group._get_backend(group._device_types[0]), "options", None), "_timeout", None)
+    return getattr(
+        getattr(group._get_backend(group._device_types[0]), "options", None), "_timeout", None
+    )
 
 
 def has_nccl() -> bool:
-    """Returns True if torch was built with NCCL. ``torch.cuda.nccl.is_available`` warns where it was not."""
+    """Returns True if torch was built with NCCL. ``torch.cuda.nccl.is_available`` warns where it
+    was not.
+    """
     return hasattr(torch._C, "_nccl_reduce")
 
 
 def checkpoint_threads() -> list[threading.Thread]:
-    """Returns the threads in which ``async_save`` writes now. An interrupted call has not returned its future."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("AsyncCheckpointExecutor")]
+    """Returns the threads in which ``async_save`` writes now. An interrupted call has not returned
+    its future.
+    """
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("AsyncCheckpointExecutor")
+    ]

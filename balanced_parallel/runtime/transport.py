@@ -1,11 +1,13 @@
-"""Collectives between the devices of one process. Each device has one flat tensor, all of one dtype.
+"""Collectives between the devices of one process. Each device has one flat tensor, all of one
+dtype.
 
-Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too. Other devices, such as simulated
-ones, or a GPU and the CPU, have copies. Memory is given by the caller, so it belongs to the stream that the caller has chosen.
+Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too.
+Other devices, such as simulated ones, or a GPU and the CPU, have copies. Memory is given by the
+caller, so it belongs to the stream that the caller has chosen.
 
-A device takes part in one copy at a time, because a copy runs on a stream of its source, for which one of its target waits. So
-copies between all devices are made in rounds of disjoint pairs: 0-3 and 1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken
-in the order of the tensors.
+A device takes part in one copy at a time, because a copy runs on a stream of its source, for which
+one of its target waits. So copies between all devices are made in rounds of disjoint pairs: 0-3 and
+1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken in the order of the tensors.
 """
 
 import itertools
@@ -25,7 +27,9 @@ _communicating = threading.Lock()
 
 
 def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copies ``tensor`` to ``targets``, one on each other device. None sends it twice: the first sends it to the second."""
+    """Copies ``tensor`` to ``targets``, one on each other device. None sends it twice: the first
+    sends it to the second.
+    """
     if _have_nccl([tensor, *targets]):
         _run(nccl.broadcast, [*map(_bits, (tensor, *targets))])
     else:
@@ -45,7 +49,9 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
 
 
 def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``. Equal slices in their order are fastest."""
+    """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``. Equal slices in
+    their order are fastest.
+    """
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
     sizes = [output.numel() for output in outputs]
     has_nccl = _have_nccl(tensors)
@@ -53,7 +59,9 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
         _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
         return
     # One list for each output.
-    slices = [list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)]
+    slices = [
+        list(parts) for parts in zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+    ]
     if in_order and not has_nccl:
         for left, right in pairs(len(tensors)):
             slices[left][right] = move(slices[left][right], outputs[left].device)
@@ -63,7 +71,9 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
 
 
 def all_gather(outputs: Sequence[Tensor], sizes: list[int]) -> None:
-    """Completes tensors of slices of these ``sizes``. Each has the slice that it sends, the one at its own place."""
+    """Completes tensors of slices of these ``sizes``. Each has the slice that it sends, the one at
+    its own place.
+    """
     slices = [output.split(sizes) for output in outputs]
     sent = [parts[place] for place, parts in enumerate(slices)]
     # nccl.broadcast ignores its root, so it does not do for unequal sizes
@@ -76,7 +86,12 @@ def all_gather(outputs: Sequence[Tensor], sizes: list[int]) -> None:
 
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:
-    return tensors[0].is_cuda and torch_private.has_nccl() and tensors[0].numel() > 0 and nccl.is_available(tensors)
+    return (
+        tensors[0].is_cuda
+        and torch_private.has_nccl()
+        and tensors[0].numel() > 0
+        and nccl.is_available(tensors)
+    )
 
 
 def _run(collective: Callable[..., None], *arguments: object, **settings: object) -> None:
@@ -96,7 +111,9 @@ BUFFER_BYTES = 25 * 2**20  # DistributedDataParallel's buckets have this size.
 
 
 class MemoryLayout(NamedTuple):
-    """Order of a tensor's elements in a buffer: that of its memory, or row by row if its memory has gaps."""
+    """Order of a tensor's elements in a buffer: that of its memory, or row by row if its memory has
+    gaps.
+    """
 
     shape: torch.Size
     strides: tuple[int, ...] | None = None  # None for row by row
@@ -104,19 +121,31 @@ class MemoryLayout(NamedTuple):
     is_dense: bool = True  # False if the memory has gaps
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """Returns the elements of a tensor of this shape, without a copy if its memory has this layout."""
+        """Returns the elements of a tensor of this shape, without a copy if its memory has this
+        layout.
+        """
         return (tensor if self.strides is None else tensor.permute(self.order)).reshape(-1)
 
     def restore(self, row: Tensor) -> Tensor:
         """Returns a view with shape and strides."""
-        return row.view(self.shape) if self.strides is None else row.as_strided(self.shape, self.strides)
+        return (
+            row.view(self.shape)
+            if self.strides is None
+            else row.as_strided(self.shape, self.strides)
+        )
 
 
 def layout_of(tensor: Tensor) -> MemoryLayout:
     """Returns the layout of a tensor."""
     if tensor.is_contiguous():
         return MemoryLayout(tensor.shape)
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim)), reverse=True))
+    order = tuple(
+        sorted(
+            range(tensor.dim()),
+            key=lambda dim: (tensor.stride(dim), tensor.size(dim)),
+            reverse=True,
+        )
+    )
     is_dense = tensor.permute(order).is_contiguous()
     if not is_dense:
         return MemoryLayout(tensor.shape, is_dense=False)
@@ -124,13 +153,16 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
 
 
 def pack(layouts: Sequence[MemoryLayout], tensors: Sequence[Tensor], size: int = 0) -> Tensor:
-    """Returns the tensors in one flat tensor, followed by zeros up to ``size`` elements. A single tensor is not copied."""
+    """Returns the tensors in one flat tensor, followed by zeros up to ``size`` elements. A single
+    tensor is not copied.
+    """
     rows = [layout.flatten(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
     missing = size - sum(map(torch.numel, rows))
     if missing > 0:
         rows.append(tensors[0].new_zeros(missing))
     flat = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return flat.resolve_conj().resolve_neg()  # torch notes both lazily, and NCCL reads the memory as it is
+    # torch notes both lazily, and NCCL reads the memory as it is
+    return flat.resolve_conj().resolve_neg()
 
 
 def unpack(layouts: Sequence[MemoryLayout], flat: Tensor) -> list[Tensor]:
@@ -168,7 +200,9 @@ def copy_coalesced(
 
 
 def copies(tensors: Sequence[Tensor], devices: Devices, buffer_bytes: int) -> list[list[Tensor]]:
-    """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
+    """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one
+    buffer share its memory.
+    """
     copied = [[*tensors] for _ in devices]  # The copies replace the tensors in these lists.
     for chunk in chunks(tensors, buffer_bytes):
         layouts = [layout_of(tensors[i]) for i in chunk]
@@ -187,7 +221,8 @@ def chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
         chunk, size = open_chunks.get(tensor.dtype, ([], 0))
         if chunk and size + tensor.nbytes > limit:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
         chunk.append(i)
         open_chunks[tensor.dtype] = chunk, size + tensor.nbytes
     yield from (chunk for chunk, _ in open_chunks.values())
@@ -195,7 +230,8 @@ def chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
 
 def pairs(count: int) -> Iterator[tuple[int, int]]:
     """Yields each pair of ``count`` devices once, round by round."""
-    last = count - 1 + count % 2  # the last of an even number of devices; if ``count`` is odd, nobody's
+    # the last of an even number of devices; if ``count`` is odd, nobody's
+    last = count - 1 + count % 2
     for turn in range(last):
         for left in range(last):
             right = (turn - left) % last

@@ -1,4 +1,6 @@
-"""Values of arguments: memory sizes as text, checks with errors that name the argument, and the precision of a training step."""
+"""Values of arguments: memory sizes as text, checks with errors that name the argument, and the
+precision of a training step.
+"""
 
 import contextlib
 import functools
@@ -14,15 +16,24 @@ import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
-UNITS: dict[str, int] = {"B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
+UNITS: dict[str, int] = {
+    "B": 1,
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Returns the number of bytes in ``size``, a positive integer, or text such as ``"24GiB"`` or ``"1.5 GB"``, with a unit."""
+    """Returns the number of bytes in ``size``, a positive integer, or text such as ``"24GiB"`` or
+    ``"1.5 GB"``, with a unit.
+    """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if isinstance(size, str)
+        else None
+    )
     number, unit = match.groups() if match else ("0", "B")
     if float(number) and not unit:
         raise ValueError(f"{size!r} is not a memory size, it has no unit: {number}GiB?")
@@ -37,7 +48,9 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Formats ``count`` in the largest unit of which it is at least one: ``"1.50 GiB"``, ``"512 B"``."""
+    """Formats ``count`` in the largest unit of which it is at least one: ``"1.50 GiB"``, ``"512
+    B"``.
+    """
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(count) >= UNITS[unit]:
             return f"{count / UNITS[unit]:.2f} {unit}"
@@ -45,15 +58,21 @@ def format_bytes(count: int) -> str:
 
 
 def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple[int, ...]:
-    """Returns the number of bytes of each of ``devices`` devices, from one size for all of them, or one per device."""
+    """Returns the number of bytes of each of ``devices`` devices, from one size for all of them, or
+    one per device.
+    """
     sizes = [capacity] * devices if isinstance(capacity, (int, str)) else list(capacity)
     if len(sizes) != devices:
-        raise ValueError(f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device")
+        raise ValueError(
+            f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device"
+        )
     return tuple(map(parse_bytes, sizes))
 
 
 def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns a function whose error for a keyword argument that it does not have names those that it has."""
+    """Returns a function whose error for a keyword argument that it does not have names those that
+    it has.
+    """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -68,13 +87,19 @@ def naming_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_type(name: str, value: object, kinds: Any, expected: str) -> None:
-    """Raises ``TypeError`` if the value of the argument ``name`` is not of ``kinds``, which ``expected`` describes."""
+    """Raises ``TypeError`` if the value of the argument ``name`` is not of ``kinds``, which
+    ``expected`` describes.
+    """
     if not isinstance(value, kinds):
         raise TypeError(f"{name}={reprlib.repr(value)}, expected {expected}")
 
 
-def check_number(name: str, value: Any, expected: str, *, at_least: float = -math.inf, whole: bool = False) -> None:
-    """Checks that the value of the argument ``name`` is a finite number, as ``expected`` describes. ``True`` is not one here."""
+def check_number(
+    name: str, value: Any, expected: str, *, at_least: float = -math.inf, whole: bool = False
+) -> None:
+    """Checks that the value of the argument ``name`` is a finite number, as ``expected`` describes.
+    ``True`` is not one here.
+    """
     if isinstance(value, bool):
         raise TypeError(f"{name}={value}, expected {expected}")
     check_type(name, value, numbers.Integral if whole else numbers.Real, expected)
@@ -88,16 +113,19 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """Mixed precision of a training step.
 
-    ``"bf16"`` and ``"fp16"`` run forward and criterion under ``torch.autocast`` with that dtype, in every replica. ``"fp32"``
-    casts nothing itself. An autocast block around the call still applies, and reaches every replica.
+    ``"bf16"`` and ``"fp16"`` run forward and criterion under ``torch.autocast`` with that dtype, in
+    every replica. ``"fp32"`` casts nothing itself. An autocast block around the call still applies,
+    and reaches every replica.
 
     Args:
         name: ``"fp32"``, ``"bf16"``, ``"fp16"``, or another ``Precision``.
-        scaler: gradient scaler for ``"fp16"``. ``None`` creates one on first use. The gradients of all replicas and ranks are
-            summed before the scaler checks them, so all replicas and ranks skip the same updates.
+        scaler: gradient scaler for ``"fp16"``. ``None`` creates one on first use. The gradients of
+            all replicas and ranks are summed before the scaler checks them, so all replicas and
+            ranks skip the same updates.
 
     Raises:
-        ValueError: if ``name`` is unknown, or if a scaler is given with another precision than ``"fp16"``.
+        ValueError: if ``name`` is unknown, or if a scaler is given with another precision than
+            ``"fp16"``.
 
     Example:
         >>> net = torch.nn.Linear(4, 2)
@@ -108,14 +136,18 @@ class Precision:
         Precision('fp16')
     """
 
-    def __init__(self, name: "str | Precision" = "fp32", scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(
+        self, name: "str | Precision" = "fp32", scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         if isinstance(name, Precision):
             scaler = scaler or name.scaler
             name = name.name
         if not isinstance(name, str) or name not in _DTYPES:
             raise ValueError(f"precision={name!r}, expected one of {', '.join(map(repr, _DTYPES))}")
         if scaler is not None and name != "fp16":
-            raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
+            raise ValueError(
+                f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one"
+            )
         self.name: str = name
         self.scaler: torch.amp.GradScaler | None = scaler
         self.dtype = _DTYPES[name]  # The dtype of autocast; None without autocast.
@@ -124,11 +156,15 @@ class Precision:
         return f"Precision({self.name!r})"
 
     def autocast(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that enables autocast for the types of ``devices``. Workers of replicas inherit it."""
+        """Returns a context manager that enables autocast for the types of ``devices``. Workers of
+        replicas inherit it.
+        """
         return contextlib.nullcontext() if self.dtype is None else _autocast(self.dtype, devices)
 
     def scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """Returns the gradient scaler of ``"fp16"``, created for ``device`` on first use; otherwise None."""
+        """Returns the gradient scaler of ``"fp16"``, created for ``device`` on first use; otherwise
+        None.
+        """
         if self.name == "fp16" and self.scaler is None:
             self.scaler = torch.amp.GradScaler(device.type)
         return self.scaler
@@ -137,7 +173,8 @@ class Precision:
 def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Tensor:
     """Returns the loss times the scale, if there is a scaler.
 
-    Its first use makes two tensors. A failure between them would break every ``update()``, so it puts the scaler back.
+    Its first use makes two tensors. A failure between them would break every ``update()``, so it
+    puts the scaler back.
     """
     if scaler is None:
         return loss

@@ -1,4 +1,6 @@
-"""Ways to lower memory without changing the result: of activations, heads of language models, optimizer state, and evaluation."""
+"""Ways to lower memory without changing the result: of activations, heads of language models,
+optimizer state, and evaluation.
+"""
 
 from ..replicas.replicas import inference
 from .checkpointing import checkpoint_activations

@@ -1,7 +1,9 @@
-"""``checkpoint_activations``: blocks of a network save their inputs only, and the backward runs them again.
+"""``checkpoint_activations``: blocks of a network save their inputs only, and the backward runs
+them again.
 
-A checkpointed module has another class, so that its copies and replicas are checkpointed too. The second run of a forward draws
-the same random numbers and reads the same buffers, which ``torch.utils.checkpoint`` alone would update twice.
+A checkpointed module has another class, so that its copies and replicas are checkpointed too. The
+second run of a forward draws the same random numbers and reads the same buffers, which
+``torch.utils.checkpoint`` alone would update twice.
 """
 
 import functools
@@ -12,7 +14,12 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
@@ -25,19 +32,30 @@ EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
 def find_blocks(module: nn.Module) -> tuple[str, ...]:
     """Returns the names of the repeated blocks of a network.
 
-    Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``, with parameters and children.
-    The outermost such modules count. If there are none, any two or more children of one class count.
+    Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``,
+    with parameters and children. The outermost such modules count. If there are none, any two or
+    more children of one class count.
     """
     lists = _blocks_under(module, "", (nn.ModuleList, nn.Sequential))
     return tuple(lists or _blocks_under(module, "", (nn.Module,)))
 
 
-def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Module], ...]) -> list[str]:
-    children = {name: child for name, child in parent.named_children() if any(True for _ in child.parameters())}
+def _blocks_under(
+    parent: nn.Module, prefix: str, containers: tuple[type[nn.Module], ...]
+) -> list[str]:
+    children = {
+        name: child
+        for name, child in parent.named_children()
+        if any(True for _ in child.parameters())
+    }
     kinds = [_kind(child) for child in children.values()]
     names = []
     for name, child in children.items():
-        is_repeated = isinstance(parent, containers) and kinds.count(_kind(child)) > 1 and len(children_of(child)) > 0
+        is_repeated = (
+            isinstance(parent, containers)
+            and kinds.count(_kind(child)) > 1
+            and len(children_of(child)) > 0
+        )
         within = []
         if isinstance(child, nn.Sequential) or not is_repeated:
             within = _blocks_under(child, f"{prefix}{name}.", containers)
@@ -54,10 +72,13 @@ def _kind(module: nn.Module) -> Any:
 class Checkpointed:
     """A base class of checkpointed modules, besides their own class."""
 
-    made_from: tuple[Any, int, bool]  # the class of the module, its number of segments, and True if they are selective
+    # the class of the module, its number of segments, and True if they are selective
+    made_from: tuple[Any, int, bool]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        """Returns the parts for ``pickle`` and ``copy``, which do not find a class that was made at run time."""
+        """Returns the parts for ``pickle`` and ``copy``, which do not find a class that was made at
+        run time.
+        """
         parts: Any = super().__reduce_ex__(protocol)
         return _new, self.made_from, *parts[2:]
 
@@ -69,7 +90,9 @@ def _new(*made_from: Any) -> Any:
 
 @functools.cache
 def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
-    """Returns a checkpointed subclass. A ``forward`` set on the instance would still run the original after a copy."""
+    """Returns a checkpointed subclass. A ``forward`` set on the instance would still run the
+    original after a copy.
+    """
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
@@ -83,11 +106,17 @@ def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
         return _run_layers(list(self)[places[-1][1] :], *args)
 
     made_from = kind, segments, selective
-    return type(kind.__name__, (Checkpointed, kind), {"forward": forward, "__module__": kind.__module__, "made_from": made_from})
+    return type(
+        kind.__name__,
+        (Checkpointed, kind),
+        {"forward": forward, "__module__": kind.__module__, "made_from": made_from},
+    )
 
 
 def _segment_places(module: nn.Module, segments: int) -> list[tuple[int, int]]:
-    """Returns the places of the modules in each segment of an ``nn.Sequential`` but the last, which stays as it is."""
+    """Returns the places of the modules in each segment of an ``nn.Sequential`` but the last, which
+    stays as it is.
+    """
     size = len(children_of(module)) // segments
     return [(start, start + size) for start in range(0, size * (segments - 1), size)]
 
@@ -102,7 +131,8 @@ class CheckpointHandle:
     """The result of :func:`checkpoint_activations`.
 
     Attributes:
-        parts: what is recomputed, as names of modules, or ``"features[0:4]"`` for modules of an ``nn.Sequential``.
+        parts: what is recomputed, as names of modules, or ``"features[0:4]"`` for modules of an
+            ``nn.Sequential``.
     """
 
     def __init__(self, modules: list[nn.Module], parts: tuple[str, ...]) -> None:
@@ -121,16 +151,21 @@ class CheckpointHandle:
 def checkpoint_activations(
     module: nn.Module, *, blocks: str | Iterable[str] = "auto", selective: bool = False
 ) -> CheckpointHandle:
-    """Checkpoints parts of a module in place. Their activations are computed again in the backward instead of being kept.
+    """Checkpoints parts of a module in place. Their activations are computed again in the backward
+    instead of being kept.
 
-    Loss, gradients, random numbers and running statistics stay the same. A call replaces the checkpoints of an earlier call.
+    Loss, gradients, random numbers and running statistics stay the same. A call replaces the
+    checkpoints of an earlier call.
 
     Args:
-        module: any module. Names of parameters, ``state_dict()`` and ``isinstance`` stay as they are.
-        blocks: names of submodules (of the module itself: ``""``). ``"auto"`` takes the repeated blocks of the network, such as
-            the layers of a transformer. If there are none, each outermost ``nn.Sequential`` is cut into segments, as many as the
-            square root of its length, of which the last stays as it is.
-        selective: keeps the outputs of matrix multiplications, convolutions and attention, which are expensive to compute again.
+        module: any module. Names of parameters, ``state_dict()`` and ``isinstance`` stay as they
+            are.
+        blocks: names of submodules (of the module itself: ``""``). ``"auto"`` takes the repeated
+            blocks of the network, such as the layers of a transformer. If there are none, each
+            outermost ``nn.Sequential`` is cut into segments, as many as the square root of its
+            length, of which the last stays as it is.
+        selective: keeps the outputs of matrix multiplications, convolutions and attention, which
+            are expensive to compute again.
 
     Returns:
         A handle. ``handle.remove()`` undoes the checkpointing.
@@ -153,10 +188,13 @@ def checkpoint_activations(
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
     modules = dict(module.named_modules(remove_duplicate=False))
     segments = dict.fromkeys(names, 1) or {
-        name: max(2, round(math.sqrt(len(children_of(child))))) for name, child in outermost_sequentials(module).items()
+        name: max(2, round(math.sqrt(len(children_of(child)))))
+        for name, child in outermost_sequentials(module).items()
     }
     if not segments:
-        raise ValueError(f"{type(module).__name__} has neither repeated blocks nor an nn.Sequential to checkpoint, {EXPECTED}")
+        raise ValueError(
+            f"{type(module).__name__} has neither repeated blocks nor an nn.Sequential to checkpoint, {EXPECTED}"
+        )
     for name in segments:
         if name not in modules:
             raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
@@ -164,7 +202,11 @@ def checkpoint_activations(
     for name, count in segments.items():
         child = modules[name]
         child.__class__ = _checkpointed(_kind(child), count, selective)
-        parts += [name] if count == 1 else [f"{name}[{start}:{end}]" for start, end in _segment_places(child, count)]
+        parts += (
+            [name]
+            if count == 1
+            else [f"{name}[{start}:{end}]" for start, end in _segment_places(child, count)]
+        )
     return CheckpointHandle([modules[name] for name in segments], tuple(parts))
 
 
@@ -172,18 +214,34 @@ def outermost_sequentials(module: nn.Module) -> dict[str, nn.Module]:
     """Returns each ``nn.Sequential`` of several modules that is not inside of another one, by name."""
     sequentials: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        is_outermost = not any(name.startswith(f"{other}." if other else "") for other in sequentials)
-        if is_outermost and type(child).forward is nn.Sequential.forward and len(children_of(child)) > 1:
+        is_outermost = not any(
+            name.startswith(f"{other}." if other else "") for other in sequentials
+        )
+        if (
+            is_outermost
+            and type(child).forward is nn.Sequential.forward
+            and len(children_of(child)) > 1
+        ):
             sequentials[name] = child
     return sequentials
 
 
 def run_checkpointed(
-    modules: Sequence[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any, *, name: str, selective: bool = False
+    modules: Sequence[nn.Module],
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    name: str,
+    selective: bool = False,
 ) -> Any:
-    """Returns ``function(*args, **kwargs)``, which the backward runs again. It may write to buffers of ``modules``."""
+    """Returns ``function(*args, **kwargs)``, which the backward runs again. It may write to buffers
+    of ``modules``.
+    """
     leaves, rebuild = torch_private.flatten((args, kwargs))
-    is_generating = any(hasattr(leaf, _CACHE) for leaf in leaves) and not any(module.training for module in modules)
+    is_generating = any(hasattr(leaf, _CACHE) for leaf in leaves) and not any(
+        module.training for module in modules
+    )
     if is_generating or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     leaves = without_empty_cache(leaves, name)
@@ -192,15 +250,20 @@ def run_checkpointed(
         positional, named = rebuild(list(again))
         return function(*positional, **named)
 
-    if torch.compiler.is_compiling():  # the compiler runs operators again, with their random numbers, and no writes
-        settings: dict[str, Any] = {"context_fn": _make_selective} if selective else {}  # it refuses noop_context_fn
+    # the compiler runs operators again, with their random numbers, and no writes
+    if torch.compiler.is_compiling():
+        # it refuses noop_context_fn
+        settings: dict[str, Any] = {"context_fn": _make_selective} if selective else {}
         return checkpoint(run, *leaves, use_reentrant=False, **settings)
-    # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
+    # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional
+    # arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)
     rerun = _Rerun(modules, tensors, selective)
     contexts = rerun.first_run(), rerun
-    outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+    outputs = checkpoint(
+        run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
+    )
     if versions(tensors) != before:
         raise RuntimeError(
             f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the module that does"
@@ -209,16 +272,27 @@ def run_checkpointed(
 
 
 class _Rerun:
-    """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
+    """A context of each further run of a forward. One graph may enter it several times
+    (``retain_graph=True``).
+    """
 
-    def __init__(self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], selective: bool) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], selective: bool
+    ) -> None:
         self._first, self._inner = _make_selective() if selective else noop_context_fn()
-        if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
+        # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
+        if selective:
             self._first.respect_saved_tensors_hooks = False
         owners = dict.fromkeys(owner for module in modules for owner in module.modules())
         self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
-        # An argument may be an object with tensors, and a layer on another device than the arguments.
-        parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
+        # An argument may be an object with tensors, and a layer on another device than the
+        # arguments.
+        parameters = [
+            parameter
+            for owner in owners
+            for parameter in parameters_of(owner).values()
+            if parameter is not None
+        ]
         self._random = RandomState([tensor.device for tensor in (*tensors, *parameters)])
         self._written: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._entered: list[ExitStack] = []
@@ -228,10 +302,16 @@ class _Rerun:
         """Records the buffers that the block writes to, with their values before."""
         before = []
         for owner, buffers in self._owners:
-            named = [(buffers, name, buffer) for name, buffer in buffers.items() if buffer is not None and owner.training]
+            named = [
+                (buffers, name, buffer)
+                for name, buffer in buffers.items()
+                if buffer is not None and owner.training
+            ]
             if buffers.get("running_mean") is None:
                 before += [(*each, each[2].clone()) for each in named]
-            else:  # torch's norms do not count these writes as versions. Outputs in training do not depend on the values.
+            # torch's norms do not count these writes as versions. Outputs in training do not depend
+            # on the values.
+            else:
                 self._written += [(buffers, name, None) for buffers, name, _ in named]
         now = versions([buffer for _, _, buffer, _ in before])
         with self._first:
@@ -255,12 +335,17 @@ class _Rerun:
         self._entered.pop().__exit__(*exception)
 
 
-_MULTIPLICATIONS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")}
+_MULTIPLICATIONS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")
+}
 
 
 def _keep_expensive(_context: object, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keeps, place = operator in _MULTIPLICATIONS, torch_private.ATTENTION_KERNELS.get(operator)
-    if place is not None:  # attention that draws random numbers has to run again, to draw them again
+    keeps = operator in _MULTIPLICATIONS
+    place = torch_private.ATTENTION_KERNELS.get(operator)
+    # attention that draws random numbers has to run again, to draw them again
+    if place is not None:
         keeps = not (args[place] if len(args) > place else kwargs.get("dropout_p"))
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -272,16 +357,19 @@ _CACHE = "get_seq_length"  # A method that a cache of transformers has.
 
 
 def without_empty_cache(leaves: list[Any], name: str) -> list[object]:
-    """Returns the arguments of a block with None in place of a cache, to which a recomputation would append once more.
+    """Returns the arguments of a block with None in place of a cache, to which a recomputation
+    would append once more.
 
-    Keys of earlier tokens change the result, so such a cache is refused. The first tensor has the shape ``[rows, tokens, ...]``.
+    Keys of earlier tokens change the result, so such a cache is refused. The first tensor has the
+    shape ``[rows, tokens, ...]``.
     """
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
     tokens = 0 if hidden is None else hidden.shape[1]
     outputs: list[object] = []
     for leaf in leaves:
         length = leaf.get_seq_length() if hasattr(leaf, _CACHE) else None
-        if length not in (None, 0, tokens):  # blocks before this one may have appended the tokens of this call
+        # blocks before this one may have appended the tokens of this call
+        if length not in (None, 0, tokens):
             raise ValueError(
                 f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, to which a recomputation would "
                 "append: train without past_key_values, or do not checkpoint this block"

@@ -1,13 +1,15 @@
 """The last layer of a classifier or a language model, together with its loss, in chunks of rows.
 
-The logits of one chunk exist at a time. They become the chunk's softmax and then its gradient, in place. Gradients of the hidden
-states and of the weight are made in the forward, for the sum of the losses, and multiplied by one scalar in the backward.
+The logits of one chunk exist at a time. They become the chunk's softmax and then its gradient, in
+place. Gradients of the hidden states and of the weight are made in the forward, for the sum of the
+losses, and multiplied by one scalar in the backward.
 
-``torch.nn.functional.linear_cross_entropy``, new in torch 2.13, makes chunks too, but not with label smoothing or for
-``[rows, positions]``. It returns a loss in bfloat16 under autocast, and is slow for narrow layers, whose chunks it makes small.
+``torch.nn.functional.linear_cross_entropy``, new in torch 2.13, makes chunks too, but not with
+label smoothing or for ``[rows, positions]``. It returns a loss in bfloat16 under autocast, and is
+slow for narrow layers, whose chunks it makes small.
 
-``replace_lm_head`` does this for a causal language model of Hugging Face. With labels, its head returns the hidden states, and
-the model passes them on to its loss function in place of the logits.
+``replace_lm_head`` does this for a causal language model of Hugging Face. With labels, its head
+returns the hidden states, and the model passes them on to its loss function in place of the logits.
 """
 
 import contextvars
@@ -28,22 +30,26 @@ from ..runtime.torch_private import keeps_graph
 class LinearCrossEntropy(nn.Module):
     """A linear layer and its cross entropy, without the logits of the whole batch.
 
-    ``criterion(hidden, target)`` equals ``nn.CrossEntropyLoss()(linear(hidden), target)``, in loss and gradients. The logits of
-    at most 1,024 rows exist at a time. With 768 features, 32,768 classes and 4,096 rows the peak is 0.13 times that of the plain
-    layers. Names of parameters are those of ``nn.LinearCrossEntropyLoss``.
+    ``criterion(hidden, target)`` equals ``nn.CrossEntropyLoss()(linear(hidden), target)``, in loss
+    and gradients. The logits of at most 1,024 rows exist at a time. With 768 features, 32,768
+    classes and 4,096 rows the peak is 0.13 times that of the plain layers. Names of parameters are
+    those of ``nn.LinearCrossEntropyLoss``.
 
-    The layer is part of the criterion, so give ``criterion.parameters()`` to the optimizer as well. To tie the weight to an
-    embedding, assign it: ``criterion.linear.weight = embedding.weight``. Pass hidden states of ``[rows, positions, in_features]``
-    as they are, with targets of ``[rows, positions]``. The backward has no graph: ``create_graph=True`` raises ``RuntimeError``.
+    The layer is part of the criterion, so give ``criterion.parameters()`` to the optimizer as well.
+    To tie the weight to an embedding, assign it: ``criterion.linear.weight = embedding.weight``.
+    Pass hidden states of ``[rows, positions, in_features]`` as they are, with targets of ``[rows,
+    positions]``. The backward has no graph: ``create_graph=True`` raises ``RuntimeError``.
 
     Args:
         in_features, bias, device, dtype: of the linear layer.
         num_classes: number of classes, such as the words of a vocabulary.
         weight, ignore_index, label_smoothing: as in ``nn.CrossEntropyLoss``.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. ``"none"`` computes the logits again in the backward.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. ``"none"`` computes the logits again in the
+            backward.
 
     Raises:
-        ValueError: a setting is out of its range; at the call, targets do not fit the hidden states.
+        ValueError: a setting is out of its range; at the call, targets do not fit the hidden
+            states.
 
     Example:
         >>> model = DataParallelModel(nn.Embedding(11, 8), ["cpu"] * 2)
@@ -68,11 +74,15 @@ class LinearCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected one weight for each of {num_classes} classes")
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, expected one weight for each of {num_classes} classes"
+            )
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing={label_smoothing!r}, expected a number from 0 to 1")
         _check_reduction(reduction)
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.weight: Tensor | None
         self.register_buffer("weight", weight)
@@ -110,7 +120,9 @@ class Labels(NamedTuple):
 
 
 def rows_per_chunk(features: int) -> int:
-    """Returns the rows of a chunk, whose logits take the memory of the weight's gradient. Few rows are slow to multiply."""
+    """Returns the rows of a chunk, whose logits take the memory of the weight's gradient. Few rows
+    are slow to multiply.
+    """
     return min(max(features, 256), 1024)
 
 
@@ -126,9 +138,11 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Returns ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)`` without the logits of all rows.
+    """Returns ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)`` without
+    the logits of all rows.
 
-    The loss of half precision inputs is in float32. Targets are class indices, ``[...]`` for inputs ``[..., features]``.
+    The loss of half precision inputs is in float32. Targets are class indices, ``[...]`` for inputs
+    ``[..., features]``.
     """
     _check_reduction(reduction)
     if target.shape != input.shape[:-1] or target.dtype != torch.int64:
@@ -138,11 +152,14 @@ def linear_cross_entropy(
         )
     labels = Labels(target.reshape(-1), weight, ignore_index, label_smoothing)
     hidden = input.reshape(-1, input.size(-1))
-    losses: Tensor = _Chunked.apply(hidden, linear_weight, linear_bias, labels, reduction != "none", torch.is_grad_enabled())
+    losses: Tensor = _Chunked.apply(
+        hidden, linear_weight, linear_bias, labels, reduction != "none", torch.is_grad_enabled()
+    )
     if reduction != "mean":
         return losses.view(target.shape) if reduction == "none" else losses
     divisor = _weights_of_rows(labels, losses.dtype).sum()
-    counted = divisor != 0  # the mean is nan with gradients of zero if no target counts, as in F.cross_entropy
+    # the mean is nan with gradients of zero if no target counts, as in F.cross_entropy
+    counted = divisor != 0
     return torch.where(counted, losses / torch.where(counted, divisor, 1), torch.nan)
 
 
@@ -156,11 +173,20 @@ def _weights_of_rows(labels: Labels, dtype: torch.dtype) -> Tensor:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, is_sum: bool, keeps_gradients: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        is_sum: bool,
+        keeps_gradients: bool,
     ) -> Tensor:
         kind = hidden.device.type
-        autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # Autocast leaves float64 as it is.
-        ctx.labels, ctx.is_sum, ctx.dtype = labels, is_sum, torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
+        # Autocast leaves float64 as it is.
+        autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+        ctx.labels = labels
+        ctx.is_sum = is_sum
+        ctx.dtype = torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
         wanted = ctx.needs_input_grad[:3] if is_sum and keeps_gradients else (False,) * 3
         losses, gradients = _run(hidden, weight, bias, labels, ctx.dtype, wanted, None)
         ctx.save_for_backward(*(gradients if is_sum else (hidden, weight, bias)))
@@ -176,10 +202,14 @@ class _Chunked(torch.autograd.Function):
         (gradient,) = gradients
         if ctx.is_sum:
             multiply = torch.mul if keeps_graph() else Tensor.mul_
-            computed = [None if saved is None else multiply(saved, gradient) for saved in ctx.saved_tensors]
+            computed = [
+                None if saved is None else multiply(saved, gradient) for saved in ctx.saved_tensors
+            ]
         else:
             hidden, weight, bias = ctx.saved_tensors
-            _, computed = _run(hidden, weight, bias, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradient)
+            _, computed = _run(
+                hidden, weight, bias, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradient
+            )
         return (*computed, None, None, None)
 
 
@@ -192,18 +222,25 @@ def _run(
     wanted: tuple[bool, ...],
     factors: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the losses of all rows, and the wanted gradients of their sum, in which each row may have a factor."""
+    """Returns the losses of all rows, and the wanted gradients of their sum, in which each row may
+    have a factor.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
     of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
-        weight_there, bias_there = weight.to(dtype), None if bias is None else bias.to(dtype)
+        weight_there = weight.to(dtype)
+        bias_there = None if bias is None else bias.to(dtype)
         for rows, chunk, target, factor in _chunks(hidden, weight, labels.target, factors):
             chunk = chunk.to(dtype)
             logits = F.linear(chunk, weight_there, bias_there).to(wide)
-            _write(losses, rows, _loss_and_gradient_(logits, labels._replace(target=target), any(wanted), factor))
+            _write(
+                losses,
+                rows,
+                _loss_and_gradient_(logits, labels._replace(target=target), any(wanted), factor),
+            )
             gradient = logits.to(dtype)
             del logits  # It may be a wider copy of the gradient.
             if of_hidden is not None:
@@ -213,7 +250,10 @@ def _run(
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=wide)
             del gradient  # The logits of the next chunk take its memory.
-    return losses, [of_hidden, *(None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))]
+    return losses, [
+        of_hidden,
+        *(None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias)),
+    ]
 
 
 def _add_product_(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:
@@ -223,7 +263,8 @@ def _add_product_(total: Tensor, gradient: Tensor, chunk: Tensor) -> None:
         total += F.linear(gradient.t(), chunk.t())
 
 
-Chunks = Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]  # rows, and their hidden states, targets and factors
+# rows, and their hidden states, targets and factors
+Chunks = Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]
 
 
 def _chunks(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None) -> Chunks:
@@ -237,16 +278,25 @@ def _write(results: Tensor, rows: slice, values: Tensor) -> None:
     results[rows] = values
 
 
-def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:
-    """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum, weighted by ``factors``."""
+def _loss_and_gradient_(
+    logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None
+) -> Tensor:
+    """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum, weighted by
+    ``factors``.
+    """
     ignored = labels.target == labels.ignore_index
-    counts, chosen = (~ignored).to(logits.dtype), labels.target.masked_fill(ignored, 0).unsqueeze(1)
+    counts = (~ignored).to(logits.dtype)
+    chosen = labels.target.masked_fill(ignored, 0).unsqueeze(1)
     uniform = labels.label_smoothing / logits.size(1)  # the weight of each class besides the target
     logits -= logits.amax(1, keepdim=True)
     mass = peaked = (1 - labels.label_smoothing) * _weights_of_rows(labels, logits.dtype)
     losses = -peaked * logits.gather(1, chosen).squeeze(1)
     if uniform:
-        class_weight = logits.new_ones(logits.size(1)) if labels.class_weight is None else labels.class_weight.to(logits.dtype)
+        class_weight = (
+            logits.new_ones(logits.size(1))
+            if labels.class_weight is None
+            else labels.class_weight.to(logits.dtype)
+        )
         losses -= uniform * counts * (logits @ class_weight)
         mass = peaked + uniform * counts * class_weight.sum()
     sums = logits.exp_().sum(1)
@@ -263,20 +313,21 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
 def replace_lm_head(model: Any) -> None:
     """Makes a causal language model compute its loss without the logits of all positions, in place.
 
-    ``model(input_ids, labels=labels).loss`` and its gradients stay the same. ``.logits`` of that result is None. A call without
-    labels, such as in ``generate``, returns logits as before. Shifted labels, ``num_items_in_batch``, a bias and weights that
-    are tied to the embedding are supported. Names of parameters stay. Call this before :class:`DataParallelModel` or
-    :func:`parallelize`. There is no way back, but ``model.state_dict()`` fits a new model. Adapters of peft may be anywhere but
-    at the head; ``modules_to_save=["lm_head"]`` is supported.
+    ``model(input_ids, labels=labels).loss`` and its gradients stay the same. ``.logits`` of that
+    result is None. A call without labels, such as in ``generate``, returns logits as before.
+    Shifted labels, ``num_items_in_batch``, a bias and weights that are tied to the embedding are
+    supported. Names of parameters stay. Call this before :class:`DataParallelModel` or
+    :func:`parallelize`. There is no way back, but ``model.state_dict()`` fits a new model. Adapters
+    of peft may be anywhere but at the head; ``modules_to_save=["lm_head"]`` is supported.
 
     Args:
-        model: a causal language model of transformers, such as ``GPT2LMHeadModel`` or ``LlamaForCausalLM``, also inside of a
-            ``PeftModel``.
+        model: a causal language model of transformers, such as ``GPT2LMHeadModel`` or
+            ``LlamaForCausalLM``, also inside of a ``PeftModel``.
 
     Raises:
-        TypeError: the model does not pass the output of one ``nn.Linear`` to ``ForCausalLMLoss``, or peft adapts that layer. If
-            it changes the logits in between (as Gemma 2 and Cohere do, by a soft cap or a scale), the first call with labels
-            raises this.
+        TypeError: the model does not pass the output of one ``nn.Linear`` to ``ForCausalLMLoss``,
+            or peft adapts that layer. If it changes the logits in between (as Gemma 2 and Cohere
+            do, by a soft cap or a scale), the first call with labels raises this.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -298,7 +349,9 @@ def replace_lm_head(model: Any) -> None:
         return
     has_loss = isinstance(getattr(kind, "loss_function", None), property)
     if not has_loss or "loss_function" not in inspect.unwrap(kind.forward).__code__.co_names:
-        raise TypeError(f"{name}.forward does not call self.loss_function, expected a causal language model of transformers")
+        raise TypeError(
+            f"{name}.forward does not call self.loss_function, expected a causal language model of transformers"
+        )
     _check_loss(model.loss_function, name)
     _change_heads(model, name)
     model.__class__ = _class_without_logits(kind)
@@ -310,7 +363,9 @@ class WithoutLogits:
 
 @dataclass
 class _Call:
-    """One forward with labels: the head that ran, its hidden states, and whether the loss was computed from them."""
+    """One forward with labels: the head that ran, its hidden states, and whether the loss was
+    computed from them.
+    """
 
     name: str
     head: nn.Linear | None = None
@@ -319,7 +374,8 @@ class _Call:
 
     def keep(self, head: nn.Linear, hidden: Tensor) -> Tensor:
         """Returns hidden states, which the loss will see in the place of logits."""
-        self.head, self.hidden = head, hidden
+        self.head = head
+        self.hidden = hidden
         return hidden
 
     def loss(
@@ -332,7 +388,9 @@ class _Call:
         shift_labels: Tensor | None = None,
         **_: object,
     ) -> Tensor:
-        """Computes what ``ForCausalLMLoss`` of transformers does, with hidden states in place of logits."""
+        """Computes what ``ForCausalLMLoss`` of transformers does, with hidden states in place of
+        logits.
+        """
         if self.head is None or logits is not self.hidden:
             raise TypeError(
                 f"{self.name} changes its logits between the head and the loss (by a scale, a soft cap, or another dtype), "
@@ -364,7 +422,9 @@ class _Head(nn.Linear):
 
 
 def _change_heads(model: Any, name: str) -> None:
-    """Changes the class of the head. With ``modules_to_save`` of peft there is one for each adapter, and the original."""
+    """Changes the class of the head. With ``modules_to_save`` of peft there is one for each
+    adapter, and the original.
+    """
     head = model.get_output_embeddings()
     saved = getattr(head, "modules_to_save", None)
     for layer in [head] if saved is None else [head.original_module, *saved.values()]:
@@ -379,12 +439,16 @@ def _change_heads(model: Any, name: str) -> None:
 
 def _check_loss(function: object, name: str) -> None:
     if getattr(function, "__name__", "") != "ForCausalLMLoss":
-        raise TypeError(f"the loss function of {name} is {function!r}, expected ForCausalLMLoss of transformers")
+        raise TypeError(
+            f"the loss function of {name} is {function!r}, expected ForCausalLMLoss of transformers"
+        )
 
 
 @functools.cache
 def _class_without_logits(kind: Any) -> Any:
-    """Returns a subclass. A ``forward`` set on the instance would still run the original after a copy."""
+    """Returns a subclass. A ``forward`` set on the instance would still run the original after a
+    copy.
+    """
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
@@ -399,14 +463,25 @@ def _class_without_logits(kind: Any) -> Any:
         finally:
             _running.reset(token)
         if not call.has_loss:
-            raise TypeError(f"{kind.__name__} did not call its loss function for these labels: leave out replace_lm_head")
+            raise TypeError(
+                f"{kind.__name__} did not call its loss function for these labels: leave out replace_lm_head"
+            )
         if isinstance(result, tuple):
             return tuple(entry for entry in result if entry is not call.hidden)
-        return type(result)(**{name: entry for name, entry in result.items() if entry is not call.hidden})
+        return type(result)(
+            **{name: entry for name, entry in result.items() if entry is not call.hidden}
+        )
 
     def get_loss_function(self: object) -> object:
         call = _running.get()
         return kind.loss_function.fget(self) if call is None else call.loss
 
-    body = {"forward": forward, "loss_function": property(get_loss_function, kind.loss_function.fset)}
-    return type(kind.__name__, (WithoutLogits, kind), {**body, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    body = {
+        "forward": forward,
+        "loss_function": property(get_loss_function, kind.loss_function.fset),
+    }
+    return type(
+        kind.__name__,
+        (WithoutLogits, kind),
+        {**body, "__module__": kind.__module__, "__doc__": kind.__doc__},
+    )

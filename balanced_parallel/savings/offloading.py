@@ -1,22 +1,25 @@
-"""Memory of the host in place of that of the devices: for activations, and for the state of an optimizer.
+"""Memory of the host in place of that of the devices: for activations, and for the state of an
+optimizer.
 
-``offload_activations`` copies saved tensors to pinned memory on a side stream, where they wait for the backward::
+``offload_activations`` copies saved tensors to pinned memory on a side stream, where they wait for
+the backward::
 
     compute stream | forward 1 | forward 2 | forward 3 | ... | backward 3 | backward 2 | backward 1 |
     side stream                | 1 to host | 2 to host | ... | 1 to device
     on the device    1           1, 2        1, 2, 3           1, 2, 3      1, 2         1
 
-As in ``runtime.streams``, a compute stream waits for a copy before the memory is given back to it, so peak memory does not depend
-on timing. In the forward this happens at the copy :data:`AHEAD` later. In the backward, that many copies start early.
+As in ``runtime.streams``, a compute stream waits for a copy before the memory is given back to it,
+so peak memory does not depend on timing. In the forward this happens at the copy :data:`AHEAD`
+later. In the backward, that many copies start early.
 
-``offload_optimizer`` lets copies on the host take the place of the parameters while the optimizer steps, by torch's hooks around
-``step()``::
+``offload_optimizer`` lets copies on the host take the place of the parameters while the optimizer
+steps, by torch's hooks around ``step()``::
 
     device | gradients                                      parameters
     host   |   gradients --> step() with its state --> parameters
 
-torchao's ``CPUOffloadOptimizer`` copies each gradient in a hook of the backward instead: before gradients are summed over ranks,
-divided, unscaled and clipped.
+torchao's ``CPUOffloadOptimizer`` copies each gradient in a hook of the backward instead: before
+gradients are summed over ranks, divided, unscaled and clipped.
 """
 
 import contextlib
@@ -52,7 +55,8 @@ class Host:
     """The host, and how its copies see the devices. A trace has another one."""
 
     device = torch.device("cpu")
-    kinds: tuple[type, ...] = (Tensor, nn.Parameter)  # classes of tensors that can be copied as bytes
+    # classes of tensors that can be copied as bytes
+    kinds: tuple[type, ...] = (Tensor, nn.Parameter)
 
     stream_of = staticmethod(current_stream)  # the current stream of a device; None for the host
 
@@ -70,7 +74,9 @@ class Host:
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         """Returns the storage of a tensor as bytes: all its views come back with it, in one copy."""
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            tensor.untyped_storage()
+        )
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
         """Returns a saved tensor of a storage that is on the device again."""
@@ -82,8 +88,11 @@ class Link:
     """The copies between one device and the host."""
 
     def __init__(self, device: torch.device, host: Host) -> None:
-        self.device, self.host, self.side = device, host, host.side_stream(device)
-        self.stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()  # The keys are their numbers.
+        self.device = device
+        self.host = host
+        self.side = host.side_stream(device)
+        # The keys are their numbers.
+        self.stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._leaving: deque[Stored] = deque()
 
@@ -105,9 +114,12 @@ class Stored:
     """One storage of a device, with its copy on the host."""
 
     def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, number: int) -> None:
-        self.link, self.number, self._stream = link, number, stream
+        self.link = link
+        self.number = number
+        self._stream = stream
         self.overwritten = False  # True if it was written to before the copy was complete
-        self._saved: Tensor | None = tensor.detach()  # It keeps the storage, and shares the version counter.
+        # It keeps the storage, and shares the version counter.
+        self._saved: Tensor | None = tensor.detach()
         self._version = versions([tensor])
         self._loaded: torch.Event | None = None
         self._on_device: Tensor | None = link.host.bytes_of(tensor)
@@ -122,7 +134,9 @@ class Stored:
         self._saved = self._on_device = None
 
     def load(self, stream: torch.Stream) -> Tensor:
-        """Returns the bytes on the device, for use on a stream. Copies of the storages saved before it start."""
+        """Returns the bytes on the device, for use on a stream. Copies of the storages saved before
+        it start.
+        """
         started = self._start()
         if self._loaded is not None:
             stream.wait_event(self._loaded)
@@ -160,8 +174,9 @@ MIN_BYTES = "1MiB"
 def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
-    Copies run on a side stream, and the host waits for none. A storage is copied once, however many tensors share it.
-    Parameters stay, and so do tensors on the CPU. The backward may run inside or after the block. Loss and gradients stay.
+    Copies run on a side stream, and the host waits for none. A storage is copied once, however many
+    tensors share it. Parameters stay, and so do tensors on the CPU. The backward may run inside or
+    after the block. Loss and gradients stay.
 
     Args:
         min_bytes: smaller storages stay on the device.
@@ -184,16 +199,23 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
 
 
 class Offload:
-    """The hooks of one block. Workers of replicas and threads of autograd call them at the same time."""
+    """The hooks of one block. Workers of replicas and threads of autograd call them at the same
+    time.
+    """
 
     def __init__(self, min_bytes: int, host: Host) -> None:
-        self.min_bytes, self.host = min_bytes, host
+        self.min_bytes = min_bytes
+        self.host = host
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}
-        self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = weakref.WeakValueDictionary()
+        self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = (
+            weakref.WeakValueDictionary()
+        )
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int] | Offloaded:
-        """Hook that autograd calls with each tensor that it saves. Returns one that stays with its version."""
+        """Hook that autograd calls with each tensor that it saves. Returns one that stays with its
+        version.
+        """
         stream = self.host.stream_of(tensor.device)
         (version,) = versions([tensor])
         if stream is None or self.stays(tensor):
@@ -205,7 +227,9 @@ class Offload:
             stored = self._stored.get(key)
             if stored is None:
                 self._stored[key] = stored = self._links[tensor.device].store(tensor, stream)
-        return Offloaded(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return Offloaded(
+            stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        )
 
     def unpack(self, saved: tuple[Tensor, int] | Offloaded) -> Tensor:
         """Hook that autograd calls when it needs a saved tensor."""
@@ -250,18 +274,21 @@ def _modified(shape: torch.Size) -> RuntimeError:
 
 
 def offload_optimizer(optimizer: Optimizer) -> None:
-    """Keeps the state of an optimizer on the host, and runs its step there. The update is the same, up to rounding.
+    """Keeps the state of an optimizer on the host, and runs its step there. The update is the same,
+    up to rounding.
 
-    Each step copies gradients and parameters to pinned memory of the host, and the parameters back, and waits for the copies: 12
-    bytes of traffic per parameter in float32. With AdamW the host holds 16 bytes per parameter: the state, and copies of
-    parameter and gradient. Under torchrun each rank has them. ``state_dict()`` stays the same. Parameters on the CPU are
-    updated in place. After a ``step()`` that raised an error, clear the gradients with ``zero_grad()`` of the model.
+    Each step copies gradients and parameters to pinned memory of the host, and the parameters back,
+    and waits for the copies: 12 bytes of traffic per parameter in float32. With AdamW the host
+    holds 16 bytes per parameter: the state, and copies of parameter and gradient. Under torchrun
+    each rank has them. ``state_dict()`` stays the same. Parameters on the CPU are updated in place.
+    After a ``step()`` that raised an error, clear the gradients with ``zero_grad()`` of the model.
 
     Args:
         optimizer: an optimizer of whole parameters.
 
     Raises:
-        TypeError: a :class:`BalancedOptimizer`, or sharded parameters. At a step: a closure was given.
+        TypeError: a :class:`BalancedOptimizer`, or sharded parameters. At a step: a closure was
+            given.
         ValueError: the optimizer is offloaded already.
 
     Example:
@@ -279,10 +306,16 @@ def offload_optimizer(optimizer: Optimizer) -> None:
             f"the optimizer is an object of type {type(optimizer).__name__}, expected an optimizer of whole parameters, such as "
             "torch.optim.AdamW: a BalancedOptimizer spreads its state over the devices"
         )
-    if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        raise TypeError("the parameters are shards of FSDP2, expected whole ones: the ranks share the state already")
+    if any(
+        is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    ):
+        raise TypeError(
+            "the parameters are shards of FSDP2, expected whole ones: the ranks share the state already"
+        )
     if is_offloaded(optimizer):
-        raise ValueError("the state of this optimizer is on the host already, expected one call of offload_optimizer")
+        raise ValueError(
+            "the state of this optimizer is on the host already, expected one call of offload_optimizer"
+        )
     HostStep(optimizer, Host())
 
 
@@ -291,7 +324,8 @@ def is_offloaded(optimizer: Optimizer) -> bool:
     return optimizer in _offloaded
 
 
-# A set of this process: torch has no public list of an optimizer's hooks, which a copy of the optimizer does not have either.
+# A set of this process: torch has no public list of an optimizer's hooks, which a copy of the
+# optimizer does not have either.
 _offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
@@ -303,21 +337,28 @@ class HostStep:
         self._copies: dict[Tensor, Tensor] = {}
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
-        optimizer.register_load_state_dict_pre_hook(self._to_host)  # torch moves what it loads to the parameters
+        # torch moves what it loads to the parameters
+        optimizer.register_load_state_dict_pre_hook(self._to_host)
         optimizer.register_load_state_dict_post_hook(self._to_devices)
         _offloaded.add(optimizer)
 
     @torch.no_grad()
-    def _begin(self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]) -> None:
+    def _begin(
+        self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]
+    ) -> None:
         if any(value is not None for value in (*arguments[1:], settings.get("closure"))):
-            raise TypeError("step() got a closure, whose backward does not reach the copies on the host: expected step()")
+            raise TypeError(
+                "step() got a closure, whose backward does not reach the copies on the host: expected step()"
+            )
         self._to_host(optimizer)
         for parameter, copy in self._copies.items():
             copy.copy_(parameter)  # a checkpoint may have been loaded since the last step
             copy.grad = self._gradient(parameter)
 
     @torch.no_grad()
-    def _end(self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]) -> None:
+    def _end(
+        self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]
+    ) -> None:
         self._to_devices(optimizer)
         for parameter, copy in self._copies.items():
             if copy.grad is not None:
@@ -332,14 +373,20 @@ class HostStep:
     def _to_host(self, optimizer: Optimizer, state_dict: object = None) -> None:
         """Lets copies take the place of the parameters, in the groups and as keys of the state."""
         self._to_devices(optimizer)  # A step may have raised an error.
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         for parameter in parameters:
             if self.host.stream_of(parameter.device) is not None and parameter not in self._copies:
-                self._copies[parameter] = nn.Parameter(self.host.empty(parameter.detach()), parameter.requires_grad)
+                self._copies[parameter] = nn.Parameter(
+                    self.host.empty(parameter.detach()), parameter.requires_grad
+                )
         _replace(optimizer, self._copies)
         for copy in self._copies.values():
             if copy in optimizer.state:
-                optimizer.state[copy] = map_tensors(lambda tensor: tensor.to(self.host.device), optimizer.state[copy])
+                optimizer.state[copy] = map_tensors(
+                    lambda tensor: tensor.to(self.host.device), optimizer.state[copy]
+                )
 
     def _to_devices(self, optimizer: Optimizer) -> None:
         _replace(optimizer, {copy: parameter for parameter, copy in self._copies.items()})

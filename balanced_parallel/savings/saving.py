@@ -1,7 +1,8 @@
-"""``Saving``: a way to need less memory, as one object. ``SAVINGS`` has all that this package applies, in their order.
+"""``Saving``: a way to need less memory, as one object. ``SAVINGS`` has all that this package
+applies, in their order.
 
-An out of memory error advises those that leave the result as it is. :func:`memory.plan` tries all of them: ``memory/savings.py``
-knows which updates they suit. docs/savings.md has a row for each.
+An out of memory error advises those that leave the result as it is. :func:`memory.plan` tries all
+of them: ``memory/savings.py`` knows which updates they suit. docs/savings.md has a row for each.
 """
 
 import contextlib
@@ -47,7 +48,9 @@ class Saving:
 
     @property
     def is_function(self) -> bool:
-        """True if it changes a module or an optimizer, or surrounds an update. Others are settings of a step."""
+        """True if it changes a module or an optimizer, or surrounds an update. Others are settings
+        of a step.
+        """
         return bool(self.change_module or self.change_optimizer or self.surround)
 
 
@@ -83,7 +86,9 @@ def around_update(savings: Iterable[Saving]) -> Iterator[None]:
 
 def advice() -> str:
     """Returns the savings that leave the result as it is, with their costs, for an error."""
-    return "; ".join(f"{saving.name} ({saving.cost})" for saving in SAVINGS if saving.result == "exact")
+    return "; ".join(
+        f"{saving.name} ({saving.cost})" for saving in SAVINGS if saving.result == "exact"
+    )
 
 
 def _use(kernels: Mapping[str, bool], optimizer: Optimizer) -> None:
@@ -92,7 +97,9 @@ def _use(kernels: Mapping[str, bool], optimizer: Optimizer) -> None:
 
 
 def use_bf16_parameters(module: nn.Module) -> None:
-    """Converts parameters and buffers in place, as ``module.to(torch.bfloat16)``, which refuses the copies of a trace."""
+    """Converts parameters and buffers in place, as ``module.to(torch.bfloat16)``, which refuses the
+    copies of a trace.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.bfloat16)

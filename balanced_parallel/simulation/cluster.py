@@ -1,7 +1,8 @@
-"""``simulate``: devices ``sim:0``, ``sim:1``, ... for the duration of a ``with`` block, with their memory and traffic.
+"""``simulate``: devices ``sim:0``, ``sim:1``, ... for the duration of a ``with`` block, with their
+memory and traffic.
 
-The native ledger counts bytes, and detects inputs, activations, and waits of the host: calls for which a GPU would have to finish
-its work first. Hooks label the tensors of modules and optimizers.
+The native ledger counts bytes, and detects inputs, activations, and waits of the host: calls for
+which a GPU would have to finish its work first. Hooks label the tensors of modules and optimizers.
 """
 
 import ctypes
@@ -26,7 +27,11 @@ from torch import Tensor, nn
 from torch.cuda import nccl
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import _functions
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..runtime import transport
@@ -39,7 +44,9 @@ MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
 # The numbers at the end of a cluster.
-_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]
+_Numbers = tuple[
+    list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int
+]
 _active = threading.Lock()
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
@@ -49,7 +56,8 @@ _LEGEND = (
 
 
 class Cluster:
-    """Simulated devices of one :func:`simulate` block. All numbers can still be read after the block.
+    """Simulated devices of one :func:`simulate` block. All numbers can still be read after the
+    block.
 
     Attributes:
         devices: ``sim:0`` and so on.
@@ -67,21 +75,39 @@ class Cluster:
 
     @property
     def live(self) -> list[int]:
-        """Bytes in use now, per device. Each allocation is rounded up to 512 bytes, as in torch's CUDA caching allocator."""
-        return self._ended[0] if self._ended else [self._native.simulation_live(device.index) for device in self.devices]
+        """Bytes in use now, per device. Each allocation is rounded up to 512 bytes, as in torch's
+        CUDA caching allocator.
+        """
+        return (
+            self._ended[0]
+            if self._ended
+            else [self._native.simulation_live(device.index) for device in self.devices]
+        )
 
     @property
     def peak(self) -> list[int]:
-        """Largest number of bytes in use at one time, per device, since the start or :meth:`reset_peak`."""
-        return self._ended[1] if self._ended else [self._native.simulation_peak(device.index) for device in self.devices]
+        """Largest number of bytes in use at one time, per device, since the start or
+        :meth:`reset_peak`.
+        """
+        return (
+            self._ended[1]
+            if self._ended
+            else [self._native.simulation_peak(device.index) for device in self.devices]
+        )
 
     @property
     def moved(self) -> Counter[tuple[str, str]]:
-        """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``. Subtract two values to measure a section."""
+        """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``. Subtract two values
+        to measure a section.
+        """
         if self._ended:
             return self._ended[2]
         places = self._names.items()
-        moved = {(source, target): self._native.simulation_moved(i, j) for i, source in places for j, target in places}
+        moved = {
+            (source, target): self._native.simulation_moved(i, j)
+            for i, source in places
+            for j, target in places
+        }
         return Counter({ends: count for ends, count in moved.items() if count})
 
     @property
@@ -92,11 +118,16 @@ class Cluster:
         size = self._native.simulation_copies(0, 0, None)
         codes = (ctypes.c_int * size)()
         self._native.simulation_copies(0, size, codes)
-        return [(self._names[ends // (MAX_DEVICES + 1)], self._names[ends % (MAX_DEVICES + 1)]) for ends in codes]
+        return [
+            (self._names[ends // (MAX_DEVICES + 1)], self._names[ends % (MAX_DEVICES + 1)])
+            for ends in codes
+        ]
 
     @property
     def waits(self) -> "list[Wait]":
-        """Calls for which a GPU would have made the host wait, in their order, the last 10,000 of them. See :class:`Wait`."""
+        """Calls for which a GPU would have made the host wait, in their order, the last 10,000 of
+        them. See :class:`Wait`.
+        """
         return list(self._waits.record)
 
     @property
@@ -106,7 +137,9 @@ class Cluster:
 
     @contextmanager
     def forbidding_waits(self) -> Iterator[None]:
-        """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line and a way to avoid it."""
+        """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line
+        and a way to avoid it.
+        """
         with self._waits.forbidding():
             yield
 
@@ -116,27 +149,34 @@ class Cluster:
         return self._ended[5] if self._ended else self._native.simulation_allocations()
 
     def fail_allocation(self, number: int) -> None:
-        """Makes one allocation fail with ``torch.OutOfMemoryError``, whatever the capacity. Those after it succeed.
+        """Makes one allocation fail with ``torch.OutOfMemoryError``, whatever the capacity. Those
+        after it succeed.
 
         Args:
             number: of the allocation, counted from now on over all devices. 1 is the next.
         """
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"fail_allocation({number!r}), expected 1 for the next allocation, or a larger number")
+            raise ValueError(
+                f"fail_allocation({number!r}), expected 1 for the next allocation, or a larger number"
+            )
         self._must_run("allocations")
         self._native.simulation_fail_allocation(number)
 
     def reset_peak(self) -> None:
-        """Restarts the measurement of :attr:`peak` and :meth:`categories`. After the block it raises ``RuntimeError``."""
+        """Restarts the measurement of :attr:`peak` and :meth:`categories`. After the block it
+        raises ``RuntimeError``.
+        """
         self._must_run("peaks")
         self._native.simulation_reset_peak()
 
     def categories(self, device: int) -> dict[str, int]:
-        """Returns the bytes of each category at the peak of one device. They add up to its ``peak``.
+        """Returns the bytes of each category at the peak of one device. They add up to its
+        ``peak``.
 
-        ``"parameters"`` (with buffers), ``"gradients"`` (the ``grad`` of parameters), ``"optimizer state"``, ``"inputs"`` (copied
-        from the CPU, or created on the device from no other tensor), ``"activations"`` (results of operators in a forward) and
-        ``"temporaries"`` (gradients of activations, and other tensors of a backward or an update).
+        ``"parameters"`` (with buffers), ``"gradients"`` (the ``grad`` of parameters), ``"optimizer
+        state"``, ``"inputs"`` (copied from the CPU, or created on the device from no other tensor),
+        ``"activations"`` (results of operators in a forward) and ``"temporaries"`` (gradients of
+        activations, and other tensors of a backward or an update).
 
         Args:
             device: index of the device.
@@ -150,7 +190,9 @@ class Cluster:
         return {category.title: counts[category] for category in Category}
 
     def __str__(self) -> str:
-        """Returns a table with one row per device: bytes now, at the peak, by category, and moved; and the waits in each step."""
+        """Returns a table with one row per device: bytes now, at the peak, by category, and moved;
+        and the waits in each step.
+        """
         return f"{self._table('simple')}\n\n{_LEGEND}"
 
     def _repr_html_(self) -> str:
@@ -160,20 +202,39 @@ class Cluster:
     def _table(self, style: str) -> str:
         moved = self.moved
         rows = []
-        for index, (device, memory) in enumerate(zip(map(str, self.devices), self.memory, strict=True)):
+        for index, (device, memory) in enumerate(
+            zip(map(str, self.devices), self.memory, strict=True)
+        ):
             parts = self.categories(index)
             into = sum(count for (_, target), count in moved.items() if target == device)
             out = sum(count for (source, _), count in moved.items() if source == device)
             counts = [self.live[index], self.peak[index], *parts.values(), into, out]
             waits = describe_steps(self._waits.per_step(self.devices[index]))
-            rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts), waits])
-        headers = ["device", "memory", "now", "peak", *(category.title for category in Category), "moved in", "moved out"]
+            rows.append(
+                [
+                    device,
+                    "no limit" if memory is None else format_bytes(memory),
+                    *map(format_bytes, counts),
+                    waits,
+                ]
+            )
+        headers = [
+            "device",
+            "memory",
+            "now",
+            "peak",
+            *(category.title for category in Category),
+            "moved in",
+            "moved out",
+        ]
         headers.append("waits of the host")
         return str(tabulate(rows, headers, tablefmt=style, stralign="right"))
 
     def _must_run(self, numbers: str) -> None:
         if self._ended:
-            raise RuntimeError(f"the simulate() block has ended: {numbers} can be read, but not changed")
+            raise RuntimeError(
+                f"the simulate() block has ended: {numbers} can be read, but not changed"
+            )
 
     def _end(self) -> None:
         categories = [self.categories(index) for index in range(len(self.devices))]
@@ -182,30 +243,36 @@ class Cluster:
 
 @contextmanager
 def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Iterator[Cluster]:
-    """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process. Kernels run on the CPU, and memory is counted in bytes.
+    """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process. Kernels run on the CPU, and
+    memory is counted in bytes.
 
-    Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its accelerator:
-    ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel`` find them. Results are bitwise equal to those
-    of the CPU. Under torchrun, each rank has its own cluster. On first use a C++ extension is compiled, in about fifteen seconds.
+    Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its
+    accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel``
+    find them. Results are bitwise equal to those of the CPU. Under torchrun, each rank has its own
+    cluster. On first use a C++ extension is compiled, in about fifteen seconds.
 
-    Streams are checked: it is an error to use or free memory on a stream that has not waited for another stream that uses it.
-    Speed, workspaces inside a kernel (such as cuDNN's), fragmentation and the traffic of torch.distributed are not simulated.
+    Streams are checked: it is an error to use or free memory on a stream that has not waited for
+    another stream that uses it. Speed, workspaces inside a kernel (such as cuDNN's), fragmentation
+    and the traffic of torch.distributed are not simulated.
 
     Args:
         devices: number of devices, at most 64.
-        memory: capacity of each device in bytes (``24 * 2**30`` or ``"24GiB"``), or a list with one capacity per device. ``None``
-            means no limit. An allocation above it raises ``torch.OutOfMemoryError``; earlier allocations stay valid.
-        strict: if True, operators on tensors of different devices raise an error, as on GPUs. If False, tensors are copied, with
-            a count in :attr:`Cluster.moved` and a warning. One run then finds all such operators of a script.
+        memory: capacity of each device in bytes (``24 * 2**30`` or ``"24GiB"``), or a list with one
+            capacity per device. ``None`` means no limit. An allocation above it raises
+            ``torch.OutOfMemoryError``; earlier allocations stay valid.
+        strict: if True, operators on tensors of different devices raise an error, as on GPUs. If
+            False, tensors are copied, with a count in :attr:`Cluster.moved` and a warning. One run
+            then finds all such operators of a script.
 
     Returns:
-        A context manager that returns a :class:`Cluster`. After the block, tensors on its devices can only be freed or copied to
-        the CPU. The device type ``sim`` and the module ``torch.sim`` remain, so ``torch.accelerator.current_accelerator()``
-        returns it from then on: on a machine with GPUs, simulate in a process of its own.
+        A context manager that returns a :class:`Cluster`. After the block, tensors on its devices
+        can only be freed or copied to the CPU. The device type ``sim`` and the module ``torch.sim``
+        remain, so ``torch.accelerator.current_accelerator()`` returns it from then on: on a machine
+        with GPUs, simulate in a process of its own.
 
     Raises:
-        RuntimeError: if a cluster is active already, another library uses the out-of-tree device type of torch, or the extension
-            cannot be compiled.
+        RuntimeError: if a cluster is active already, another library uses the out-of-tree device
+            type of torch, or the extension cannot be compiled.
 
     Example:
         >>> with simulate(devices=2, memory="1GiB") as cluster:
@@ -228,7 +295,9 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         native = load_native()
         _rename_backend()
         cluster = Cluster(limits, native)
-        capacities = (ctypes.c_int64 * devices)(*(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits))
+        capacities = (ctypes.c_int64 * devices)(
+            *(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits)
+        )
         native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
         undo.callback(native.simulation_stop)
         dist.Backend.default_device_backend_map["sim"] = "gloo"
@@ -247,9 +316,15 @@ def _limits(devices: int, memory: Memory) -> list[int | None]:
     """Returns the capacity of each device in bytes."""
     if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
         raise ValueError(f"devices={devices!r}, expected an integer from 1 to {MAX_DEVICES}")
-    sizes = [memory] * devices if isinstance(memory, str) or not isinstance(memory, Sequence) else list(memory)
+    sizes = (
+        [memory] * devices
+        if isinstance(memory, str) or not isinstance(memory, Sequence)
+        else list(memory)
+    )
     if len(sizes) != devices:
-        raise ValueError(f"memory has {len(sizes)} entries for {devices} devices, expected one size for all, or one per device")
+        raise ValueError(
+            f"memory has {len(sizes)} entries for {devices} devices, expected one size for all, or one per device"
+        )
     return [None if size is None else parse_bytes(size) for size in sizes]
 
 
@@ -268,8 +343,12 @@ def _rename_backend() -> None:
 def _broadcast_coalesced(
     labels: "MemoryLabels", tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
-    """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one buffer share its memory."""
-    copies = transport.copies(tensors, [torch.device("sim", device) for device in devices[1:]], buffer_size)
+    """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one
+    buffer share its memory.
+    """
+    copies = transport.copies(
+        tensors, [torch.device("sim", device) for device in devices[1:]], buffer_size
+    )
     labels.label(itertools.chain(*copies), Category.PARAMETERS)
     return [list(tensors), *copies]
 
@@ -288,14 +367,18 @@ def _gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
     size[dim] = sum(tensor.shape[dim] for tensor in tensors)
     target = "cpu" if device == -1 else "sim" if device is None else f"sim:{device}"
     result = torch.empty(size, dtype=tensors[0].dtype, device=target)
-    for view, tensor in zip(result.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True):
+    for view, tensor in zip(
+        result.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True
+    ):
         view.copy_(tensor)
     return result
 
 
 @contextmanager
 def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
-    """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses. The same bytes go between the same devices."""
+    """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses. The same bytes go between
+    the same devices.
+    """
     functions: dict[str, Any] = {
         "_broadcast_coalesced": functools.partial(_broadcast_coalesced, labels),
         "_broadcast": lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices],
@@ -311,7 +394,9 @@ def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
 
 
 class Category(IntEnum):
-    """Category of an allocation. The numbers are those of ``native/ledger.h``, which calls the last one ``Other``."""
+    """Category of an allocation. The numbers are those of ``native/ledger.h``, which calls the last
+    one ``Other``.
+    """
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -327,9 +412,11 @@ class Category(IntEnum):
 
 
 class MemoryLabels:
-    """Labels memory of parameters, gradients and optimizer state in the ledger, by hooks on all modules and optimizers.
+    """Labels memory of parameters, gradients and optimizer state in the ledger, by hooks on all
+    modules and optimizers.
 
-    A label applies to past peaks as well: a peak in the backward shows gradients, although the optimizer labels them later.
+    A label applies to past peaks as well: a peak in the backward shows gradients, although the
+    optimizer labels them later.
     """
 
     def __init__(self, native: ctypes.CDLL) -> None:
@@ -349,26 +436,40 @@ class MemoryLabels:
             yield
 
     def label_gradients(self) -> None:
-        """Labels the gradients of all modules that ran, for a peak before the first step of an optimizer."""
+        """Labels the gradients of all modules that ran, for a peak before the first step of an
+        optimizer.
+        """
         for module in list(self.modules.values()):
-            leaves = [parameter for parameter in module.parameters(recurse=False) if parameter.is_leaf]
+            leaves = [
+                parameter for parameter in module.parameters(recurse=False) if parameter.is_leaf
+            ]
             self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
 
     def label(self, tensors: Iterable[object], category: Category) -> None:
-        """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""
+        """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other
+        values are ignored.
+        """
         for local in local_tensors(tensors):
-            if isinstance(local, torch.Tensor) and local.device.type == "sim" and local.layout == torch.strided:
+            if (
+                isinstance(local, torch.Tensor)
+                and local.device.type == "sim"
+                and local.layout == torch.strided
+            ):
                 self.native.simulation_tag(local.untyped_storage()._cdata, category)
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling():  # the compiler would make the hook a part of its graphs
             return
         self.native.simulation_in_optimizer(False)  # _after_step does not run if a step fails
-        self.steps, self._has_updated = self.steps + self._has_updated, False
+        self.steps = self.steps + self._has_updated
+        self._has_updated = False
         is_new = self.modules.get(id(module)) is not module
         self.modules[id(module)] = module
-        # The first time with all submodules: some modules use parameters of their children without calling the children.
-        self.label(module.parameters() if is_new else module._parameters.values(), Category.PARAMETERS)
+        # The first time with all submodules: some modules use parameters of their children without
+        # calling the children.
+        self.label(
+            module.parameters() if is_new else module._parameters.values(), Category.PARAMETERS
+        )
         self.label(module.buffers() if is_new else module._buffers.values(), Category.PARAMETERS)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -401,10 +502,13 @@ class Wait(NamedTuple):
 
     Attributes:
         device: the device that the host waits for.
-        kind: ``"item"`` (also ``bool(tensor)``), ``"copy to the host"``, ``"copy from the host"``, the same with ``"pageable "``
-            in front, ``"boolean mask"``, ``"synchronize"``, or the name of an operator such as ``"nonzero"``.
-        file, line: those of the caller, the first outside of torch; ``"backward"`` and 0 for a thread without Python code.
-        step: number of the step, from 1. A step ends with the first forward after an optimizer's update.
+        kind: ``"item"`` (also ``bool(tensor)``), ``"copy to the host"``, ``"copy from the host"``,
+            the same with ``"pageable "`` in front, ``"boolean mask"``, ``"synchronize"``, or the
+            name of an operator such as ``"nonzero"``.
+        file, line: those of the caller, the first outside of torch; ``"backward"`` and 0 for a
+            thread without Python code.
+        step: number of the step, from 1. A step ends with the first forward after an optimizer's
+            update.
     """
 
     device: torch.device
@@ -416,7 +520,9 @@ class Wait(NamedTuple):
     @property
     def advice(self) -> str:
         """A way to avoid the wait."""
-        return _ADVICE.get(self.kind, "use an operator whose result has a known size, such as torch.where")
+        return _ADVICE.get(
+            self.kind, "use an operator whose result has a known size, such as torch.where"
+        )
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
@@ -448,15 +554,20 @@ class Waits:
             self._forbidding_blocks -= 1
 
     def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
-        wait = Wait(torch.device("sim", device), kind.decode(), *_caller(inspect.currentframe()), self._labels.steps + 1)
+        wait = Wait(
+            torch.device("sim", device),
+            kind.decode(),
+            *_caller(inspect.currentframe()),
+            self._labels.steps + 1,
+        )
         with self._lock:
             self.record.append(wait)
             self.counts[wait.device, wait.step] += 1
         if self._forbidding_blocks:
-            message = (
-                f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {wait.advice}"
-            )
-            ctypes.memmove(buffer, encoded := message.encode()[: size - 1] + b"\0", len(encoded))
+            reason = f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
+            message = f"{reason}. To avoid it, {wait.advice}".encode()
+            encoded = message[: size - 1] + b"\0"
+            ctypes.memmove(buffer, encoded, len(encoded))
 
 
 def _caller(frame: FrameType | None) -> tuple[str, int]:
@@ -469,12 +580,17 @@ def _caller(frame: FrameType | None) -> tuple[str, int]:
 
 
 def describe_steps(numbers: list[int]) -> str:
-    """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1: 41, steps 2-20: 5 each``."""
+    """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1:
+    41, steps 2-20: 5 each``.
+    """
     if not any(numbers):
         return "none"
-    texts, first = [], 1
+    texts = []
+    first = 1
     for number, run in itertools.groupby(numbers):
         last = first + len(list(run)) - 1
-        texts.append(f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each")
+        texts.append(
+            f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each"
+        )
         first = last + 1
     return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])

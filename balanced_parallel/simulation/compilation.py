@@ -1,4 +1,6 @@
-"""Compilation of the C++ extension of the simulation, on first use, with a cache for each version of torch and of the sources."""
+"""Compilation of the C++ extension of the simulation, on first use, with a cache for each version
+of torch and of the sources.
+"""
 
 import functools
 import hashlib
@@ -15,11 +17,17 @@ import torch
 
 SOURCES = Path(__file__).parent / "native"
 TORCH = Path(torch.__file__).parent
-# Arguments: device, kind, and a buffer of some size for the message of an error. An empty message allows the wait.
+# Arguments: device, kind, and a buffer of some size for the message of an error. An empty message
+# allows the wait.
 LISTENER = CFUNCTYPE(None, c_int, c_char_p, c_void_p, c_int)
-# Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse them twice only.
-UNITS = (("waits", "streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
-# Types of the arguments that ctypes would not guess, and the functions that return a number of bytes or of calls.
+# Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse
+# them twice only.
+UNITS = (
+    ("waits", "streams", "ledger", "device", "storage", "composites", "operators"),
+    ("autocast", "collectives"),
+)
+# Types of the arguments that ctypes would not guess, and the functions that return a number of
+# bytes or of calls.
 ARGUMENTS: dict[str, list[type]] = {
     "simulation_start": [c_int, POINTER(c_int64), c_bool, c_uint64],
     "simulation_seed": [c_int, c_uint64],
@@ -30,14 +38,27 @@ ARGUMENTS: dict[str, list[type]] = {
     "simulation_copies": [c_int64, c_int64, POINTER(c_int)],
     "simulation_fail_allocation": [c_int64],
 }
-COUNTS = ("simulation_live", "simulation_peak", "simulation_moved", "simulation_copies", "simulation_allocations")
+COUNTS = (
+    "simulation_live",
+    "simulation_peak",
+    "simulation_moved",
+    "simulation_copies",
+    "simulation_allocations",
+)
 COMPILERS = ("c++", "g++", "clang++")
 
 
 @functools.cache
 def load_native() -> CDLL:
-    """Loads the compiled library, and declares the types of its functions. Processes that start together compile it once."""
-    parts = [torch.__version__, platform.machine(), platform.system(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
+    """Loads the compiled library, and declares the types of its functions. Processes that start
+    together compile it once.
+    """
+    parts = [
+        torch.__version__,
+        platform.machine(),
+        platform.system(),
+        *(path.read_text() for path in sorted(SOURCES.iterdir())),
+    ]
     fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache_folder() / f"simulation-{fingerprint}.so"
     if not path.exists():
@@ -56,7 +77,9 @@ def load_native() -> CDLL:
 
 
 def cache_folder() -> Path:
-    """Returns ``~/.cache/balanced_parallel``, or a temporary folder of this user if that is not writable."""
+    """Returns ``~/.cache/balanced_parallel``, or a temporary folder of this user if that is not
+    writable.
+    """
     try:
         folder = Path.home() / ".cache" / "balanced_parallel"
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +89,8 @@ def cache_folder() -> Path:
         pass
     folder = Path(tempfile.gettempdir()) / f"balanced_parallel-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid == os.getuid():  # code is loaded from it, so it must not be another user's
+    # code is loaded from it, so it must not be another user's
+    if folder.lstat().st_uid == os.getuid():
         return folder
     return Path(tempfile.mkdtemp(prefix="balanced_parallel-"))
 
@@ -86,7 +110,14 @@ def build(path: Path) -> None:
     """Compiles the sources to the library ``path``, which is created atomically."""
     compiler = find_compiler()
     include = TORCH / "include"
-    flags = ["-std=c++20", "-O1", "-fPIC", f"-I{SOURCES}", f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        f"-I{SOURCES}",
+        f"-I{include}",
+        f"-I{include / 'torch/csrc/api/include'}",
+    ]
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{index}.o" for index in range(len(UNITS))]
@@ -95,7 +126,18 @@ def build(path: Path) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(run_compiler, commands, sources))
         linked = f"{scratch}/simulation.so"
-        run_compiler([compiler, "-shared", *objects, f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-o", linked])
+        run_compiler(
+            [
+                compiler,
+                "-shared",
+                *objects,
+                f"-L{TORCH / 'lib'}",
+                "-lc10",
+                "-ltorch_cpu",
+                "-o",
+                linked,
+            ]
+        )
         os.replace(linked, path)
 
 

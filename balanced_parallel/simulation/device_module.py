@@ -1,4 +1,6 @@
-"""The module ``torch.sim``, with the functions that torch expects from the module of any device type."""
+"""The module ``torch.sim``, with the functions that torch expects from the module of any device
+type.
+"""
 
 import contextlib
 import functools
@@ -9,13 +11,15 @@ import torch
 from ..runtime.devices import DeviceLike
 from .compilation import load_native
 
-_initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
+# torch.utils.checkpoint saves the random state of a device if its module has this flag
+_initialized = True
 
 # The names are those of torch.cuda.
 current_device = torch.accelerator.current_device_index
 set_device = torch.accelerator.set_device_index
 current_stream = torch.accelerator.current_stream
-synchronize = torch.accelerator.synchronize  # kernels have finished already; later uses of their memory count as ordered
+# kernels have finished already; later uses of their memory count as ordered
+synchronize = torch.accelerator.synchronize
 mem_get_info = torch.accelerator.get_memory_info
 memory_allocated = torch.accelerator.memory_allocated
 max_memory_allocated = torch.accelerator.max_memory_allocated
@@ -39,7 +43,8 @@ is_initialized = is_available
 
 def device_count() -> int:
     """Returns the number of simulated devices."""
-    return int(load_native().simulation_device_count())  # torch.accelerator would call this function
+    # torch.accelerator would call this function
+    return int(load_native().simulation_device_count())
 
 
 def device(device: DeviceLike | None) -> contextlib.AbstractContextManager[object]:
@@ -66,7 +71,9 @@ def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[obj
 def get_device_properties(device: DeviceLike | None = None) -> SimpleNamespace:
     """Returns the name, the total memory and the number of multiprocessors of a device."""
     total = torch.accelerator.get_memory_info(_index(device))[1]
-    return SimpleNamespace(name="simulated accelerator", total_memory=total, multi_processor_count=1)
+    return SimpleNamespace(
+        name="simulated accelerator", total_memory=total, multi_processor_count=1
+    )
 
 
 def get_device_name(device: DeviceLike | None = None) -> str:

@@ -1,40 +1,44 @@
 """``DistributedDataParallel`` with exact gradients, whatever rows and parameters each rank uses.
 
-    rank 0   forward 0 | backward 0 | forward 1 | backward 1                          | finish | update
-    rank 1   forward 0 |                        | backward 0                          | finish | update
+    rank 0   forward 0 | backward 0 | forward 1 | backward 1                          | finish |
+    update rank 1   forward 0 |                        | backward 0                          |
+    finish | update
                         no_sync() .............. bucket n, ..., bucket 0 ---> averages  sum
 
-Buckets are all-reduced by torch's reducer while the last backward runs. The loss, its weight and failures are one small
-all-gather of the hosts behind it. The loss is on its way to the host before that backward is launched, so the host does not wait
-for the backward.
+Buckets are all-reduced by torch's reducer while the last backward runs. The loss, its weight and
+failures are one small all-gather of the hosts behind it. The loss is on its way to the host before
+that backward is launched, so the host does not wait for the backward.
 
-The reducer waits for every parameter in every backward. A backward reaches the parameters that the loss was computed from, which
-may be fewer: a branch was not taken, an output is not in the loss, a rank has no rows. So outputs are connected to all
-parameters, and to a leaf of their own, the sentinel::
+The reducer waits for every parameter in every backward. A backward reaches the parameters that the
+loss was computed from, which may be fewer: a branch was not taken, an output is not in the loss, a
+rank has no rows. So outputs are connected to all parameters, and to a leaf of their own, the
+sentinel::
 
     parameters ---> module ---> output --+
         |                                +--> _Watch ---> output
         +---> hand_back ---> zero -------+
     sentinel ------+
 
-The backward of ``_Watch`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
-gradient, but its hook runs, and the reducer goes on. The zero is the youngest node behind the outputs, so it runs first:
-buckets of unused parameters wait for nobody.
+The backward of ``_Watch`` passes the gradient of each output on, and ``None`` to the zero. So an
+unused parameter gets no gradient, but its hook runs, and the reducer goes on. The zero is the
+youngest node behind the outputs, so it runs first: buckets of unused parameters wait for nobody.
 
-torch prepares the reducer in a forward, for one backward. Here each backward prepares it, before it has reached any parameter: a
-forward may have several backwards, or none. A backward that does not run the sentinel was asked for some gradients alone
-(``torch.autograd.grad``, ``inputs=``). The reducer would wait for the others, so :class:`RequestedGradients` averages these.
+torch prepares the reducer in a forward, for one backward. Here each backward prepares it, before it
+has reached any parameter: a forward may have several backwards, or none. A backward that does not
+run the sentinel was asked for some gradients alone (``torch.autograd.grad``, ``inputs=``). The
+reducer would wait for the others, so :class:`RequestedGradients` averages these.
 
-The reducer replaces a missing gradient by zeros. So the parameters that have a gradient are recorded before
-it runs. Gradients of a :class:`TrainStep` are zeros in the buckets at first, each with a version counter of
-its own, which autograd increments. In the first update there are no buckets yet, and a loop without a step
-has gradients of its own. A parameter is unused if its gradient is missing at the end of the backward, is a
-zero that nothing was added to, or is sparse and has no elements. Where a rank has unused parameters, the
-ranks agree on those that nobody has used, and their ``grad`` is ``None`` again.
+The reducer replaces a missing gradient by zeros. So the parameters that have a gradient are
+recorded before it runs. Gradients of a :class:`TrainStep` are zeros in the buckets at first, each
+with a version counter of its own, which autograd increments. In the first update there are no
+buckets yet, and a loop without a step has gradients of its own. A parameter is unused if its
+gradient is missing at the end of the backward, is a zero that nothing was added to, or is sparse
+and has no elements. Where a rank has unused parameters, the ranks agree on those that nobody has
+used, and their ``grad`` is ``None`` again.
 
-Parameters get no hooks that are removed later: torch keeps the empty dictionary, and checks it in each
-backward. Two hooks on each of 74 parameters, used once and removed, made all later backwards of a small model
-4 % slower.
+Parameters get no hooks that are removed later: torch keeps the empty dictionary, and checks it in
+each backward. Two hooks on each of 74 parameters, used once and removed, made all later backwards
+of a small model 4 % slower.
 """
 
 import contextlib
@@ -54,7 +58,14 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
-from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
+from ..runtime.torch_private import (
+    CHILDREN,
+    base_of,
+    children_of,
+    current_backward_id,
+    is_differentiable,
+    run_after_backward,
+)
 from ..runtime.values import check_type
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -73,7 +84,8 @@ from .ranks import (
 
 
 class DistributedModel(RankModel, DistributedDataParallel):
-    """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does.
+    """``DistributedDataParallel`` that returns a list with this rank's output, as
+    :class:`DataParallelModel` does.
 
     Args:
         module: on this rank's device already.
@@ -82,14 +94,28 @@ class DistributedModel(RankModel, DistributedDataParallel):
         rows: dim, precision, in_dims and out_dims, as in :class:`DataParallelModel`.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, criterion: Criterion | None, **rows: Unpack[RowSettings]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        criterion: Criterion | None,
+        **rows: Unpack[RowSettings],
+    ) -> None:
         wrapped = _Wrapped(module, criterion)
         if not wrapped.trained:
-            raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
-        super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
+            raise ValueError(
+                "no parameter of the module requires a gradient, expected one at least: there is nothing to train"
+            )
+        super().__init__(
+            wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True
+        )
         self._wrapped = [wrapped]  # The list keeps its names out of the state_dict().
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
-        self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        self._frozen = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        }
         self._begin(module)
         self._set_rows(device, **rows)
 
@@ -102,15 +128,20 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def share_buffers(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
-        self.require_forward_param_sync = True  # torch has unset it if the last forward had no graph
+        # torch has unset it if the last forward had no graph
+        self.require_forward_param_sync = True
 
     def forward_without_rows(self) -> Tensor:
-        """Takes part in a reduction without running the module. Returns a zero to run backward from."""
+        """Takes part in a reduction without running the module. Returns a zero to run backward
+        from.
+        """
         self._call_in_forward(lambda: None)
         return self.zero()
 
     def zero(self, *, reduces: bool = True) -> Tensor:
-        """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
+        """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and
+        gives none a gradient.
+        """
         derivatives: list[Tensor | None] = [None] * (len(self.record.parameters) + 1)
         zero = _zero_of([*self.record.parameters, self._sentinel], derivatives)
         node: torch_private.Node = zero.grad_fn
@@ -119,7 +150,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
-        check_type("hook", hook, Callable, "a function (state, bucket) that returns a torch.futures.Future")
+        check_type(
+            "hook", hook, Callable, "a function (state, bucket) that returns a torch.futures.Future"
+        )
 
         @functools.wraps(hook)
         def complete(state: object, bucket: object) -> object:
@@ -135,17 +168,24 @@ class DistributedModel(RankModel, DistributedDataParallel):
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
 
     def join(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises an error: ranks without rows take part in each update, so none has to be waited for."""
+        """Raises an error: ranks without rows take part in each update, so none has to be waited
+        for.
+        """
         raise NotImplementedError(
             "join() was called, expected batches without rows from a rank whose rows have ended: all ranks call the model, or "
             "step(...), until the last one has ended"
         )
 
-    def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
+    def _run(
+        self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
+    ) -> PerReplica:
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             remedy = "call parallelize again"
-            raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: {remedy}")
-        children = children_of(self)  # Reading or assigning self.module takes ten times as long as its entry.
+            raise ValueError(
+                f"{name} requires a gradient, but did not when parallelize was called: {remedy}"
+            )
+        # Reading or assigning self.module takes ten times as long as its entry.
+        children = children_of(self)
         module = children["module"]
         function: Callable[..., object] = getattr(module, method or "__call__")
         row = self._row_in_place(method, arguments, rows)
@@ -154,7 +194,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         def call() -> object:
             children["module"] = module  # Code inside of the function knows it so.
-            self.require_forward_param_sync = False  # Buffers are shared, even if this forward fails.
+            # Buffers are shared, even if this forward fails.
+            self.require_forward_param_sync = False
             if row is None:
                 inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
@@ -167,15 +208,21 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self.require_forward_param_sync = reduces and is_watched
         return PerReplica([output], [rows], self.out_dims)
 
-    def _row_in_place(self, method: str | None, arguments: Arguments, rows: int | None) -> Arguments | None:
-        """Returns a row to run in place of no rows, or None. Keeps the first row of a method for that."""
+    def _row_in_place(
+        self, method: str | None, arguments: Arguments, rows: int | None
+    ) -> Arguments | None:
+        """Returns a row to run in place of no rows, or None. Keeps the first row of a method for
+        that.
+        """
         if rows and method not in self._examples:
             self._examples[method] = first_row(arguments, self.dim)
         if rows != 0 or self.meets_ranks:  # Layers that meet ranks wait for this one.
             return None
         return self._examples.get(method) or row_of_ones(arguments, self.dim)
 
-    def _run_without_rows(self, function: Callable[..., object], row: Arguments, empty: Arguments) -> object:
+    def _run_without_rows(
+        self, function: Callable[..., object], row: Arguments, empty: Arguments
+    ) -> object:
         """Runs a row in place of arguments without rows. Only the structure of the output is left."""
         inputs, kwargs = move_arguments(row, self.devices[0])
         with undone(self.module, self.devices), torch.no_grad():
@@ -183,25 +230,35 @@ class DistributedModel(RankModel, DistributedDataParallel):
         has_gradients = torch.is_grad_enabled()
 
         def connected(tensor: Tensor) -> Tensor:
-            return tensor.detach().requires_grad_(has_gradients) if is_differentiable(tensor) else tensor
+            return (
+                tensor.detach().requires_grad_(has_gradients)
+                if is_differentiable(tensor)
+                else tensor
+            )
 
         return connect(map_tensors(connected, outputs.narrow(0, 0)[0]), empty)
 
     def _call_in_forward(self, function: Callable[[], object]) -> object:
-        """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of its reducer.
+        """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of
+        its reducer.
 
         It is that of ``no_sync()``, which does not prepare the reducer.
         """
         children = children_of(self)
         before, children["module"] = children["module"], self._wrapped[0]
-        reduces, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        reduces = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             return DistributedDataParallel.forward(self, function)
         finally:
             children["module"], self.require_backward_grad_sync = before, reduces
 
-    def _begin_backward(self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]) -> None:
-        """Begins a backward that reaches all parameters, before it has reached any. ``derivatives`` are those of the zero."""
+    def _begin_backward(
+        self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Begins a backward that reaches all parameters, before it has reached any. ``derivatives``
+        are those of the zero.
+        """
         is_by_hand = self.record.is_by_hand
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
             self._requested.begin(derivatives)
@@ -213,12 +270,16 @@ class DistributedModel(RankModel, DistributedDataParallel):
             self.begin_sparse_gradients()
 
     def begin_sparse_gradients(self) -> None:
-        """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has counted nothing."""
+        """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has
+        counted nothing.
+        """
         for weight in self._wrapped[0].sparse:
             if weight.grad is None:
                 nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
                 nothing = weight.new_empty(0, *weight.shape[1:])
-                weight.grad = torch.sparse_coo_tensor(nowhere, nothing, weight.shape, check_invariants=True)
+                weight.grad = torch.sparse_coo_tensor(
+                    nowhere, nothing, weight.shape, check_invariants=True
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # The copy is not a module yet.
@@ -228,32 +289,51 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
 
 class _Wrapped(nn.Module):
-    """The module that the reducer is built for: the user's module, and the parameters of a criterion."""
+    """The module that the reducer is built for: the user's module, and the parameters of a
+    criterion.
+    """
 
     def __init__(self, module: nn.Module, criterion: Criterion | None) -> None:
         super().__init__()
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.inner = module
-        self.of_criterion = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
-        self.trained: list[Tensor] = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
-        self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
+        self.of_criterion = nn.ParameterList(
+            parameter for parameter in learned if parameter.requires_grad
+        )
+        self.trained: list[Tensor] = [
+            parameter for parameter in self.parameters() if parameter.requires_grad
+        ]
+        embeddings = [
+            part
+            for part in module.modules()
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        ]
+        self.sparse = [
+            embedding.weight for embedding in embeddings if embedding.weight.requires_grad
+        ]
 
     def forward(self, function: Callable[[], object]) -> object:
         return function()
 
 
 class BucketRecord(GradientRecord):
-    """The record of a reducer. Gradients of a step are in its buckets, which a loop by hand does not know."""
+    """The record of a reducer. Gradients of a step are in its buckets, which a loop by hand does
+    not know.
+    """
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__(parameters)
-        self.buckets: list[Tensor] = []  # The buckets of the reducer, which contain nothing but gradients.
-        self._places: dict[int, Tensor] = {}  # Gradients in the buckets, by the number of the parameter.
-        self._zeros: dict[int, Tensor] = {}  # Gradients at the beginning of the update, at their places.
+        # The buckets of the reducer, which contain nothing but gradients.
+        self.buckets: list[Tensor] = []
+        # Gradients in the buckets, by the number of the parameter.
+        self._places: dict[int, Tensor] = {}
+        # Gradients at the beginning of the update, at their places.
+        self._zeros: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Begins an update, with gradients of zeros in the buckets, as soon as the reducer has made them."""
+        """Begins an update, with gradients of zeros in the buckets, as soon as the reducer has made
+        them.
+        """
         for bucket in self.buckets:
             bucket.zero_()
         # Each has a version counter of its own.
@@ -275,23 +355,35 @@ class BucketRecord(GradientRecord):
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad.layout == torch.strided:
                 self._places[number] = parameter.grad
-        self.buckets = list({id(bucket): bucket for bucket in map(base_of, self._places.values())}.values())
+        self.buckets = list(
+            {id(bucket): bucket for bucket in map(base_of, self._places.values())}.values()
+        )
 
     def _note(self) -> None:
         """Notes the parameters that have a gradient, but for zeros that nothing was added to."""
-        gradients = {number: parameter.grad for number, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        gradients = {
+            number: parameter.grad
+            for number, parameter in enumerate(self.parameters)
+            if parameter.grad is not None
+        }
         self.used.clear()
-        for number, version in zip(gradients, torch_private.versions([*gradients.values()]), strict=True):
+        for number, version in zip(
+            gradients, torch_private.versions([*gradients.values()]), strict=True
+        ):
             gradient = gradients[number]
             is_zero = version == 0 and gradient is self._zeros.get(number)
-            if not is_zero and (gradient.layout == torch.strided or torch_private.has_elements(gradient)):
+            if not is_zero and (
+                gradient.layout == torch.strided or torch_private.has_elements(gradient)
+            ):
                 self.used.add(number)
 
 
 class RequestedGradients:
-    """Gradients of parameters that a backward was asked for: by ``torch.autograd.grad``, or by ``backward(inputs=...)``.
+    """Gradients of parameters that a backward was asked for: by ``torch.autograd.grad``, or by
+    ``backward(inputs=...)``.
 
-    Each is averaged over the ranks at the end of the backward, in the order of the parameters, which is the same on all ranks.
+    Each is averaged over the ranks at the end of the backward, in the order of the parameters,
+    which is the same on all ranks.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -302,8 +394,8 @@ class RequestedGradients:
     def begin(self, derivatives: list[Tensor | None]) -> None:
         """Waits for the gradients that the running backward makes, once.
 
-        ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank without rows
-        has all of the gradients, too.
+        ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank
+        without rows has all of the gradients, too.
         """
         backward = current_backward_id()
         if backward == self._backward:
@@ -337,10 +429,14 @@ class RequestedGradients:
 
         for number, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
-                is_accumulated[number] = torch_private.will_run(torch_private.accumulator_of(parameter))
+                is_accumulated[number] = torch_private.will_run(
+                    torch_private.accumulator_of(parameter)
+                )
                 if is_accumulated[number] is not False:
                     derivatives[number] = torch.zeros_like(parameter)
-                    self._hooks.enter_context(parameter.register_hook(functools.partial(keep, number)))
+                    self._hooks.enter_context(
+                        parameter.register_hook(functools.partial(keep, number))
+                    )
         run_after_backward(finish)
 
 
@@ -354,7 +450,8 @@ class _DDPSync(RankSync):
 
 
 class _DDPUpdate(RankUpdate):
-    """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets.
+    """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in
+    the reducer's buckets.
 
     ``is_abandoned`` is True if this rank was out of memory before, and has to tell the others.
     """
@@ -363,12 +460,15 @@ class _DDPUpdate(RankUpdate):
 
     def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
         super().__init__(model, model.record)
-        self._model, self._is_abandoned = model, is_abandoned
+        self._model = model
+        self._is_abandoned = is_abandoned
         self._has_begun = False  # A step forgets the gradients before it runs a batch.
         self._sums: RankReport | None = None  # The sums over all ranks.
 
     def count_micro_batches(self, count: int) -> int:
-        """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
+        """Returns ``count``, or the largest of any rank if layers of the model wait for every rank
+        in each forward.
+        """
         return collectives.max_over_ranks(count) if self._model.meets_ranks else count
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -397,26 +497,33 @@ class _DDPUpdate(RankUpdate):
             self._model.record.begin()
         roots = [loss for loss in losses if loss.requires_grad]
         torch_private.prepare_reduction(self._model)
-        self._model.record.run_step(functools.partial(run_backward, roots or [self._model.zero()], divisor))
+        self._model.record.run_step(
+            functools.partial(run_backward, roots or [self._model.zero()], divisor)
+        )
 
     def agree(self, report: RankReport) -> RankReport:
         sums = self._exchange(report._replace(out_of_memory=self._is_abandoned))
         self._refuse_failures(sums)
         if not self._model.record.buckets:
-            # The collectives of this would wait in the next forward, if a rank ran out of memory before.
+            # The collectives of this would wait in the next forward, if a rank ran out of memory
+            # before.
             torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
         return sums
 
     def abandon(self) -> UpdateSync | None:
-        """Returns an update that tells the other ranks that this one is out of memory, unless they know."""
+        """Returns an update that tells the other ranks that this one is out of memory, unless they
+        know.
+        """
         if self._sums is None:
             return _DDPUpdate(self._model, is_abandoned=True)
         self._refuse_failures(self._sums, but_memory=True)
         return None
 
     def discard(self, error: BaseException) -> None:
-        """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the backward of a layer."""
+        """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the
+        backward of a layer.
+        """
         is_awaited = self._local is not None and self._sums is None
         if is_awaited and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
@@ -434,15 +541,20 @@ class _DDPUpdate(RankUpdate):
         self._model.share_buffers()
         self._sums = self.exchange(report)
         if (self._sums.out_of_memory or self._sums.failed) and not self._model.record.buckets:
-            torch_private.forget_order(self._model)  # The next forward would wait for ranks that do not.
+            # The next forward would wait for ranks that do not.
+            torch_private.forget_order(self._model)
         return self._sums
 
     def _refuse_failures(self, sums: RankReport, *, but_memory: bool = False) -> None:
         last = "expected none: nothing was updated, and the step can be repeated"
         if sums.failed:
-            raise RuntimeError(f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}")
+            raise RuntimeError(
+                f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}"
+            )
         if sums.out_of_memory and not but_memory:
-            raise torch.OutOfMemoryError(f"{sums.out_of_memory:.0f} of {self._ranks} ranks ran out of memory, {last}")
+            raise torch.OutOfMemoryError(
+                f"{sums.out_of_memory:.0f} of {self._ranks} ranks ran out of memory, {last}"
+            )
 
 
 @gradient_sync.register
@@ -451,7 +563,9 @@ def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync
 
 
 def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None]) -> Tensor:
-    """Returns a zero that leads to parameters, those that are frozen included: the reducer waits for their hooks too."""
+    """Returns a zero that leads to parameters, those that are frozen included: the reducer waits
+    for their hooks too.
+    """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)

@@ -10,13 +10,15 @@ The repeated blocks of a module are sharded one by one, and the rest of it is th
     blocks[0]                --->   blocks[0]
     blocks[1]                --->   blocks[1]
 
-Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients stay whole until the
-last of them where they fit, otherwise each backward reduces them to their shards. The loss, its weight and what else ranks must
-agree on are one small all-gather of the hosts in the end.
+Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches.
+Gradients stay whole until the last of them where they fit, otherwise each backward reduces them to
+their shards. The loss, its weight and what else ranks must agree on are one small all-gather of the
+hosts in the end.
 
-FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce tensors of different sizes, so
-zeros are set in place of missing gradients. (torch 2.11 cannot do this itself.) A rank all-gathers a block when it runs it.
-Blocks of equal size that run in another order elsewhere would be mixed up without an error, so the hosts compare their orders::
+FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce
+tensors of different sizes, so zeros are set in place of missing gradients. (torch 2.11 cannot do
+this itself.) A rank all-gathers a block when it runs it. Blocks of equal size that run in another
+order elsewhere would be mixed up without an error, so the hosts compare their orders::
 
     start of the backward    ranks compare the blocks that they have run, if these are new
     backward of a block      all-gather | gradients of parameters | zeros for missing ones | reduce-scatter
@@ -71,30 +73,39 @@ from .ranks import (
 
 
 class ShardedModel(RankModel):
-    """FSDP2's ``fully_shard`` on each block of a module, with a list of this rank's output as :class:`DataParallelModel` returns.
+    """FSDP2's ``fully_shard`` on each block of a module, with a list of this rank's output as
+    :class:`DataParallelModel` returns.
 
-    Parameters, gradients and optimizer state are ``DTensor``s, sharded over the ranks. A rank without rows runs one row of an
-    earlier one: its output has no rows, its gradients are zeros, and random numbers and buffers stay as they were.
+    Parameters, gradients and optimizer state are ``DTensor``s, sharded over the ranks. A rank
+    without rows runs one row of an earlier one: its output has no rows, its gradients are zeros,
+    and random numbers and buffers stay as they were.
 
     Args:
         module: on any device. It is sharded in place, over the ranks of ``mesh``.
         device: of this rank.
-        rows: dim, in_dims, out_dims and precision, which is also that of parameters that are all-gathered.
+        rows: dim, in_dims, out_dims and precision, which is also that of parameters that are
+            all-gathered.
     """
 
-    def __init__(self, module: nn.Module, mesh: Any, device: torch.device, **rows: Unpack[RowSettings]) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Any, device: torch.device, **rows: Unpack[RowSettings]
+    ) -> None:
         super().__init__()
         self.module = module
         self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
         self.gradients = ShardedGradients(self.group)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
-        self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))  # FSDPModules
+        # FSDPModules
+        self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
             self.gradients.add(unit, names.get(id(unit)) or "root")
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
-        self._required = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
+        self._required = {
+            name: (parameter, parameter.requires_grad)
+            for name, parameter in module.named_parameters()
+        }
 
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
@@ -106,22 +117,38 @@ class ShardedModel(RankModel):
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
         forget_gradients(self.gradients.parameters)
-        if self.gradients.has_run and hasattr(self.units[-1], "reset_iter_state"):  # newer than torch 2.11
+        # newer than torch 2.11
+        if self.gradients.has_run and hasattr(self.units[-1], "reset_iter_state"):
             self.units[-1].reset_iter_state()
             torch_private.forget_whole_gradients(self.units)
 
-    def _run(self, method: str | None, arguments: Arguments | None, rows: int | None, *, in_step: bool = False) -> PerReplica:
+    def _run(
+        self,
+        method: str | None,
+        arguments: Arguments | None,
+        rows: int | None,
+        *,
+        in_step: bool = False,
+    ) -> PerReplica:
         if self._examples.get(method) is None:
             self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
             # This moves it once: the host would wait for each copy.
             example = self._examples[method] = move_leaves(example, self.devices[0])
-            with self.gradients.of_dummy(), self._random_numbers(), undone(self.module, self.devices):
+            with (
+                self.gradients.of_dummy(),
+                self._random_numbers(),
+                undone(self.module, self.devices),
+            ):
                 row = connect(first_row(example, self.dim), arguments)
-                return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(0, 0)
+                return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(
+                    0, 0
+                )
         if arguments is None:
-            raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
+            raise RuntimeError(
+                "no rank has had a row yet, expected rows on one rank at least in the first forward"
+            )
         return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
 
     def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> object:
@@ -144,11 +171,17 @@ class ShardedModel(RankModel):
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
-        """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that would not know.
+        """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that
+        would not know.
 
-        A forward without gradients may freeze layers, as peft's ``disable_adapter()`` does: FSDP2 does not see it.
+        A forward without gradients may freeze layers, as peft's ``disable_adapter()`` does: FSDP2
+        does not see it.
         """
-        changed = {name: entry for name, entry in self._required.items() if entry[0].requires_grad != entry[1]}
+        changed = {
+            name: entry
+            for name, entry in self._required.items()
+            if entry[0].requires_grad != entry[1]
+        }
         for name, (parameter, before) in changed.items() if torch.is_grad_enabled() else ():
             raise ValueError(
                 f"{name} has requires_grad={parameter.requires_grad}, but {before} when parallelize sharded it: freeze and "
@@ -162,7 +195,9 @@ class ShardedModel(RankModel):
             for parameter, before in changed.values():
                 parameter.requires_grad_(not before)
 
-    def _keep_example(self, method: str | None, arguments: Arguments | None, rows: int | None) -> None:
+    def _keep_example(
+        self, method: str | None, arguments: Arguments | None, rows: int | None
+    ) -> None:
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
         if method is not None and method not in self._examples:
             from torch.distributed.fsdp import register_fsdp_forward_method
@@ -172,7 +207,11 @@ class ShardedModel(RankModel):
         row = first_row(arguments, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
-            shared = [move_leaves(row, torch.device("cpu")) if collectives.rank(self.group) == source else None]
+            shared = [
+                move_leaves(row, torch.device("cpu"))
+                if collectives.rank(self.group) == source
+                else None
+            ]
             dist.broadcast_object_list(shared, group=self.group, group_src=source)
             row = row or shared[0]
         self._examples[method] = row
@@ -185,25 +224,32 @@ class _FSDPSync(RankSync):
 
     def __init__(self, model: ShardedModel, *, takes_two_passes: bool) -> None:
         super().__init__(model)
-        self.round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
+        # micro-batches that all ranks run before they exchange anything; 0: they ask
+        self.round = 0
         self.keeps_whole = False  # gradients until the end of a round
         self._always_asks = takes_two_passes or model.meets_ranks
         self._updates = 0  # complete ones
 
     def open(self) -> UpdateSync:
-        collectives.begin_reduction()  # Ranks wait for the shards of others from the first forward on.
+        # Ranks wait for the shards of others from the first forward on.
+        collectives.begin_reduction()
         return _FSDPUpdate(self, self._model)
 
     def fits(self) -> bool:
-        """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
-        if self._updates != 1 or not hasattr(self._model.units[-1], "reset_iter_state"):  # newer than torch 2.11
+        """Returns True once, if whole gradients fit beside the state of the optimizer, and a
+        failure can forget them.
+        """
+        # newer than torch 2.11
+        if self._updates != 1 or not hasattr(self._model.units[-1], "reset_iter_state"):
             return False
         needed = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters)
         device = self._model.devices[0]
         return not is_accelerator(device) or needed <= free_bytes(device) // 2
 
     def learn(self, micro_batches: int, *, all_fit: bool) -> None:
-        """Counts a complete update, after which a round is of ``micro_batches``, 0 if no rank has needed so many."""
+        """Counts a complete update, after which a round is of ``micro_batches``, 0 if no rank has
+        needed so many.
+        """
         self.round = 0 if self._always_asks else micro_batches
         self._updates += 1
         self.keeps_whole = self.keeps_whole or all_fit
@@ -216,18 +262,22 @@ class _FSDPSync(RankSync):
 class _FSDPUpdate(RankUpdate):
     """Sums gradients over ranks. Every rank takes part in the forwards of all others.
 
-    All ranks run as many micro-batches as in the update before (a round), some of them without rows, and then exchange loss,
-    weight and what else they must agree on. A rank that needs more micro-batches says so there, and another round begins.
-    In the first update, and where no forward of a rank may be without its rows, they ask for the largest number first.
-    Gradients stay whole until the end of a round, if they fit into half of the free memory of each rank.
+    All ranks run as many micro-batches as in the update before (a round), some of them without
+    rows, and then exchange loss, weight and what else they must agree on. A rank that needs more
+    micro-batches says so there, and another round begins. In the first update, and where no forward
+    of a rank may be without its rows, they ask for the largest number first. Gradients stay whole
+    until the end of a round, if they fit into half of the free memory of each rank.
     """
 
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
         super().__init__(model, model.gradients)
-        self._sync, self._model, self._group = sync, model, model.group
+        self._sync = sync
+        self._model = model
+        self._group = model.group
         self._asks = not sync.round
         self._end = sync.round  # The present round ends there, in micro-batches of the update.
-        self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
+        # micro-batches: all, those of this batch to come, those of other ranks
+        self._ran = self._left = self._without_rows = 0
         self._divisor: Weight = 1.0  # The last backward had it.
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -250,12 +300,15 @@ class _FSDPUpdate(RankUpdate):
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         if self._ran == 0:
             self._model.gradients.begin_update()
-        self._ran, self._left = self._ran + 1, self._left - 1
+        self._ran = self._ran + 1
+        self._left = self._left - 1
         self._divisor = divisor
         if local is not None:
             self.start(local)
         keeps_whole = self._sync.keeps_whole and self._ran < self._end
-        self._model.gradients.run_step(functools.partial(run_backward, losses, divisor), keeps_whole=keeps_whole)
+        self._model.gradients.run_step(
+            functools.partial(run_backward, losses, divisor), keeps_whole=keeps_whole
+        )
         if self._left > 0 and self._ran == self._end:
             self._begin_round(self._left)
 
@@ -287,7 +340,9 @@ class _FSDPUpdate(RankUpdate):
         return self._model.forward_without_rows()
 
     def _begin_round(self, count: int) -> None:
-        """Begins another round of ``count`` micro-batches or more. Ranks that are at the end of theirs learn of it."""
+        """Begins another round of ``count`` micro-batches or more. Ranks that are at the end of
+        theirs learn of it.
+        """
         collectives.sum_numbers(RankReport(needs_more=1), self._group)
         self._extend(count)
 
@@ -319,17 +374,19 @@ Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its 
 
 
 class ShardedGradients(GradientRecord):
-    """Completes the gradients of sharded modules in every backward. Compares the blocks that ranks have run.
+    """Completes the gradients of sharded modules in every backward. Compares the blocks that ranks
+    have run.
 
-    A rank compares its blocks with the others if their order is new. If only one rank changes its order, it
-    waits in the comparison and the others wait for its shards, until the timeout of the process group.
-    ``group`` has no other collectives meanwhile.
+    A rank compares its blocks with the others if their order is new. If only one rank changes its
+    order, it waits in the comparison and the others wait for its shards, until the timeout of the
+    process group. ``group`` has no other collectives meanwhile.
     """
 
     def __init__(self, group: collectives.Group) -> None:
         super().__init__([], group)
         self.has_run = False  # FSDP2 has begun
-        self.is_dummy = False  # The present forward has no rows of this rank: its gradients are zeros.
+        # The present forward has no rows of this rank: its gradients are zeros.
+        self.is_dummy = False
         self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
         # Blocks in the order in which they began to run, since the last backward or evaluation.
         self._ran: list[str] = []
@@ -342,7 +399,8 @@ class ShardedGradients(GradientRecord):
     def begin_update(self) -> None:
         """Begins to note the parameters that this rank uses."""
         self.used.clear()
-        # Whole gradients and their versions, after the last backward. FSDP2 replaces those in half precision.
+        # Whole gradients and their versions, after the last backward. FSDP2 replaces those in half
+        # precision.
         self._whole_gradients: dict[int, tuple[TensorWeakRef, list[int]]] = {}
 
     def run_step(self, backward: Callable[[], None], *, keeps_whole: bool = False) -> None:
@@ -368,8 +426,11 @@ class ShardedGradients(GradientRecord):
             self.is_dummy = False
 
     def add(self, unit: Any, block: str) -> None:
-        """Completes the gradients of the parameters of a sharded module, without those that were added before."""
-        others, slots = set(map(id, self.parameters)), []
+        """Completes the gradients of the parameters of a sharded module, without those that were
+        added before.
+        """
+        others = set(map(id, self.parameters))
+        slots = []
         for path, parameter in unit.named_parameters():
             if parameter.requires_grad and id(parameter) not in others:
                 parent, _, name = path.rpartition(".")
@@ -381,13 +442,17 @@ class ShardedGradients(GradientRecord):
         def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
             self.has_run = True
             self._ran.append(block)
-            # FSDP2 has no node for a unit without parameters of its own, and does nothing where a checkpoint runs it again.
+            # FSDP2 has no node for a unit without parameters of its own, and does nothing where a
+            # checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
                 return
             is_dummy = self.is_dummy
             nested = torch_private.leaves_of_tree((inputs, kwargs))
-            learned = [value for value in nested if isinstance(value, Tensor) and value.requires_grad]
-            # All of these come from one node of FSDP2, whose backward reduces the gradients of the unit.
+            learned = [
+                value for value in nested if isinstance(value, Tensor) and value.requires_grad
+            ]
+            # All of these come from one node of FSDP2, whose backward reduces the gradients of the
+            # unit.
             if learned:
                 node: torch_private.Node = learned[0].grad_fn
                 node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
@@ -396,19 +461,26 @@ class ShardedGradients(GradientRecord):
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
     def begin(self, *, is_dummy: bool) -> None:
-        """Begins a backward. This runs before the hooks of FSDP2, so its callback at the end runs before theirs."""
+        """Begins a backward. This runs before the hooks of FSDP2, so its callback at the end runs
+        before theirs.
+        """
         if self.begins_backward():
             self.compare_blocks()
             self._is_dummy = True
             if self.is_by_hand:
                 self.begin_update()
-                self.used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
+                self.used.update(
+                    number
+                    for number, parameter in enumerate(self.parameters)
+                    if parameter.grad is not None
+                )
             run_after_backward(self._end)
         self._is_dummy = self._is_dummy and is_dummy
 
     def compare_blocks(self) -> None:
         """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""
-        ran, self._ran = self._ran, []
+        ran = self._ran
+        self._ran = []
         if ran == self._compared or len(self._units) == 1:  # The root alone has no order.
             return
         orders = gather_objects(ran, self.group)
@@ -423,7 +495,9 @@ class ShardedGradients(GradientRecord):
         self._compared = ran
 
     def refuse_requests(self) -> None:
-        """Raises ``RuntimeError`` if the running backward was asked for gradients of parameters, which ranks would not share."""
+        """Raises ``RuntimeError`` if the running backward was asked for gradients of parameters,
+        which ranks would not share.
+        """
         whole = [getattr(part, name) for slots in self._units for _, part, name in slots]
         for parameter in (*self.parameters, *whole):
             if torch_private.will_run(torch_private.accumulator_of(parameter)) is not False:
@@ -442,7 +516,8 @@ class ShardedGradients(GradientRecord):
             reference, version = self._whole_gradients.get(number, (None, []))
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
-                dtype = getattr(parameter, "grad_dtype", None)  # New in torch 2.15: that of the reduction.
+                # New in torch 2.15: that of the reduction.
+                dtype = getattr(parameter, "grad_dtype", None)
                 gradient = parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             elif is_dummy:
                 if not is_kept:
@@ -450,7 +525,10 @@ class ShardedGradients(GradientRecord):
             elif not is_kept or torch_private.versions([gradient]) != version:
                 self.used.add(number)
             if self._keeps_whole:
-                self._whole_gradients[number] = TensorWeakRef(gradient), torch_private.versions([gradient])
+                self._whole_gradients[number] = (
+                    TensorWeakRef(gradient),
+                    torch_private.versions([gradient]),
+                )
 
     def _end(self) -> None:
         for slots in self._units:  # FSDP2 reduces some at the end of the backward.
@@ -462,38 +540,55 @@ class ShardedGradients(GradientRecord):
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
     """Returns the blocks of a module that are sharded one by one.
 
-    These are the modules that Hugging Face's ``_no_split_modules`` names, otherwise the repeated blocks, otherwise layers of one
-    class in an ``nn.ModuleList`` or ``nn.Sequential``. A block that shares a parameter with another module belongs to the root.
+    These are the modules that Hugging Face's ``_no_split_modules`` names, otherwise the repeated
+    blocks, otherwise layers of one class in an ``nn.ModuleList`` or ``nn.Sequential``. A block that
+    shares a parameter with another module belongs to the root.
     """
     inner = without_compilation(module)
-    blocks = _named_blocks(inner) or [inner.get_submodule(name) for name in find_blocks(inner)] or _repeated_layers(inner)
+    blocks = (
+        _named_blocks(inner)
+        or [inner.get_submodule(name) for name in find_blocks(inner)]
+        or _repeated_layers(inner)
+    )
     blocks = list(dict.fromkeys(without_compilation(block) for block in blocks))
     uses = _count_uses(inner).items()
     return [block for block in blocks if block is not inner and _count_uses(block).items() <= uses]
 
 
-def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]) -> list[Any]:
-    """Shards a module in place over the ranks of a mesh. Returns the sharded blocks, and the root at the end.
+def shard(
+    module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]
+) -> list[Any]:
+    """Shards a module in place over the ranks of a mesh. Returns the sharded blocks, and the root
+    at the end.
 
-    Parameters are all-gathered and used in the dtype of ``precision``, except in blocks with batch norm. Gradients are reduced in
-    float32. ``prepare`` is called for each block, and for the root, before it is sharded.
+    Parameters are all-gathered and used in the dtype of ``precision``, except in blocks with batch
+    norm. Gradients are reduced in float32. ``prepare`` is called for each block, and for the root,
+    before it is sharded.
     """
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # imports torch._dynamo, which takes seconds
+    # imports torch._dynamo, which takes seconds
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
     units = [*find_sharded_blocks(module), without_compilation(module)]
     for unit in units:
         prepare(unit)
-        # batch norm takes parameters of the dtype of its statistics; autocast casts in the other layers
-        is_full = precision.dtype is None or any(isinstance(part, BatchNorm) for part in unit.modules())
+        # batch norm takes parameters of the dtype of its statistics; autocast casts in the other
+        # layers
+        is_full = precision.dtype is None or any(
+            isinstance(part, BatchNorm) for part in unit.modules()
+        )
         fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy() if is_full else half)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return units
 
 
 def _named_blocks(module: nn.Module) -> list[nn.Module]:
-    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    blocks = [part for part in module.modules() if type(part).__name__ in names and part is not module]
+    names = {
+        name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
+    }
+    blocks = [
+        part for part in module.modules() if type(part).__name__ in names and part is not module
+    ]
     inside = {id(part) for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if id(block) not in inside]
 
@@ -509,11 +604,15 @@ def _repeated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:
-    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    return Counter(
+        id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
+    )
 
 
 def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
-    """Returns a function that moves a part of a module to a device, with the values of the group's rank 0, each tensor once."""
+    """Returns a function that moves a part of a module to a device, with the values of the group's
+    rank 0, each tensor once.
+    """
     sent: set[int] = set()
 
     def send(module: nn.Module) -> None:

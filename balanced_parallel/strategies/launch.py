@@ -1,8 +1,9 @@
-"""The start and the end of a rank: torchrun's environment, the device, the process group, the agreement of all ranks.
+"""The start and the end of a rank: torchrun's environment, the device, the process group, the
+agreement of all ranks.
 
-torchrun keeps one ``TCPStore`` for all restarts, although ``_create_c10d_store`` in ``torch/distributed/rendezvous.py`` relies on
-a new one. A restarted rank finds the addresses of processes that have ended there, and waits for them. So the ranks agree on a
-prefix for each start.
+torchrun keeps one ``TCPStore`` for all restarts, although ``_create_c10d_store`` in
+``torch/distributed/rendezvous.py`` relies on a new one. A restarted rank finds the addresses of
+processes that have ended there, and waits for them. So the ranks agree on a prefix for each start.
 """
 
 import atexit
@@ -29,7 +30,8 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 
 class TorchrunEnvironment(NamedTuple):
-    """Numbers of a process among all, and among those of its machine; and where the ranks meet, on rank 0's machine.
+    """Numbers of a process among all, and among those of its machine; and where the ranks meet, on
+    rank 0's machine.
 
     ``shares_store`` is True if torchrun has a store there for all restarts.
     """
@@ -44,7 +46,9 @@ class TorchrunEnvironment(NamedTuple):
 
     @classmethod
     def detect(cls) -> "TorchrunEnvironment | None":
-        """Reads the environment. Returns None outside of torchrun, if neither ``RANK`` nor ``WORLD_SIZE`` is set."""
+        """Reads the environment. Returns None outside of torchrun, if neither ``RANK`` nor
+        ``WORLD_SIZE`` is set.
+        """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return None
         missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if name not in os.environ]
@@ -53,7 +57,9 @@ class TorchrunEnvironment(NamedTuple):
                 f"torchrun's environment lacks {', '.join(missing)}: start the script with torchrun, or unset RANK and WORLD_SIZE"
             )
         try:
-            rank, world_size, local_rank, local_world_size, port = (int(os.environ[name]) for name in _NUMBERS)
+            rank, world_size, local_rank, local_world_size, port = (
+                int(os.environ[name]) for name in _NUMBERS
+            )
         except ValueError as error:
             values = ", ".join(f"{name}={os.environ[name]!r}" for name in _NUMBERS)
             raise ValueError(f"torchrun's environment has {values}, expected integers") from error
@@ -65,14 +71,25 @@ class TorchrunEnvironment(NamedTuple):
         if not 0 < port < 2**16:
             raise ValueError(f"torchrun's environment has MASTER_PORT={port}, expected 1 to 65535")
         shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"], port, shares_store)
+        return cls(
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            os.environ["MASTER_ADDR"],
+            port,
+            shares_store,
+        )
 
 
-def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLike] | None) -> torch.device:
+def rank_device(
+    environment: TorchrunEnvironment, device_ids: Sequence[DeviceLike] | None
+) -> torch.device:
     """Returns the device of this rank: an accelerator for each rank, or the CPU, which ranks share.
 
-    If a rank can see only one accelerator, it uses that one, as with ``torchrun --virtual-local-rank`` and under Slurm.
-    ``device_ids`` has one device for each local rank, or a single CPU for all.
+    If a rank can see only one accelerator, it uses that one, as with ``torchrun
+    --virtual-local-rank`` and under Slurm. ``device_ids`` has one device for each local rank, or a
+    single CPU for all.
     """
     visible = visible_devices()
     devices = visible if device_ids is None else resolve_devices(device_ids)
@@ -87,29 +104,41 @@ def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLik
     return devices[environment.local_rank]
 
 
-def join_process_group(environment: TorchrunEnvironment, device: torch.device, timeout: timedelta | None = None) -> None:
-    """Makes ``device`` current and starts the process group, which ends at exit. A group that is running already is used."""
+def join_process_group(
+    environment: TorchrunEnvironment, device: torch.device, timeout: timedelta | None = None
+) -> None:
+    """Makes ``device`` current and starts the process group, which ends at exit. A group that is
+    running already is used.
+    """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
     if dist.is_initialized():
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         if (rank, ranks) != (environment.rank, environment.world_size):
             raise ValueError(
                 f"a process group is running with rank {rank} of {ranks}, but torchrun's environment says rank "
                 f"{environment.rank} of {environment.world_size}: start only one of them, or unset RANK and WORLD_SIZE"
             )
         return
-    backend, device_id = "gloo", None
+    backend = "gloo"
+    device_id = None
     if is_accelerator(device):
-        name, device_id = dist.get_default_backend_for_device(device), device
-        # one backend by its name alone: of several, torch chooses no default beside NCCL if a plugin is registered
+        name = dist.get_default_backend_for_device(device)
+        device_id = device
+        # one backend by its name alone: of several, torch chooses no default beside NCCL if a
+        # plugin is registered
         backend = "gloo" if name == "gloo" else f"cpu:gloo,{device.type}:{name}"
     try:
         store = store_of_this_start(environment, timeout) if environment.shares_store else None
-        rank, ranks = environment.rank, environment.world_size
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id)
+        rank = environment.rank
+        ranks = environment.world_size
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id
+        )
     except RuntimeError as error:  # torch's names neither the rank nor a remedy
-        port, reason = environment.master_port, str(error).partition("\n")[0].removesuffix(".")
+        port = environment.master_port
+        reason = str(error).partition("\n")[0].removesuffix(".")
         remedy = f"Rank 0 must be running, and its host must accept connections to port {port}"
         if environment.rank == 0:
             remedy = f"MASTER_ADDR must be an address of this host, port {port} must be free, and all other ranks must be running"
@@ -122,12 +151,16 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
 
 
 def end_process_group() -> None:
-    """Ends the running process group. After an exception its collectives might never end: torchrun ends the other ranks then."""
+    """Ends the running process group. After an exception its collectives might never end: torchrun
+    ends the other ranks then.
+    """
     collectives.keep_backends()
-    if dist.is_initialized() and not hasattr(sys, "last_value"):  # set by an exception that nothing has caught
+    # set by an exception that nothing has caught
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
-    # A thread of gloo that releases the tensors of its last collective while the interpreter shuts down aborts the process
-    # (https://github.com/pytorch/pytorch/issues/190489). On a busy machine it gets a core late.
+    # A thread of gloo that releases the tensors of its last collective while the interpreter shuts
+    # down aborts the process (https://github.com/pytorch/pytorch/issues/190489). On a busy machine
+    # it gets a core late.
     time.sleep(RELEASE_SECONDS)
 
 
@@ -138,17 +171,22 @@ _NAME = "balanced_parallel"
 def store_of_this_start(environment: TorchrunEnvironment, timeout: timedelta | None) -> Any:
     """Returns torchrun's store behind a prefix that rank 0 has made up for this start.
 
-    Each process counts its start in the store. Rank 0 answers to the newest start of each rank, until that confirms the prefix.
+    Each process counts its start in the store. Rank 0 answers to the newest start of each rank,
+    until that confirms the prefix.
     """
     timeout = dist.default_pg_timeout if timeout is None else timeout
-    rank, ranks = environment.rank, environment.world_size
-    store = TCPStore(environment.master_address, environment.master_port, ranks, is_master=False, timeout=timeout)
+    rank = environment.rank
+    ranks = environment.world_size
+    store = TCPStore(
+        environment.master_address, environment.master_port, ranks, is_master=False, timeout=timeout
+    )
     start = store.add(f"{_NAME}/starts of {rank}", 1)
     if rank > 0:
         prefix = store.get(_answer(rank, start)).decode()
         store.set(f"{prefix}/{rank}", "")
         return PrefixStore(prefix, store)
-    prefix, missing = f"{_NAME}/{uuid.uuid4().hex}", list(range(1, ranks))
+    prefix = f"{_NAME}/{uuid.uuid4().hex}"
+    missing = list(range(1, ranks))
     end = time.monotonic() + timeout.total_seconds()
     while missing:
         for other in missing:
@@ -167,14 +205,20 @@ def _answer(rank: int, start: int) -> str:
 
 
 def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None:
-    """Compares the versions, the script, the module and the settings of all ranks, in one small all-gather.
+    """Compares the versions, the script, the module and the settings of all ranks, in one small
+    all-gather.
 
-    Ranks that differ would hang, or train different models. Values of parameters are not compared: rank 0 sends them later.
+    Ranks that differ would hang, or train different models. Values of parameters are not compared:
+    rank 0 sends them later.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    details = (f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}" for name, tensor in tensors)
+    details = (
+        f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}"
+        for name, tensor in tensors
+    )
     lines = [type(module).__qualname__, *details]
-    script = Path(getattr(sys.modules["__main__"], "__file__", ""))  # An interactive session has none.
+    # An interactive session has none.
+    script = Path(getattr(sys.modules["__main__"], "__file__", ""))
     facts = {
         "torch": str(torch.__version__),
         "balanced_parallel": version("balanced-parallel"),

@@ -42,7 +42,10 @@ class _Options(RowSettings, total=False):
 
 @overload
 def parallelize(
-    module: nn.Module, criterion: None = None, device_ids: Sequence[DeviceLike] | None = None, **options: Unpack[_Options]
+    module: nn.Module,
+    criterion: None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
+    **options: Unpack[_Options],
 ) -> Model: ...
 
 
@@ -72,37 +75,45 @@ def parallelize(
     strategy: Strategy = "auto",
     mesh: DeviceMesh | None = None,
 ) -> Model | tuple[Model, DataParallelCriterion]:
-    """Wraps a model and a criterion for all devices, in one process or under torchrun, with the same losses and gradients.
+    """Wraps a model and a criterion for all devices, in one process or under torchrun, with the
+    same losses and gradients.
 
-    In one process the result is a :class:`DataParallelModel` and a :class:`DataParallelCriterion`. With more ranks the model is
-    torch's ``DistributedDataParallel`` on this rank's device, or sharded over the ranks by torch's ``fully_shard`` (FSDP2). Its
-    forward returns a list too, and the value of the criterion is the loss over all ranks. Under torchrun a process group is
-    started (NCCL for CUDA, gloo for CPUs) if none is running, and ended at exit.
+    In one process the result is a :class:`DataParallelModel` and a :class:`DataParallelCriterion`.
+    With more ranks the model is torch's ``DistributedDataParallel`` on this rank's device, or
+    sharded over the ranks by torch's ``fully_shard`` (FSDP2). Its forward returns a list too, and
+    the value of the criterion is the loss over all ranks. Under torchrun a process group is started
+    (NCCL for CUDA, gloo for CPUs) if none is running, and ended at exit.
 
     Args:
-        module: moved to the first device, or to this rank's. Under torchrun, a module without parameters to train, such as a
-            frozen teacher, becomes a :class:`DataParallelModel` on this rank's device.
-        criterion: a module or a function, or a :class:`DataParallelCriterion` with its own settings; ``None`` returns the model
-            alone.
-        device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of this machine.
+        module: moved to the first device, or to this rank's. Under torchrun, a module without
+            parameters to train, such as a frozen teacher, becomes a :class:`DataParallelModel` on
+            this rank's device.
+        criterion: a module or a function, or a :class:`DataParallelCriterion` with its own
+            settings; ``None`` returns the model alone.
+        device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of
+            this machine.
         dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
         weight: as in :class:`DataParallelCriterion`.
-        strategy: ``"replicas"`` in one process; ``"ddp"`` or ``"fsdp"`` under torchrun. ``"auto"`` is ``"fsdp"`` if the model is
-            too large for one device, and the reason is logged: it compares parameters, gradients and AdamW's state with half of
-            the free memory of the device, and the other half is for activations, which :func:`memory.estimate` predicts. FSDP
-            over several hosts shards over the devices of each host and copies over the hosts, if a host has room for a copy.
-        mesh: a ``DeviceMesh`` with the ranks that share a batch, such as ``mesh["data"]``, if others compute with the same rows
-            (tensor or context parallelism); ``None`` is all ranks. It has one dimension, or for ``"fsdp"`` two: copies and
-            shards. Each rank belongs to one such mesh, and all models of a program have the same.
+        strategy: ``"replicas"`` in one process; ``"ddp"`` or ``"fsdp"`` under torchrun. ``"auto"``
+            is ``"fsdp"`` if the model is too large for one device, and the reason is logged: it
+            compares parameters, gradients and AdamW's state with half of the free memory of the
+            device, and the other half is for activations, which :func:`memory.estimate` predicts.
+            FSDP over several hosts shards over the devices of each host and copies over the hosts,
+            if a host has room for a copy.
+        mesh: a ``DeviceMesh`` with the ranks that share a batch, such as ``mesh["data"]``, if
+            others compute with the same rows (tensor or context parallelism); ``None`` is all
+            ranks. It has one dimension, or for ``"fsdp"`` two: copies and shards. Each rank belongs
+            to one such mesh, and all models of a program have the same.
 
     Returns:
         The model and the criterion, or the model alone if no criterion was given.
 
     Raises:
-        ValueError: the strategy is not possible here; torchrun's environment is incomplete, contradicts the running process
-            group, or has more processes than devices; the ranks differ in versions, code, module or settings; ``split`` was given
-            under torchrun; or ``weight`` was given for a :class:`DataParallelCriterion`. At a forward: a parameter that was
-            frozen before requires a gradient.
+        ValueError: the strategy is not possible here; torchrun's environment is incomplete,
+            contradicts the running process group, or has more processes than devices; the ranks
+            differ in versions, code, module or settings; ``split`` was given under torchrun; or
+            ``weight`` was given for a :class:`DataParallelCriterion`. At a forward: a parameter
+            that was frozen before requires a gradient.
         RuntimeError: the ranks cannot meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Example:
@@ -119,10 +130,17 @@ def parallelize(
     check_strategy(strategy, environment)
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else None
     if wrapped is not None and weight is not None:
-        raise ValueError("weight= was given beside a DataParallelCriterion, expected it among that criterion's own settings")
+        raise ValueError(
+            "weight= was given beside a DataParallelCriterion, expected it among that criterion's own settings"
+        )
     if wrapped is None and criterion is not None:
         wrapped = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
-    settings: RowSettings = {"dim": dim, "precision": precision, "in_dims": in_dims, "out_dims": out_dims}
+    settings: RowSettings = {
+        "dim": dim,
+        "precision": precision,
+        "in_dims": in_dims,
+        "out_dims": out_dims,
+    }
     if environment is None:
         if world_size() > 1:
             raise ValueError(
@@ -130,11 +148,15 @@ def parallelize(
                 "script with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
         if mesh is not None:
-            raise ValueError("mesh= was given in one process, expected None: it is for the ranks that torchrun starts")
+            raise ValueError(
+                "mesh= was given in one process, expected None: it is for the ranks that torchrun starts"
+            )
         model: Model = DataParallelModel(module, device_ids, split=split, **settings)
     else:
         if split is not None:
-            raise ValueError(f"split={split!r} was given under torchrun, expected None: each rank passes its own rows")
+            raise ValueError(
+                f"split={split!r} was given under torchrun, expected None: each rank passes its own rows"
+            )
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
         collectives.share_batches(group_of(mesh, strategy))
@@ -151,7 +173,9 @@ def _rank_model(
     strategy: Strategy,
     mesh: DeviceMesh | None,
 ) -> Model:
-    is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
+    is_frozen = criterion is None and not any(
+        parameter.requires_grad for parameter in module.parameters()
+    )
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
         return DataParallelModel(module, [device], **settings)
     compared = {name: repr(value) for name, value in {**settings, "strategy": strategy}.items()}
@@ -181,14 +205,18 @@ def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
         )
     if mesh.ndim == 1:
         return mesh.get_group()
-    group: collectives.Group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    group: collectives.Group = dist.new_group(
+        mesh.mesh.flatten().tolist(), use_local_synchronization=True
+    )
     return group
 
 
 def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> None:
     """Raises ``ValueError`` for a strategy that is unknown or not possible here."""
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
+        raise ValueError(
+            f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}"
+        )
     if strategy in ("ddp", "fsdp") and environment is None:
         raise ValueError(
             f"strategy={strategy!r} in one process, expected 'auto' or 'replicas': it needs one process per device, which "
@@ -196,12 +224,19 @@ def check_strategy(strategy: str, environment: TorchrunEnvironment | None) -> No
         )
     if strategy == "replicas" and environment is not None and environment.world_size > 1:
         ranks = environment.world_size
-        raise ValueError(f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp', or no torchrun")
+        raise ValueError(
+            f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp', or no torchrun"
+        )
 
 
-def choose_strategy(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
-    """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
-    needed, limit = state_bytes(module), free_bytes(device) // 2
+def choose_strategy(
+    module: nn.Module, device: torch.device, environment: TorchrunEnvironment
+) -> Literal["ddp", "fsdp"]:
+    """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the
+    reason.
+    """
+    needed = state_bytes(module)
+    limit = free_bytes(device) // 2
     if not is_accelerator(device):
         limit //= environment.local_world_size
     strategy: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
@@ -211,17 +246,26 @@ def choose_strategy(module: nn.Module, device: torch.device, environment: Torchr
     return strategy
 
 
-def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> DeviceMesh:
-    """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a host has room for a copy."""
-    ranks, local = world_size(), environment.local_world_size
+def make_mesh(
+    module: nn.Module, device: torch.device, environment: TorchrunEnvironment
+) -> DeviceMesh:
+    """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a
+    host has room for a copy.
+    """
+    ranks = world_size()
+    local = environment.local_world_size
     fits = not is_accelerator(device) or state_bytes(module) // local <= free_bytes(device) // 2
     if 1 < local < ranks and ranks % local == 0 and not max_over_ranks(not fits):
-        return init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("copies", "shards"))
+        return init_device_mesh(
+            device.type, (ranks // local, local), mesh_dim_names=("copies", "shards")
+        )
     return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
 
 
 def state_bytes(module: nn.Module) -> int:
-    """Returns the bytes of parameters and buffers, and of the gradients and AdamW's state of those that are trained."""
+    """Returns the bytes of parameters and buffers, and of the gradients and AdamW's state of those
+    that are trained.
+    """
     parameters = list(module.parameters())
     trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return sum(tensor.nbytes for tensor in (*parameters, *module.buffers())) + 3 * trained

@@ -1,7 +1,8 @@
-"""Parts that the strategies over ranks share: the model of one rank, and its exchange with the other hosts in each update.
+"""Parts that the strategies over ranks share: the model of one rank, and its exchange with the
+other hosts in each update.
 
-Many modules refuse inputs without rows, such as attention with a mask. A rank without rows runs one row in their place, and
-nothing of it is left but the structure of the output.
+Many modules refuse inputs without rows, such as attention with a mask. A rank without rows runs one
+row in their place, and nothing of it is left but the structure of the output.
 """
 
 import abc
@@ -30,7 +31,9 @@ from ..training.sync import GradientSync, UpdateSync
 
 
 class RowSettings(TypedDict, total=False):
-    """Dimensions of the rows in inputs and outputs, and the precision, as in :class:`DataParallelModel`."""
+    """Dimensions of the rows in inputs and outputs, and the precision, as in
+    :class:`DataParallelModel`.
+    """
 
     dim: int
     precision: str | Precision | None
@@ -39,7 +42,9 @@ class RowSettings(TypedDict, total=False):
 
 
 class RankModel(ParallelModel):
-    """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
+    """The model of one rank. It returns a list with this rank's output, as
+    :class:`DataParallelModel` does.
+    """
 
     def _set_rows(
         self,
@@ -49,9 +54,12 @@ class RankModel(ParallelModel):
         in_dims: Dims = None,
         out_dims: Dims = None,
     ) -> None:
-        self.devices, self.split = [device], None
+        self.devices = [device]
+        self.split = None
         self.draws_on_host = not is_accelerator(device)
-        self.dim, self.in_dims, self.out_dims = dim, in_dims, dim if out_dims is None else out_dims
+        self.dim = dim
+        self.in_dims = in_dims
+        self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_other_ranks(self.module.modules())
         self.rank_numbers = RankNumbers()
@@ -73,9 +81,14 @@ class RankModel(ParallelModel):
         marked = self.mark(arguments, method)
         return self._watched_run(method, marked, count_rows(marked, self.dim))
 
-    def _watched_run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
-        """Runs the module. The first run of a method shows whether it communicates with other ranks itself."""
-        module: Any = torch_private.children_of(self)["module"]  # self.module would call __getattr__
+    def _watched_run(
+        self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
+    ) -> PerReplica:
+        """Runs the module. The first run of a method shows whether it communicates with other ranks
+        itself.
+        """
+        # self.module would call __getattr__
+        module: Any = torch_private.children_of(self)["module"]
         kind = method, module.training
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
@@ -86,7 +99,9 @@ class RankModel(ParallelModel):
             return self._run(method, arguments, rows, in_step=in_step)
         names: set[str] = set()
         is_plain = (
-            not self.meets_ranks and isinstance(self, DistributedDataParallel) and not any(map(is_compiled, self.modules()))
+            not self.meets_ranks
+            and isinstance(self, DistributedDataParallel)
+            and not any(map(is_compiled, self.modules()))
         )
         with OnCollective(names.add) if is_plain else contextlib.nullcontext():
             output = self._run(method, arguments, rows, in_step=in_step)
@@ -101,20 +116,26 @@ class RankModel(ParallelModel):
             )
         return output
 
-    def _run(self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False) -> PerReplica:
+    def _run(
+        self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
+    ) -> PerReplica:
         raise NotImplementedError
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which random numbers are those of this rank."""
         if not self.draws_on_host:
             offset_seeds(self.devices, collectives.rank())
-        elif self.training and not self.rank_numbers.is_drawing and row_random.running.get() is None:
+        elif (
+            self.training and not self.rank_numbers.is_drawing and row_random.running.get() is None
+        ):
             return self.rank_numbers.drawing(collectives.rank())
         return contextlib.nullcontext()
 
 
 class RankSync(GradientSync):
-    """Synchronises the gradients of the model of a rank. Subclasses open the updates of their strategy."""
+    """Synchronises the gradients of the model of a rank. Subclasses open the updates of their
+    strategy.
+    """
 
     def __init__(self, model: RankModel) -> None:
         self._model = model
@@ -127,7 +148,9 @@ class RankSync(GradientSync):
 
 
 class RankReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2. A strategy leaves those of others at 0."""
+    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2. A strategy leaves
+    those of others at 0.
+    """
 
     total: float = 0.0  # The sum of the losses.
     weight: float = 0.0
@@ -143,15 +166,18 @@ class RankReport(NamedTuple):
 
 
 class GradientRecord:
-    """The parameters that have got a gradient on this rank, in an update of a step, or in a backward by hand.
+    """The parameters that have got a gradient on this rank, in an update of a step, or in a
+    backward by hand.
 
     ``parameters`` are those that are reduced over the ranks of ``group``.
     """
 
     def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
-        self.parameters, self.group = parameters, group
+        self.parameters = parameters
+        self.group = group
         self.used: set[int] = set()  # Numbers of parameters.
-        # By hand, ranks agree on unused parameters after each backward; in TrainStep, after several.
+        # By hand, ranks agree on unused parameters after each backward; in TrainStep, after
+        # several.
         self.is_by_hand = True
         self._backward: int | None = None
 
@@ -165,7 +191,8 @@ class GradientRecord:
 
     def begins_backward(self) -> bool:
         """Returns True once in the running backward: a loss may have several outputs."""
-        before, self._backward = self._backward, current_backward_id()
+        before = self._backward
+        self._backward = current_backward_id()
         return before != self._backward
 
     def forget_unused(self) -> None:
@@ -187,13 +214,17 @@ class RankUpdate(UpdateSync):
     place = "the module"  # Parameters of the optimizers are part of it.
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
-        self._record, self._device = record, model.devices[0]
+        self._record = record
+        self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
-        self._local: Callable[[], Tensor] | None = None  # Returns loss and weight of this rank, on the host.
+        # Returns loss and weight of this rank, on the host.
+        self._local: Callable[[], Tensor] | None = None
 
     @abc.abstractmethod
     def agree(self, report: RankReport) -> RankReport:
-        """Completes the report of this rank, and ends the reduction. Returns the sums of the reports of all ranks."""
+        """Completes the report of this rank, and ends the reduction. Returns the sums of the
+        reports of all ranks.
+        """
 
     def exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, which tell if a rank has unused parameters."""
@@ -203,7 +234,8 @@ class RankUpdate(UpdateSync):
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Ends the reduction, with the sums of loss and weight, and compares the settings."""
-        read = self._local or self.start(local)  # No micro-batch may have been known to be the last.
+        # No micro-batch may have been known to be the last.
+        read = self._local or self.start(local)
         present = settings()
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
         if sums.has_unused:
@@ -213,22 +245,30 @@ class RankUpdate(UpdateSync):
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
         """Starts to copy loss and weight to the host."""
-        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
+        weight = add_up(
+            [0.0 if local.weight is None else local.weight], local.total.device
+        ).double()
         self._local = start_copy(torch.stack([local.total.double(), weight]))
         return self._local
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the gradients by the factor and, since they were averaged, by the number of ranks."""
+        """Multiplies the gradients by the factor and, since they were averaged, by the number of
+        ranks.
+        """
         gradients = self._shared_gradients(tensors)
         factor = factor * self._ranks
         if isinstance(factor, Tensor) or factor != 1:
             torch_private.foreach_multiply_(torch_private.local_tensors(gradients), factor)
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the weight of the update before, at first 1; in float16, that of what all ranks expect."""
+        """Returns a power of two near the weight of the update before, at first 1; in float16, that
+        of what all ranks expect.
+        """
         if before or not in_float16:
             return power_of_two(before) / self._ranks
-        whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._record.group)
+        whole = collectives.sum_over_ranks(
+            add_up([expected], self._device).double(), self._record.group
+        )
         return power_of_two(float(whole) if whole.is_cpu else whole) / self._ranks
 
     def smallest(self, number: float) -> float:
@@ -237,7 +277,8 @@ class RankUpdate(UpdateSync):
 
     def _shared_gradients(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns the gradients of parameters of the optimizers. All of them must be reduced."""
-        gradients, reduced = [], set(map(id, self._record.parameters))
+        gradients = []
+        reduced = set(map(id, self._record.parameters))
         for parameter in tensors:
             if parameter.grad is not None:
                 if id(parameter) not in reduced:
@@ -254,7 +295,8 @@ def watch_output(
     first: Tensor | None = None,
     at_backward: Callable[[], None] | None = None,
 ) -> object:
-    """Returns nested output whose backward runs once, after the gradients of all of its tensors are there.
+    """Returns nested output whose backward runs once, after the gradients of all of its tensors are
+    there.
 
     It calls ``at_backward``, and reaches ``first`` without a gradient for it.
     """
@@ -272,7 +314,9 @@ def tensors_of(output: object) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else list(tensors_in(output))
 
 
-def _watch(tensors: list[Tensor], first: Tensor | None, at_backward: Callable[[], None] | None) -> tuple[Tensor, ...]:
+def _watch(
+    tensors: list[Tensor], first: Tensor | None, at_backward: Callable[[], None] | None
+) -> tuple[Tensor, ...]:
     outputs: tuple[Tensor, ...] = _Watch.apply(at_backward, first, *tensors)
     node: torch_private.Node = outputs[0].grad_fn
     node.metadata[collectives.WATCHED] = True
@@ -283,8 +327,11 @@ class _Watch(torch.autograd.Function):
     """The identity over several tensors, after a tensor that it does not return."""
 
     @staticmethod
-    def forward(ctx: Any, at_backward: Callable[[], None] | None, first: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.at_backward, ctx.first = at_backward, first
+    def forward(
+        ctx: Any, at_backward: Callable[[], None] | None, first: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.at_backward = at_backward
+        ctx.first = first
         ctx.set_materialize_grads(False)
         return tuple(map(Tensor.detach, tensors))  # Views must not be written to in place.
 
@@ -301,12 +348,16 @@ class _Watch(torch.autograd.Function):
 
 
 def connect(row: Nested, inputs: Arguments | None) -> Nested:
-    """Returns a row that leads to inputs without rows, so that their gradients can be asked for on all ranks alike."""
+    """Returns a row that leads to inputs without rows, so that their gradients can be asked for on
+    all ranks alike.
+    """
     empty = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not tensor.numel()]
     if not empty or not torch.is_grad_enabled():
         return row
     zero = hand_back(None, [*map(torch.zeros_like, empty)], empty)
-    return map_tensors(lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row)
+    return map_tensors(
+        lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row
+    )
 
 
 def forget_gradients(parameters: Iterable[Tensor]) -> None:
@@ -322,9 +373,15 @@ def first_row(arguments: Arguments, dim: int) -> Arguments:
 
 @contextlib.contextmanager
 def undone(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
+    """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in
+    the block.
+    """
     random_numbers = RandomState(devices)
-    buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part.named_buffers(recurse=False)]
+    buffers = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
     for part, name, buffer in buffers:
         setattr(part, name, buffer.clone())
     try:

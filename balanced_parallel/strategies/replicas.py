@@ -18,21 +18,30 @@ from ..training.sync import GradientSync, UpdateSync, gradient_sync
 
 
 class _ReplicaSync(GradientSync, UpdateSync):
-    """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch.
+    """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of
+    the last micro-batch.
 
-    No update has a state of its own here. Gradients that are not reduced yet are in the buckets of the replicas.
+    No update has a state of its own here. Gradients that are not reduced yet are in the buckets of
+    the replicas.
     """
 
     def __init__(self, model: DataParallelModel, criterion: DataParallelCriterion) -> None:
-        self._model, self._criterion = model, criterion
+        self._model = model
+        self._criterion = criterion
 
     def open(self) -> UpdateSync:
         return self
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
+        """Returns the expected weight, if the host knows it. One device then computes as the plain
+        program does, bit for bit.
+        """
         if in_float16:
-            return power_of_two(expected.clamp(min=before) if isinstance(expected, Tensor) else max(expected, before))
+            return power_of_two(
+                expected.clamp(min=before)
+                if isinstance(expected, Tensor)
+                else max(expected, before)
+            )
         return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -45,11 +54,19 @@ class _ReplicaSync(GradientSync, UpdateSync):
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         both = self._criterion.replicas, self._model.replicas
         if losses:
-            compiled = [replicas for replicas in both if replicas.tree is not None and replicas.tree.is_compiled]
-            # Compiled backwards fail in the threads of the engine, one for each device (pytorch#185372).
-            with torch.autograd.set_multithreading_enabled(torch.autograd.is_multithreading_enabled() and not compiled):
+            compiled = [
+                replicas
+                for replicas in both
+                if replicas.tree is not None and replicas.tree.is_compiled
+            ]
+            # Compiled backwards fail in the threads of the engine, one for each device
+            # (pytorch#185372).
+            with torch.autograd.set_multithreading_enabled(
+                torch.autograd.is_multithreading_enabled() and not compiled
+            ):
                 run_backward(losses, divisor)
-        # The model comes last: a BalancedOptimizer takes the gradients of parameters that both share from there.
+        # The model comes last: a BalancedOptimizer takes the gradients of parameters that both
+        # share from there.
         for replicas in both if local is not None else ():
             if replicas.gradients.buckets:  # only with several devices
                 replicas.gradients.reduce()
@@ -65,7 +82,9 @@ class _ReplicaSync(GradientSync, UpdateSync):
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         if isinstance(factor, Tensor) or factor != 1:
-            foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
+            foreach_multiply_(
+                [tensor.grad for tensor in tensors if tensor.grad is not None], factor
+            )
 
     def smallest(self, number: float) -> float:
         return number
@@ -81,9 +100,15 @@ class _ReplicaSync(GradientSync, UpdateSync):
 @gradient_sync.register
 def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSync:
     if type(model).forward is not DataParallelModel.forward:
-        raise TypeError(f"{type(model).__name__} has a forward of its own, which a step does not call: put it into the module")
+        raise TypeError(
+            f"{type(model).__name__} has a forward of its own, which a step does not call: put it into the module"
+        )
     if model.gather_outputs:
-        raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
+        raise TypeError(
+            "the model has gather_outputs=True, expected outputs that stay on their devices: leave it out"
+        )
     if world_size() > 1:
-        raise TypeError(f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)")
+        raise TypeError(
+            f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)"
+        )
     return _ReplicaSync(model, criterion)

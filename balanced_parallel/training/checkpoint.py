@@ -1,12 +1,14 @@
-"""``Checkpoints``: the state of a run in a folder, written in the background, complete or not there.
+"""``Checkpoints``: the state of a run in a folder, written in the background, complete or not
+there.
 
     step-00000040/
         shard-00001-model-00001-of-00001.safetensors    tensors that rank 0 has written; shard-00002 is rank 1's
         rank-00000.json                                 other values of rank 0, and the digests of its tensors
         checkpoint.json                                 the number of ranks, and size and digest of every file, written last
 
-The folder is ``step-00000040.partial`` until everything is on the disk. One that it replaces is ``step-00000040.old`` meanwhile.
-torch's own format has its metadata as a pickle, so the tensors are in the format of Hugging Face.
+The folder is ``step-00000040.partial`` until everything is on the disk. One that it replaces is
+``step-00000040.old`` meanwhile. torch's own format has its metadata as a pickle, so the tensors are
+in the format of Hugging Face.
 """
 
 import atexit
@@ -30,7 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -43,25 +48,31 @@ from ..runtime.torch_private import checkpoint_threads
 from ..runtime.values import check_number, check_type
 from .state import TreePath, check_same_tensors, join_tensors, split_tensors, tensor_key
 
-MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".removed"
+MANIFEST = "checkpoint.json"
+PARTIAL = ".partial"
+OLD = ".old"
+REMOVED = ".removed"
 _ONE_FOLDER = "one folder that all ranks see, on a disk that their hosts share"
-# Saves of this process that nobody has waited for, and their folders. The end of the program reports them, when objects are gone.
+# Saves of this process that nobody has waited for, and their folders. The end of the program
+# reports them, when objects are gone.
 _unreported: dict[Future[Any], Path] = {}
 
 
 class Checkpoints:
     """Checkpoints of a run in one folder, by ``torch.distributed.checkpoint``.
 
-    :meth:`save` copies the state to the host and writes it in the background. A checkpoint is complete or not there. A damaged
-    one is passed over. The files are safetensors and JSON, so reading them runs no code. A run may go on in another layout: one
-    device, replicas, or any number of ranks. Every rank makes the same calls, and all see the same folder.
+    :meth:`save` copies the state to the host and writes it in the background. A checkpoint is
+    complete or not there. A damaged one is passed over. The files are safetensors and JSON, so
+    reading them runs no code. A run may go on in another layout: one device, replicas, or any
+    number of ranks. Every rank makes the same calls, and all see the same folder.
 
     Args:
         folder: has a subfolder for each checkpoint.
         keep: complete checkpoints that stay, the newest ones.
-        parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a :class:`TrainStep`, which has
-            model, optimizers, schedulers and random numbers; a :class:`RankBatchSampler`; objects of your own. Their tensors are
-            the same on all ranks. ``check_state_dict()`` of a part may refuse a state, before any part is changed.
+        parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a
+            :class:`TrainStep`, which has model, optimizers, schedulers and random numbers; a
+            :class:`RankBatchSampler`; objects of your own. Their tensors are the same on all ranks.
+            ``check_state_dict()`` of a part may refuse a state, before any part is changed.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -80,30 +91,47 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, **parts: Stateful) -> None:
-        check_type("folder", folder, str | os.PathLike, "the path of a folder: Checkpoints(folder, step=step)")
+        check_type(
+            "folder",
+            folder,
+            str | os.PathLike,
+            "the path of a folder: Checkpoints(folder, step=step)",
+        )
         check_number("keep", keep, "an integer, the checkpoints that stay", whole=True)
         for name, part in parts.items():
             check_type(name, part, Stateful, "an object with state_dict() and load_state_dict()")
         if not parts or keep < 1:
-            raise ValueError(f"{len(parts)} parts and keep={keep}, expected at least one of each: Checkpoints(folder, step=step)")
+            raise ValueError(
+                f"{len(parts)} parts and keep={keep}, expected at least one of each: Checkpoints(folder, step=step)"
+            )
         try:
             import safetensors.torch  # noqa: F401  an error now, not after the first hours
         except ImportError as error:
-            raise ImportError("checkpoints are written as safetensors, expected the package: pip install safetensors") from error
-        self.folder, self.keep, self.parts = Path(folder).absolute(), keep, parts  # os.chdir() does not change it
+            raise ImportError(
+                "checkpoints are written as safetensors, expected the package: pip install safetensors"
+            ) from error
+        # os.chdir() does not change it
+        self.folder = Path(folder).absolute()
+        self.keep = keep
+        self.parts = parts
         self._writing: Future[Any] | None = None
         self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
-        """Saves the present state in the background, after the save before. One of the same number is then replaced.
+        """Saves the present state in the background, after the save before. One of the same number
+        is then replaced.
 
         Args:
-            number: of the updates so far, for the name of the folder and the return value of :meth:`load_latest`.
+            number: of the updates so far, for the name of the folder and the return value of
+                :meth:`load_latest`.
 
         Raises:
-            OSError: the save before has failed, for example on a full disk. Earlier checkpoints are still there.
-            TypeError: the number is not an integer, or a state is not made of tensors, numbers, strings and containers.
-            ValueError: the folder has a higher number, of another run; or ranks gave different numbers.
+            OSError: the save before has failed, for example on a full disk. Earlier checkpoints are
+                still there.
+            TypeError: the number is not an integer, or a state is not made of tensors, numbers,
+                strings and containers.
+            ValueError: the folder has a higher number, of another run; or ranks gave different
+                numbers.
         """
         check_number("number", number, "the number of updates so far", at_least=0, whole=True)
         self.wait()
@@ -112,7 +140,9 @@ class Checkpoints:
         answers = self._on_all_ranks(lambda: (number, tidy(self.folder) if rank == 0 else []))
         numbers = {number for number, _ in answers}
         if len(numbers) > 1:
-            raise ValueError(f"ranks save with the numbers {sorted(numbers)}, expected the same on all")
+            raise ValueError(
+                f"ranks save with the numbers {sorted(numbers)}, expected the same on all"
+            )
         newest = max({*answers[0][1]} - self._damaged | {number})
         if newest > number:
             raise ValueError(
@@ -120,15 +150,22 @@ class Checkpoints:
                 "load_latest() to go on with that run, or give a new run a folder of its own"
             )
         self._damaged.discard(number)
-        tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
-        folder, group = self.folder / f"step-{number:08}", _group()
+        tree, tensors = split_tensors(
+            {name: part.state_dict() for name, part in self.parts.items()}
+        )
+        folder = self.folder / f"step-{number:08}"
+        group = _group()
         writer = Writer(folder, tree, rank, collectives.world_size(), self.keep, self._damaged)
-        writing = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        writing = async_save(
+            tensors, storage_writer=writer, process_group=group, no_dist=group is None
+        )
         self._writing = cast("Future[Any]", writing)
         _unreported[self._writing] = folder
 
     def wait(self) -> None:
-        """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the end of the program does."""
+        """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the
+        end of the program does.
+        """
         for thread in checkpoint_threads():  # Ctrl-C may have interrupted its save().
             thread.join()
         if self._writing is None:
@@ -139,17 +176,20 @@ class Checkpoints:
         if error is None:
             return
         message = _explain(folder, error)
-        if getattr(error, "failures", None) and collectives.rank() == 0:  # every rank has ended its writing
+        # every rank has ended its writing
+        if getattr(error, "failures", None) and collectives.rank() == 0:
             remove(folder.with_suffix(PARTIAL))
         raise OSError(message) from error
 
     def load_latest(self) -> int | None:
-        """Loads the newest checkpoint that is undamaged into the parts. Returns its number, or None if there is none.
+        """Loads the newest checkpoint that is undamaged into the parts. Returns its number, or None
+        if there is none.
 
         A damaged one is passed over with a warning, and stays as it is.
 
         Raises:
-            OSError: the files could not be read. They may be undamaged. Or ranks see different folders.
+            OSError: the files could not be read. They may be undamaged. Or ranks see different
+                folders.
             RuntimeError: all checkpoints are damaged.
             ValueError: the checkpoint does not have all parts. The parts have not changed.
         """
@@ -157,7 +197,9 @@ class Checkpoints:
         folders = self._on_all_ranks(lambda: [path.name for path in complete(self.folder).values()])
         if any(other != folders[0] for other in folders):
             listing = collectives.by_value([", ".join(other) or "none" for other in folders])
-            raise OSError(f"ranks see different checkpoints in {self.folder}, expected {_ONE_FOLDER}: {listing}")
+            raise OSError(
+                f"ranks see different checkpoints in {self.folder}, expected {_ONE_FOLDER}: {listing}"
+            )
         names = folders[0]
         for name in names:
             folder = self.folder / name
@@ -167,9 +209,14 @@ class Checkpoints:
                 return step_of(folder)
             self._damaged.add(step_of(folder))
             if collectives.rank() == 0:
-                warnings.warn(f"{folder} is damaged ({'; '.join(reasons)}): the checkpoint before it is used", stacklevel=2)
+                warnings.warn(
+                    f"{folder} is damaged ({'; '.join(reasons)}): the checkpoint before it is used",
+                    stacklevel=2,
+                )
         if names:
-            raise RuntimeError(f"all checkpoints in {self.folder} are damaged ({', '.join(names)}): begin anew in another folder")
+            raise RuntimeError(
+                f"all checkpoints in {self.folder} are damaged ({', '.join(names)}): begin anew in another folder"
+            )
         return None
 
     def _load(self, folder: Path) -> None:
@@ -186,10 +233,13 @@ class Checkpoints:
         def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
             load_target = getattr(self.parts[path[0]], "load_target", None)
             target = None if load_target is None else load_target(path[1:], size, dtype)
-            return tensors.setdefault(tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target)
+            return tensors.setdefault(
+                tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target
+            )
 
         state = {name: join_tensors(saved[name], memory) for name in self.parts}
-        reader, group = HuggingFaceStorageReader(str(folder)), _group()
+        reader = HuggingFaceStorageReader(str(folder))
+        group = _group()
         reader.fs = ListedFiles()
         try:
             load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -205,7 +255,8 @@ class Checkpoints:
 
     def _on_all_ranks(self, find: Callable[[], Any]) -> list[Any]:
         """Returns the result of each rank. If one cannot read the files, all raise an error."""
-        result, problem = None, ""
+        result = None
+        problem = ""
         try:
             result = find()
         except OSError as error:
@@ -213,18 +264,26 @@ class Checkpoints:
         try:
             answers = collectives.gather_objects((result, problem), _group())
         except RuntimeError as error:
-            error.add_note("Checkpoints: every rank must call save() and load_latest(), and at the same steps")
+            error.add_note(
+                "Checkpoints: every rank must call save() and load_latest(), and at the same steps"
+            )
             raise
         if problems := [problem for _, problem in answers if problem]:
-            raise OSError(f"the checkpoints in {self.folder} could not be read ({'; '.join(problems)}): try again")
+            raise OSError(
+                f"the checkpoints in {self.folder} could not be read ({'; '.join(problems)}): try again"
+            )
         return [result for result, _ in answers]
 
 
 def _group() -> collectives.Group:
-    """Returns the process group for DCP. Without one, its warning is ignored: the thread that writes would raise it each time."""
+    """Returns the process group for DCP. Without one, its warning is ignored: the thread that
+    writes would raise it each time.
+    """
     group = collectives.checkpoint_group()
     if group is None:
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled, unavailable or uninitialized"
+        )
     return group
 
 
@@ -241,8 +300,14 @@ def _explain(folder: Path, error: BaseException) -> str:
 
 @atexit.register
 def _report_failures() -> None:
-    """Ends the program with exit code 1 if its last save has failed without a ``wait()``. Python has ended the threads before."""
-    failures = [_explain(folder, error) for save, folder in _unreported.items() if save.done() and (error := save.exception())]
+    """Ends the program with exit code 1 if its last save has failed without a ``wait()``. Python
+    has ended the threads before.
+    """
+    failures = [
+        _explain(folder, error)
+        for save, folder in _unreported.items()
+        if save.done() and (error := save.exception())
+    ]
     if failures:
         print("OSError:", *failures, file=sys.stderr)
         sys.stdout.flush()
@@ -250,27 +315,45 @@ def _report_failures() -> None:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes one checkpoint, with the ``tree`` of this rank, in a thread. ``keep`` undamaged checkpoints stay."""
+    """Writes one checkpoint, with the ``tree`` of this rank, in a thread. ``keep`` undamaged
+    checkpoints stay.
+    """
 
-    def __init__(self, folder: Path, tree: object, rank: int, ranks: int, keep: int, damaged: Collection[int]) -> None:
+    def __init__(
+        self, folder: Path, tree: object, rank: int, ranks: int, keep: int, damaged: Collection[int]
+    ) -> None:
         super().__init__(f"{folder}{PARTIAL}", save_distributed=True)
-        self.folder, self.partial = folder, Path(f"{folder}{PARTIAL}")
-        self.tree, self.number, self.ranks, self.keep, self.damaged = tree, rank, ranks, keep, damaged
+        self.folder = folder
+        self.partial = Path(f"{folder}{PARTIAL}")
+        self.tree = tree
+        self.number = rank
+        self.ranks = ranks
+        self.keep = keep
+        self.damaged = damaged
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """Writes the tensors of this rank, and its other values."""
         written = super().write_data(plan, planner)
         names = sorted({result.storage_data.relative_path for result in written.value()})
-        write_json(rank_file(self.partial, self.number), {"files": digests(self.partial, names), "state": self.tree})
+        write_json(
+            rank_file(self.partial, self.number),
+            {"files": digests(self.partial, names), "state": self.tree},
+        )
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Completes the checkpoint after all ranks have written, and removes old ones. Rank 0 runs this."""
+        """Completes the checkpoint after all ranks have written, and removes old ones. Rank 0 runs
+        this.
+        """
         files: dict[str, list[Any]] = {}
         for rank in range(self.ranks):
             path = rank_file(self.partial, rank)
             if not path.exists():
-                raise FileNotFoundError(f"rank {rank} has written to another folder, expected {_ONE_FOLDER}")
+                raise FileNotFoundError(
+                    f"rank {rank} has written to another folder, expected {_ONE_FOLDER}"
+                )
             files |= read_json(path)["files"] | digests(self.partial, [path.name])
         write_json(self.partial / MANIFEST, {"ranks": self.ranks, "files": files})
         sync(self.partial)
@@ -288,7 +371,9 @@ class Writer(HuggingFaceStorageWriter):
 
 
 class ListedFiles(FileSystem):
-    """The files that a manifest names, for a reader of DCP: others in the folder do not belong to the checkpoint."""
+    """The files that a manifest names, for a reader of DCP: others in the folder do not belong to
+    the checkpoint.
+    """
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         """Returns their paths."""
@@ -296,7 +381,9 @@ class ListedFiles(FileSystem):
 
 
 def tidy(parent: Path) -> list[int]:
-    """Removes what an interrupted run has left, before any rank writes. Returns the numbers of the complete checkpoints."""
+    """Removes what an interrupted run has left, before any rank writes. Returns the numbers of the
+    complete checkpoints.
+    """
     for path in parent.iterdir():
         if re.fullmatch(rf"step-[0-9]+({OLD}|{PARTIAL}|{REMOVED})", path.name):
             if path.suffix == OLD and not path.with_suffix("").exists():
@@ -309,7 +396,11 @@ def tidy(parent: Path) -> list[int]:
 def complete(parent: Path) -> dict[int, Path]:
     """Returns the folders of complete checkpoints by number, the highest number first."""
     try:
-        paths = [path for path in parent.iterdir() if re.fullmatch(rf"step-[0-9]+({OLD})?", path.name) and path.is_dir()]
+        paths = [
+            path
+            for path in parent.iterdir()
+            if re.fullmatch(rf"step-[0-9]+({OLD})?", path.name) and path.is_dir()
+        ]
     except FileNotFoundError:
         return {}
     paths.sort(key=lambda path: (step_of(path), path.suffix == OLD), reverse=True)
@@ -362,7 +453,9 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damage(folder: Path) -> str:
-    """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them. Files may fail to be read."""
+    """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them.
+    Files may fail to be read.
+    """
     try:
         with _open_plain(folder, MANIFEST) as file:
             manifest = json.load(file)
@@ -370,16 +463,28 @@ def damage(folder: Path) -> str:
         for number in range(max(1, manifest["ranks"])):
             if rank_file(folder, number).name not in files:
                 raise ValueError(f"{MANIFEST} does not list {rank_file(folder, number).name}")
-        for name, written in islice(files.items(), collectives.rank(), None, collectives.world_size()):
+        for name, written in islice(
+            files.items(), collectives.rank(), None, collectives.world_size()
+        ):
             if digests(folder, [name])[name] != written:
                 raise ValueError(f"{name} has other contents than were written")
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # It may be other JSON.
+    # It may be other JSON.
+    except (
+        FileNotFoundError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _open_plain(folder: Path, name: str) -> BufferedReader:
-    """Opens a file of the folder, but not a device, a pipe, a link or a file elsewhere, which a manifest might name."""
+    """Opens a file of the folder, but not a device, a pipe, a link or a file elsewhere, which a
+    manifest might name.
+    """
     path = folder / name
     if path.name != name or not stat.S_ISREG(path.lstat().st_mode):
         raise ValueError(f"{name!r} is not a plain file of the folder")

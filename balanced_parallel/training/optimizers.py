@@ -1,4 +1,6 @@
-"""The optimizers of a step: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
+"""The optimizers of a step: gradients are unscaled, multiplied and clipped, then all optimizers
+step together.
+"""
 
 import contextlib
 import math
@@ -29,13 +31,15 @@ Schedulers = LRScheduler | Sequence[LRScheduler]
 
 
 class ParameterUpdate:
-    """One step of several optimizers, together or not at all, over the parameters that their groups have now.
+    """One step of several optimizers, together or not at all, over the parameters that their groups
+    have now.
 
     ``trained`` are the parameters of model and criterion by name, each once.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
-        self.optimizers, self.trained = optimizers, trained
+        self.optimizers = optimizers
+        self.trained = trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
         self._parameters: list[Tensor] = []  # Each parameter of the optimizers is here once.
@@ -44,7 +48,8 @@ class ParameterUpdate:
         for optimizer in optimizers:
             if optimizer not in _claims:
                 _claims[optimizer] = -1
-                with contextlib.suppress(AttributeError):  # a wrapper of an optimizer may have no hooks
+                # a wrapper of an optimizer may have no hooks
+                with contextlib.suppress(AttributeError):
                     optimizer.register_step_pre_hook(_drop_claimed)
         owner: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
@@ -68,12 +73,22 @@ class ParameterUpdate:
     def note_gradients(self) -> None:
         """Notes the gradients of a window that goes on."""
         _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
-        gradients = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
-        self._noted = list(zip(gradients, gradients.values(), versions([*gradients.values()]), strict=True))
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.trained.items()
+            if parameter.grad is not None
+        }
+        self._noted = list(
+            zip(gradients, gradients.values(), versions([*gradients.values()]), strict=True)
+        )
 
     def check_gradients(self) -> None:
-        """Raises ``RuntimeError`` if noted gradients were cleared or changed, but for those that owners have taken."""
-        owners = [optimizer for optimizer in self.optimizers if isinstance(optimizer, BalancedOptimizer)]
+        """Raises ``RuntimeError`` if noted gradients were cleared or changed, but for those that
+        owners have taken.
+        """
+        owners = [
+            optimizer for optimizer in self.optimizers if isinstance(optimizer, BalancedOptimizer)
+        ]
         for name, gradient, version in self._noted:
             parameter = self.trained[name]
             is_same = parameter.grad is gradient and versions([gradient]) == [version]
@@ -83,24 +98,37 @@ class ParameterUpdate:
                     "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
                 )
 
-    def run(self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
-        """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and steps the optimizers.
+    def run(
+        self,
+        sync: UpdateSync,
+        factor: Weight,
+        scaler: torch.amp.GradScaler | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and
+        steps the optimizers.
 
-        Hooks of parameters are called before the clipping, once, with the gradient of the whole batch.
-        Scaled gradients are one optimizer's to the scaler, which would otherwise skip each optimizer on its own.
+        Hooks of parameters are called before the clipping, once, with the gradient of the whole
+        batch. Scaled gradients are one optimizer's to the scaler, which would otherwise skip each
+        optimizer on its own.
         """
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         everywhere = dict.fromkeys([parameter for group in groups for parameter in group["params"]])
-        whole, self._parameters = cast(Optimizer, self), [*everywhere]
-        # Trained parameters of no optimizer here. Another optimizer may use them, so their gradients are scaled as well.
+        whole = cast(Optimizer, self)
+        self._parameters = [*everywhere]
+        # Trained parameters of no optimizer here. Another optimizer may use them, so their
+        # gradients are scaled as well.
         outside = [parameter for parameter in self.trained.values() if parameter not in everywhere]
         try:
             if scaler is not None:
                 scaler.unscale_(whole)
-                _unscale(scaler, [parameter.grad for parameter in outside if parameter.grad is not None])
+                _unscale(
+                    scaler, [parameter.grad for parameter in outside if parameter.grad is not None]
+                )
             sync.multiply([*self._parameters, *outside], factor)
             self._call_hooks()
-            if max_grad_norm is not None:  # An overflow in one optimizer makes the gradients of the others zero here.
+            # An overflow in one optimizer makes the gradients of the others zero here.
+            if max_grad_norm is not None:
                 norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm)
                 self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
             if scaler is None:
@@ -111,18 +139,25 @@ class ParameterUpdate:
             _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
         except BaseException:
             if scaler is not None:
-                scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
+                # the scale it has: this forgets what was unscaled, so the step can be repeated
+                scaler.update(scaler.get_scale())
             raise
 
     def _call_hooks(self) -> None:
         """Calls the hooks of parameters with their gradients."""
         parameters = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
-        if parameters and any(isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers):
-            raise TypeError("a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected no hook")
+        if parameters and any(
+            isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers
+        ):
+            raise TypeError(
+                "a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected no hook"
+            )
         for parameter in parameters:
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
+            parameter.grad = None
             if gradient is not None:
-                parameter.backward(gradient)  # autograd calls the hooks, and sets the gradient that they return
+                # autograd calls the hooks, and sets the gradient that they return
+                parameter.backward(gradient)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -135,7 +170,8 @@ class ParameterUpdate:
             _claims[optimizer] = -1  # the hook lets this step pass
             try:
                 optimizer.step()
-            except (AssertionError, TypeError) as error:  # SAM has a default for the closure that it needs
+            # SAM has a default for the closure that it needs
+            except (AssertionError, TypeError) as error:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step() failed without a closure: {error}; if it needs one, call "
                     "optimizer.step(closure) in a loop of your own"
@@ -148,14 +184,18 @@ def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
         foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
 
 
-# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays, there are no others. Several
-# steps, and loops by hand, may share optimizers and schedulers, so their states are of the process.
+# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays,
+# there are no others. Several steps, and loops by hand, may share optimizers and schedulers, so
+# their states are of the process.
 _claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # The epoch after a TrainStep.
+# The epoch after a TrainStep.
+_epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
 
 def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
-    """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of an old loop."""
+    """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
+    an old loop.
+    """
     claim = _claims.get(optimizer, -1)  # a wrapper of an optimizer is another object
     if claim == count_graph_nodes():
         optimizer.zero_grad()
@@ -170,10 +210,13 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
 
 
 def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
-    """Steps every scheduler after an update. Raises ``RuntimeError`` if one was stepped by hand since the update before."""
+    """Steps every scheduler after an update. Raises ``RuntimeError`` if one was stepped by hand
+    since the update before.
+    """
     for scheduler in schedulers:
         epoch = getattr(scheduler, "last_epoch", 0)
-        if epoch == _epochs.get(scheduler, math.nan) + 1:  # a state that was loaded is hardly the next one
+        # a state that was loaded is hardly the next one
+        if epoch == _epochs.get(scheduler, math.nan) + 1:
             raise RuntimeError(
                 f"{type(scheduler).__name__} was stepped by hand, but TrainStep steps it after each update, expected one of "
                 "both: leave scheduler.step() out, or scheduler= here"
@@ -211,14 +254,21 @@ def _listed(value: Any, kind: type, name: str) -> list[Any]:
     listed = list(value) if isinstance(value, (list, tuple)) else [value]
     for entry in listed:
         if not isinstance(entry, kind):
-            raise TypeError(f"the {name} is {describe(entry)}, expected an instance of {kind.__name__}, or a list of them")
+            raise TypeError(
+                f"the {name} is {describe(entry)}, expected an instance of {kind.__name__}, or a list of them"
+            )
     return listed
 
 
 def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler]) -> None:
-    """Checks that the optimizers update parameters of the model or of the criterion, and the schedulers these optimizers."""
+    """Checks that the optimizers update parameters of the model or of the criterion, and the
+    schedulers these optimizers.
+    """
     for scheduler in schedulers:  # a wrapper of an optimizer shares its groups
-        if not any(scheduler.optimizer.param_groups is optimizer.param_groups for optimizer in update.optimizers):
+        if not any(
+            scheduler.optimizer.param_groups is optimizer.param_groups
+            for optimizer in update.optimizers
+        ):
             raise ValueError(
                 f"{type(scheduler).__name__} was made for another {type(scheduler.optimizer).__name__}, expected the optimizer "
                 "of this step: its learning rate would never change"
@@ -235,7 +285,11 @@ def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler])
                 "BalancedOptimizer(model, torch.optim.Muon, matrices, lr=...), which updates whole matrices"
             )
         if parameters and not any(id(parameter) in trained for parameter in parameters):
-            name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
+            name = (
+                f"{type(optimizer).__name__} (optimizer {number})"
+                if number
+                else type(optimizer).__name__
+            )
             raise ValueError(
                 f"{name} has {len(parameters)} parameter(s), and none is a parameter of the model or the criterion: nothing "
                 "would be trained. Make the optimizer of model.parameters(), after the model was wrapped, moved or sharded"

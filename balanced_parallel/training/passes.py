@@ -1,4 +1,5 @@
-"""An update of a loss whose rows depend on each other, in two passes over its micro-batches (GradCache, arXiv:2101.06983)::
+"""An update of a loss whose rows depend on each other, in two passes over its micro-batches
+(GradCache, arXiv:2101.06983)::
 
     forward 0 | forward 1 | loss of all | forward 0 | backward 0 | forward 1 | backward 1 | update
      without a graph                      same random numbers and buffers
@@ -31,9 +32,15 @@ class TwoPasses(Attempt):
         may_split: several devices, ranks or micro-batches may have the rows of a batch.
     """
 
-    def __init__(self, accumulation: Accumulation, before: Snapshot, *, is_auto: bool, may_split: bool) -> None:
-        self.sync, self._accumulation, self._forwards = accumulation.sync, accumulation, accumulation.forwards
-        self._before, self._is_auto, self._may_split = before, is_auto, may_split
+    def __init__(
+        self, accumulation: Accumulation, before: Snapshot, *, is_auto: bool, may_split: bool
+    ) -> None:
+        self.sync = accumulation.sync
+        self._accumulation = accumulation
+        self._forwards = accumulation.forwards
+        self._before = before
+        self._is_auto = is_auto
+        self._may_split = may_split
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
         self._is_single = False  # there is one pass
@@ -44,14 +51,25 @@ class TwoPasses(Attempt):
         self._runs.append(run)
 
     def run_kept(self) -> None:
-        """Runs all batches, in one pass if every rank has a single micro-batch. All ranks call this."""
-        kind, home = self._accumulation.kind, self._forwards.model.devices[0]
+        """Runs all batches, in one pass if every rank has a single micro-batch. All ranks call
+        this.
+        """
+        kind = self._accumulation.kind
+        home = self._forwards.model.devices[0]
         with self._telling_ranks():
-            is_single = len(self._runs) == 1 and self._runs[0].is_whole and len(self._accumulation.plan(self._runs[0])) == 1
-            self._loss = loss = kind.loss(self._forwards.copies, home, is_split=self._may_split or not is_single)
+            is_single = (
+                len(self._runs) == 1
+                and self._runs[0].is_whole
+                and len(self._accumulation.plan(self._runs[0])) == 1
+            )
+            self._loss = loss = kind.loss(
+                self._forwards.copies, home, is_split=self._may_split or not is_single
+            )
             self._is_single = bool(self.sync.smallest(is_single))
             if self._is_single:
-                self._accumulation.run(self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once)
+                self._accumulation.run(
+                    self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once
+                )
                 return
             with self._undone():
                 for run in self._runs:
@@ -69,7 +87,9 @@ class TwoPasses(Attempt):
     def reduce(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients."""
         reduced = self._accumulation.finish(settings)
-        return reduced._replace(kind=self._accumulation.kind.learned(self._forwards.copies, self._loss))
+        return reduced._replace(
+            kind=self._accumulation.kind.learned(self._forwards.copies, self._loss)
+        )
 
     def _losses_at_once(self, calls: Calls) -> list[LossSum]:
         """Returns the losses of the only micro-batch of the update."""
@@ -80,43 +100,60 @@ class TwoPasses(Attempt):
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:
-        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back."""
+        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are
+        put back.
+        """
         self._before.take()
-        python, recorded = random.getstate(), [entry for run in self._runs for entry in record_versions(run.batch)]
+        python = random.getstate()
+        recorded = [entry for run in self._runs for entry in record_versions(run.batch)]
         with torch.no_grad():
             yield
             for _ in self.sync.forwards_without_rows(is_reduced=False):
                 pass
         self._before.restore()
         if writes := explain_writes(recorded):
-            raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
+            raise RuntimeError(
+                f"a loss whose rows depend on each other takes two forwards: {writes}"
+            )
         random.setstate(python)
         self.sync.forget_forwards()
 
     def _differentiate(self, loss: CoupledLoss) -> None:
-        """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
+        """Computes the derivatives of the loss of all ranks, after all of them have run their
+        forwards.
+        """
         self._agree("")
-        devices, precision = self._forwards.model.devices, self._forwards.precision
+        devices = self._forwards.model.devices
+        precision = self._forwards.precision
         # Ranks have agreed to go on, so none of them must fail from here on.
         with retrying_allocations(devices if self._is_auto else ()), precision.autocast(devices):
             loss.differentiate(precision.scaler)
 
     @contextlib.contextmanager
     def _telling_ranks(self) -> Iterator[None]:
-        """Tells the other ranks if this one runs out of memory in the block, before they differentiate."""
+        """Tells the other ranks if this one runs out of memory in the block, before they
+        differentiate.
+        """
         try:
             yield
         except torch.OutOfMemoryError as error:
             if self._is_auto and not self._has_agreed:
                 self.sync.abandon()  # raises if the other ranks cannot be told
-                with torch.set_grad_enabled(self._is_single):  # others may wait for this rank in their first forward
+                # others may wait for this rank in their first forward
+                with torch.set_grad_enabled(self._is_single):
                     for _ in self.sync.forwards_without_rows(is_reduced=False):
                         pass
                 self._agree(str(error))
             raise
 
     def _agree(self, failure: str) -> None:
-        """Raises ``torch.OutOfMemoryError`` on all ranks if one has run out of memory, and would run its batches again."""
+        """Raises ``torch.OutOfMemoryError`` on all ranks if one has run out of memory, and would
+        run its batches again.
+        """
         self._has_agreed = True
         if self._is_auto and not self.sync.smallest(0 if failure else 1):
-            raise torch.OutOfMemoryError(failure) if failure else ElsewhereOutOfMemory("another rank ran out of memory")
+            raise (
+                torch.OutOfMemoryError(failure)
+                if failure
+                else ElsewhereOutOfMemory("another rank ran out of memory")
+            )

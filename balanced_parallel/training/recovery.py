@@ -35,7 +35,8 @@ class ElsewhereOutOfMemory(torch.OutOfMemoryError):
 
 
 class Recovery:
-    """Runs the batches of an update, and after an out of memory runs all of them again in smaller micro-batches.
+    """Runs the batches of an update, and after an out of memory runs all of them again in smaller
+    micro-batches.
 
     Args:
         attempt: returns an attempt with a synchronisation.
@@ -51,11 +52,15 @@ class Recovery:
         before: Snapshot,
         limit: Limit,
     ) -> None:
-        self._attempt, self._strategy, self._before, self._limit = attempt, strategy, before, limit
+        self._attempt = attempt
+        self._strategy = strategy
+        self._before = before
+        self._limit = limit
         self._devices = forwards.model.devices
         self._shares: int | Sequence[float] = forwards.model.split or len(self._devices)
         self._runs: list[BatchRun] = []
-        self._recorded: list[tuple[Tensor, int]] = []  # tensors of the batches, and their version counters
+        # tensors of the batches, and their version counters
+        self._recorded: list[tuple[Tensor, int]] = []
         self._tried: list[float] = []  # limits that were too large
         self._reason = ""  # why memory was too small in this attempt
         self._is_local = False  # True for a forward or a backward of this rank.
@@ -83,7 +88,10 @@ class Recovery:
             tried = ", then ".join(f"{size:g}" for size in self._tried)
             kind = "rows" if self._limit.unit == "rows" else "of cost"
             _log.warning(
-                "out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, self._limit.value
+                "out of memory with %s %s per device in one forward: from now on at most %s",
+                tried,
+                kind,
+                self._limit.value,
             )
         return reduced
 
@@ -95,7 +103,9 @@ class Recovery:
         self._try(lambda attempt: attempt.add(run))
 
     def _try(self, work: Callable[[Attempt], None]) -> None:
-        """Runs a part of the attempt, unless memory was too small before. An out of memory is kept for :meth:`finish`."""
+        """Runs a part of the attempt, unless memory was too small before. An out of memory is kept
+        for :meth:`finish`.
+        """
         if not self._reason:
             try:
                 work(self._opened())
@@ -104,14 +114,17 @@ class Recovery:
                 self._keep(error)
 
     def _reduce(self, settings: Callable[[], Settings]) -> Reduced | None:
-        """Reduces all gradients, or tells the other ranks that memory was too small, and returns None."""
+        """Reduces all gradients, or tells the other ranks that memory was too small, and returns
+        None.
+        """
         if self._reason:
             sync = self._sync.abandon()
             if sync is None:
                 return None
             self._sync = sync
         try:
-            with retrying_allocations(self._devices):  # None of the ranks must fail after their agreement.
+            # None of the ranks must fail after their agreement.
+            with retrying_allocations(self._devices):
                 return self._opened().reduce(settings)
         except torch.OutOfMemoryError as error:
             self._keep(error)
@@ -123,7 +136,9 @@ class Recovery:
         return self._work
 
     def _keep(self, error: torch.OutOfMemoryError) -> None:
-        """Keeps the reason of an out of memory, without its traceback, which holds memory. Drops all gradients."""
+        """Keeps the reason of an out of memory, without its traceback, which holds memory. Drops
+        all gradients.
+        """
         self._reason = self._reason or str(error) or type(error).__name__
         self._work = None
         self._sync.discard(error)
@@ -131,7 +146,8 @@ class Recovery:
     def _restart(self) -> None:
         """Puts everything back, and runs all batches with a smaller limit, the same on all ranks."""
         sync = self._strategy.open()
-        # The largest micro-batch of each batch per device, and the limit that halves it, 0 if nothing does.
+        # The largest micro-batch of each batch per device, and the limit that halves it, 0 if
+        # nothing does.
         largest = [run.batch.largest(self._shares, self._limit.value) for run in self._runs]
         size, half = max(largest, default=(0, 0))
         writes = explain_writes([*self._recorded, *self._before.uncopied])
@@ -149,8 +165,10 @@ class Recovery:
             )
         self._tried.append(size)
         self._limit.set(self._limit.unit, smaller)
-        self._is_local, self._reason = False, ""
-        self._sync, self._work = sync, None
+        self._is_local = False
+        self._reason = ""
+        self._sync = sync
+        self._work = None
         for run in self._runs:
             if run.outputs is not None:
                 run.outputs.clear()
@@ -158,14 +176,19 @@ class Recovery:
 
 
 class RetriedAllocations(TorchDispatchMode):
-    """Runs an operator once more if it raises ``torch.OutOfMemoryError``, after the cached memory was given back.
+    """Runs an operator once more if it raises ``torch.OutOfMemoryError``, after the cached memory
+    was given back.
 
-    An optimizer's step cannot be undone in the middle. An operator can run again: it allocates before it writes.
+    An optimizer's step cannot be undone in the middle. An operator can run again: it allocates
+    before it writes.
     """
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        with contextlib.suppress(torch.OutOfMemoryError):  # The traceback is released before memory is.
+        # The traceback is released before memory is.
+        with contextlib.suppress(torch.OutOfMemoryError):
             return function(*args, **kwargs)
         release_memory()
         return function(*args, **kwargs)
@@ -173,19 +196,24 @@ class RetriedAllocations(TorchDispatchMode):
 
 def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
     """Returns a :class:`RetriedAllocations` for accelerators, which have a cache."""
-    return RetriedAllocations() if {device.type for device in devices} - {"cpu"} else contextlib.nullcontext()
+    return (
+        RetriedAllocations()
+        if {device.type for device in devices} - {"cpu"}
+        else contextlib.nullcontext()
+    )
 
 
 def release_memory() -> None:
     """Collects garbage and gives cached memory back to the devices.
 
-    After an error, autograd's threads of the other devices end their operator, and free what they hold. Nothing tells when, so
-    the memory in use is read until it stays the same.
+    After an error, autograd's threads of the other devices end their operator, and free what they
+    hold. Nothing tells when, so the memory in use is read until it stays the same.
     """
     gc.collect()
     if not torch.accelerator.is_available():
         return
-    devices, before = accelerators(), None
+    devices = accelerators()
+    before = None
     for _ in range(200):
         now = [torch.accelerator.memory_allocated(device) for device in devices]
         if now == before:
@@ -193,5 +221,6 @@ def release_memory() -> None:
         before = now
         time.sleep(0.01)
     for device in devices:
-        torch.accelerator.synchronize(device)  # blocks that another stream still uses are freed then
+        # blocks that another stream still uses are freed then
+        torch.accelerator.synchronize(device)
     torch.accelerator.empty_cache()

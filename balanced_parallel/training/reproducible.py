@@ -1,10 +1,13 @@
-"""``reproducible=True``: an update draws the random numbers of one device with the whole batch, in any layout.
+"""``reproducible=True``: an update draws the random numbers of one device with the whole batch, in
+any layout.
 
-The seed of an update is one number from the CPU's generator, of the first rank. Rows are numbered over the effective batch: those
-of the ranks before come first, then those that ``add`` has brought, then the rows of a batch in their order.
+The seed of an update is one number from the CPU's generator, of the first rank. Rows are numbered
+over the effective batch: those of the ranks before come first, then those that ``add`` has brought,
+then the rows of a batch in their order.
 
-A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch
-of each kind runs in two small forwards, of two and three rows: the dimension that grows is that of the rows.
+A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or
+time-major. So the first batch of each kind runs in two small forwards, of two and three rows: the
+dimension that grows is that of the rows.
 """
 
 import functools
@@ -25,7 +28,9 @@ from .update import BatchRun, Compute, Forwards, Reduced, Work
 
 
 class RandomByRow:
-    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change."""
+    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what
+    the small forwards change.
+    """
 
     def __init__(self, model: ParallelModel, before: Snapshot) -> None:
         if draws_in_compiled_code(model.module):
@@ -33,23 +38,32 @@ class RandomByRow:
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
                 "torch._inductor.config.fallback_random = True before torch.compile"
             )
-        self._device, self._before = model.devices[0], before
-        self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
+        self._device = model.devices[0]
+        self._before = before
+        # walked once: a thousand modules take almost a millisecond
+        self._modules = list(model.modules())
         self.draws: dict[Hashable, list[Draw]] = {}  # the draws of each kind of batch that has run
 
     def kind_of(self, batch: Batch) -> Hashable:
         """Returns a key that is equal for batches in which the same operators draw."""
         leaves = containers.leaves((batch.inputs, batch.targets))
-        types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
+        types = [
+            (place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)
+        ]
         return tuple([module.training for module in self._modules]), *types
 
-    def find_draws(self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]) -> None:
-        """Runs two and three rows, and puts back what they change. A rank without rows runs none, twice."""
+    def find_draws(
+        self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]
+    ) -> None:
+        """Runs two and three rows, and puts back what they change. A rank without rows runs none,
+        twice.
+        """
         self._before.take()
         try:
             with torch.no_grad():
                 for count in (2, 3) if batch.rows else (0, 0):
-                    distinct = 1 if batch.pads else batch.rows or 0  # One row is repeated where rows have lengths of their own.
+                    # One row is repeated where rows have lengths of their own.
+                    distinct = 1 if batch.pads else batch.rows or 0
                     run(batch.shard([row % distinct for row in range(count)], self._device))
         except torch.OutOfMemoryError as error:
             error.add_note(
@@ -64,38 +78,65 @@ class RandomByRow:
 
 
 class NumberedRows:
-    """The rows of one update, which have numbers over all ranks and batches. ``open_work`` returns the work that runs them."""
+    """The rows of one update, which have numbers over all ranks and batches. ``open_work`` returns
+    the work that runs them.
+    """
 
-    def __init__(self, random: RandomByRow, forwards: Forwards, kind: Kind, open_work: Callable[[], Work]) -> None:
-        self._random, self._forwards, self._kind, self._open_work = random, forwards, kind, open_work
+    def __init__(
+        self, random: RandomByRow, forwards: Forwards, kind: Kind, open_work: Callable[[], Work]
+    ) -> None:
+        self._random = random
+        self._forwards = forwards
+        self._kind = kind
+        self._open_work = open_work
         self._work: Work | None = None
         self._update: UpdateRandom | None = None
-        self._state_before = torch.get_rng_state()  # The state of the CPU's generator before the seed of the update.
+        # The state of the CPU's generator before the seed of the update.
+        self._state_before = torch.get_rng_state()
 
     def add(self, run: BatchRun) -> None:
         """Numbers the rows of a batch, and runs it."""
-        batch, rows = run.batch, run.batch.rows or 0
+        batch = run.batch
+        rows = run.batch.rows or 0
         kind = self._random.kind_of(batch)
         is_known = not rows or kind in self._random.draws
         if self._update is None:
-            everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
-            self._update = UpdateRandom(everyone[0][0], sum(count for _, count, _ in everyone[: rank()]))
+            everyone = gather_objects(
+                (int(torch.empty((), dtype=torch.int64).random_()), rows, is_known)
+            )
+            self._update = UpdateRandom(
+                everyone[0][0], sum(count for _, count, _ in everyone[: rank()])
+            )
             is_known = all(is_known for _, _, is_known in everyone)
         elif world_size() > 1:
-            raise ValueError("reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)")
-        update, first, shapes = self._update, self._update.number(rows), DrawShapes()
+            raise ValueError(
+                "reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)"
+            )
+        update = self._update
+        first = self._update.number(rows)
+        shapes = DrawShapes()
 
         def surround(shard: Shard, draws: list[Draw] | None) -> Shard:
             if shard.is_joined:
-                raise ValueError("reproducible=True with samples that collate= joins, expected a collate= with one row of each")
+                raise ValueError(
+                    "reproducible=True with samples that collate= joins, expected a collate= with one row of each"
+                )
             numbers = [first + row for row in shard.rows or ()]
-            equal_shapes = {} if batch.pads else shapes  # shards may be padded to lengths of their own
-            return shard._replace(context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing)
+            # shards may be padded to lengths of their own
+            equal_shapes = {} if batch.pads else shapes
+            return shard._replace(
+                context=Forward(update, numbers, shard.device, draws, equal_shapes).drawing
+            )
 
         if not is_known:
             # The criterion may draw random numbers, too.
             compute: Compute = self._kind.sums if self._kind.passes == 1 else lambda calls: []
-            self._random.find_draws(kind, batch, update, lambda shard: self._forwards.run([surround(shard, None)], compute))
+            self._random.find_draws(
+                kind,
+                batch,
+                update,
+                lambda shard: self._forwards.run([surround(shard, None)], compute),
+            )
         draws = self._random.draws.get(kind, [])
         self._opened().add(run._replace(surround=functools.partial(surround, draws=draws)))
 
@@ -107,7 +148,9 @@ class NumberedRows:
         return reduced
 
     def discard(self, error: BaseException) -> None:
-        """Drops all gradients. The CPU's generator is where it was before the update, for a repetition."""
+        """Drops all gradients. The CPU's generator is where it was before the update, for a
+        repetition.
+        """
         if self._work is not None:
             self._work.discard(error)
         if self._update is not None:

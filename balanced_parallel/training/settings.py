@@ -1,8 +1,10 @@
-"""Settings and values of a :class:`TrainStep` that must be the same on all ranks. Otherwise they train different models, or hang.
+"""Settings and values of a :class:`TrainStep` that must be the same on all ranks. Otherwise they
+train different models, or hang.
 
-All are compared once, before the first update exchanges anything else. What may change later is a digest, which travels with the
-losses: a later comparison costs no collective, and every rank decides on it alike. The digest also tells that a program has
-written to parameters, as a ``load_state_dict()`` on one rank alone. Then all are compared again.
+All are compared once, before the first update exchanges anything else. What may change later is a
+digest, which travels with the losses: a later comparison costs no collective, and every rank
+decides on it alike. The digest also tells that a program has written to parameters, as a
+``load_state_dict()`` on one rank alone. Then all are compared again.
 """
 
 import functools
@@ -46,12 +48,15 @@ class Settings:
         return any(optimizer.state is not state for optimizer, state in pairs)
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
-        """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks call this."""
+        """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks
+        call this.
+        """
         facts: dict[str, Hashable] = {
             **describe_criterion(self.state.criterion),
             **self.arguments,
             "optimizer": ", ".join(map(_name_of_optimizer, self.state.optimizers)),
-            "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.state.schedulers) or "none",
+            "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.state.schedulers)
+            or "none",
             "the sampler's batches": begun_batches(),
             "the last step of the optimizer": self.before.failure or "was made",
         }
@@ -64,7 +69,9 @@ class Settings:
         compare_ranks(facts, expected, self._lines())
 
     def digest(self) -> list[float]:
-        """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
+        """Returns a number of 20 bits for the settings that may change, and its square. No device
+        is read.
+        """
         has_written = versions([*self.state.trained.values()]) != [*self.before.versions]
         values = [
             bool(self.before.failure),
@@ -83,7 +90,9 @@ class Settings:
         return [float(number), float(number * number)]
 
     def check(self, total: float, squares: float) -> None:
-        """Compares again if these sums over all ranks of :meth:`digest` are not of equal numbers, or all ranks have loaded."""
+        """Compares again if these sums over all ranks of :meth:`digest` are not of equal numbers,
+        or all ranks have loaded.
+        """
         if self.has_loaded or world_size() * int(squares) != int(total) ** 2:
             self.compare(
                 "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
@@ -92,13 +101,18 @@ class Settings:
     def _lines(self) -> list[str]:
         """Returns lines about each layer, group and tensor. All ranks call this.
 
-        A forward changes buffers, until the next one shares those of the first rank, and layers of the user may note values.
+        A forward changes buffers, until the next one shares those of the first rank, and layers of
+        the user may note values.
         """
         is_new = not max_over_ranks(len(self.state.model.runs))
         both = nn.ModuleDict({"model": self.state.model.module, "criterion": self.state.criterion})
         lines: list[str] = []
         for path, part in both.named_modules():
-            kinds = (int, float, str, tuple) if type(part).__module__.startswith("torch.nn.") else (float,) * is_new
+            kinds = (
+                (int, float, str, tuple)
+                if type(part).__module__.startswith("torch.nn.")
+                else (float,) * is_new
+            )
             lines += [
                 f"{name} of {path} {value}"
                 for name, value in vars(part).items()
@@ -107,22 +121,34 @@ class Settings:
         tensors = {**self.state.trained, **dict(both.named_buffers() if is_new else ())}
         for optimizer in self.state.optimizers:
             groups = enumerate(names_by_group(optimizer, self.state.trained))
-            lines += sorted(f"{name} in group {number}" for number, names in groups for name in names)
-            is_of_torch = type(optimizer).__module__.startswith("torch.optim.")  # others may have other state on each rank
+            lines += sorted(
+                f"{name} in group {number}" for number, names in groups for name in names
+            )
+            # others may have other state on each rank
+            is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
             for name, parameter in self.state.trained.items() if is_of_torch else ():
-                tensors |= {f"{key} of {name}": value for key, value in sorted(optimizer.state.get(parameter, {}).items())}
-        return lines + [f"{name} with checksum {_checksum(value)}" for name, value in tensors.items()]
+                tensors |= {
+                    f"{key} of {name}": value
+                    for key, value in sorted(optimizer.state.get(parameter, {}).items())
+                }
+        return lines + [
+            f"{name} with checksum {_checksum(value)}" for name, value in tensors.items()
+        ]
 
 
 def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Hashable]:
-    """Returns the settings of a criterion. Integers and strings of a loss that is not torch's may be its rank or device."""
+    """Returns the settings of a criterion. Integers and strings of a loss that is not torch's may
+    be its rank or device.
+    """
     if criterion is None:
         return {"criterion": None}
     function, _, keywords = unwrap(criterion.module)
     facts = {
         "criterion": _name(function),
         "reduction": criterion.reduction,
-        "weight=": criterion.weight if isinstance(criterion.weight, str) else _name(criterion.weight),
+        "weight=": criterion.weight
+        if isinstance(criterion.weight, str)
+        else _name(criterion.weight),
         "minimum": str(criterion.minimum),
         "whole": criterion.whole,
         "precision of the criterion": criterion.precision.name,
@@ -132,13 +158,17 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
         if type(part).__module__.startswith("torch.nn."):
             settings = {**vars(part), **buffers_of(part)}  # the weights of classes are buffers
         else:
-            settings = {name: value for name, value in vars(part).items() if isinstance(value, float)}
+            settings = {
+                name: value for name, value in vars(part).items() if isinstance(value, float)
+            }
         facts |= _settings(settings, f" of {path or 'the criterion'}")
     return facts
 
 
 def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
-    """Returns the numbers, strings, tuples of them and small tensors among some values, with a suffix to their names."""
+    """Returns the numbers, strings, tuples of them and small tensors among some values, with a
+    suffix to their names.
+    """
     facts: dict[str, Hashable] = {}
     for name, value in values.items():
         if name.startswith("_") or name == "training":
@@ -152,7 +182,9 @@ def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
 
 
 def _number(value: object) -> float:
-    """Returns a number or a tensor on the CPU that is one; 0 for another value, whose hash may differ in each process."""
+    """Returns a number or a tensor on the CPU that is one; 0 for another value, whose hash may
+    differ in each process.
+    """
     if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
         return value.item()
     return value if isinstance(value, (int, float)) else 0.0
@@ -165,11 +197,15 @@ def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 def _name(function: object) -> str | None:
     function = function.func if isinstance(function, functools.partial) else function
-    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
+    return (
+        None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
+    )
 
 
 def _checksum(value: Any) -> str:
-    """Returns a sum of the bits of a tensor, the same in any order of summation; of a shard or another kind of tensor, none."""
+    """Returns a sum of the bits of a tensor, the same in any order of summation; of a shard or
+    another kind of tensor, none.
+    """
     if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
         return str(value) if isinstance(value, (int, float)) else "unknown"
     tensor = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()

@@ -1,4 +1,6 @@
-"""The state that forwards change: random numbers, buffers, and tensors that a model writes in place."""
+"""The state that forwards change: random numbers, buffers, and tensors that a model writes in
+place.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,14 +16,17 @@ from ..runtime.torch_private import buffers_of, parameters_of, versions
 
 
 class Snapshot:
-    """Copies of what the forwards of an update change, in the same memory each time: buffers of modules, and random numbers.
+    """Copies of what the forwards of an update change, in the same memory each time: buffers of
+    modules, and random numbers.
 
-    Copies of all parameters would take too much memory. ``uncopied`` are those without a copy, with their version counters:
-    all, but for those that the forwards of an update have written before, such as those of a momentum encoder.
+    Copies of all parameters would take too much memory. ``uncopied`` are those without a copy, with
+    their version counters: all, but for those that the forwards of an update have written before,
+    such as those of a momentum encoder.
     """
 
     def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
-        self._modules, self._devices = list(modules), list(devices)
+        self._modules = list(modules)
+        self._devices = list(devices)
         self._buffers: list[
             tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
         ] = []  # The dictionary of each module, and a copy of it.
@@ -39,8 +44,14 @@ class Snapshot:
         self._random = RandomState(self._devices)
         parts = [part for module in self._modules for part in module.modules()]
         self._buffers = [(buffers_of(part), buffers_of(part).copy()) for part in parts]
-        stable = [parameters_of(part) for part in parts if not getattr(part, "max_norm", None)]  # rescaling twice changes nothing
-        parameters = [each for part in stable for each in part.values() if each is not None and id(each) not in self._written]
+        # rescaling twice changes nothing
+        stable = [parameters_of(part) for part in parts if not getattr(part, "max_norm", None)]
+        parameters = [
+            each
+            for part in stable
+            for each in part.values()
+            if each is not None and id(each) not in self._written
+        ]
         self.uncopied = list(zip(parameters, versions(parameters), strict=True))
         buffers = self._tensors()
         kinds = [(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
@@ -48,11 +59,14 @@ class Snapshot:
             if kinds == self._kinds:
                 torch_private.foreach_copy_(self._copies, buffers)
             else:
-                self._kinds, self._copies = [], [buffer.clone() for buffer in buffers]  # a clone may run out of memory
+                # a clone may run out of memory
+                self._kinds = []
+                self._copies = [buffer.clone() for buffer in buffers]
                 self._kinds = kinds
 
     def restore(self) -> None:
-        """Puts the state back. Buffers that a forward has replaced are the former tensors again, those it has added are gone.
+        """Puts the state back. Buffers that a forward has replaced are the former tensors again,
+        those it has added are gone.
 
         Raises ``RuntimeError`` if a parameter was written of which there is no copy.
         """
@@ -69,10 +83,19 @@ class Snapshot:
     def learn(self) -> None:
         """Notes the parameters that were written since :meth:`take`, which copies them from now on."""
         now = versions([parameter for parameter, _ in self.uncopied])
-        self._written |= {id(each): each for (each, before), after in zip(self.uncopied, now, strict=True) if before != after}
+        self._written |= {
+            id(each): each
+            for (each, before), after in zip(self.uncopied, now, strict=True)
+            if before != after
+        }
 
     def _tensors(self) -> list[Tensor]:
-        buffers = [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
+        buffers = [
+            buffer
+            for _, before in self._buffers
+            for buffer in before.values()
+            if buffer is not None
+        ]
         return [*buffers, *self._written.values()]
 
 
@@ -84,7 +107,9 @@ def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:
 
 
 def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
-    """Describes a tensor that was changed in place, so that forwards cannot run again. Returns an empty text if there is none."""
+    """Describes a tensor that was changed in place, so that forwards cannot run again. Returns an
+    empty text if there is none.
+    """
     for tensor, before in recorded:
         if versions([tensor]) != [before]:
             kind = f"({tensor.dtype}, shape {tuple(tensor.shape)}) was changed in place"

@@ -1,7 +1,8 @@
-"""The state of a run between two updates: model, criterion, optimizers, schedulers, gradient scaler and random numbers.
+"""The state of a run between two updates: model, criterion, optimizers, schedulers, gradient scaler
+and random numbers.
 
-Any number of devices or ranks may load it. For a file, it is a tree of plain values in JSON, and tensors for
-``torch.distributed.checkpoint``. Nothing of it is a pickle.
+Any number of devices or ranks may load it. For a file, it is a tree of plain values in JSON, and
+tensors for ``torch.distributed.checkpoint``. Nothing of it is a pickle.
 """
 
 import collections
@@ -26,7 +27,17 @@ from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
 from ..runtime.values import Precision, check_type
 
-_ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random", "python", "numpy", "layout"}
+_ENTRIES = {
+    "model",
+    "criterion",
+    "optimizers",
+    "schedulers",
+    "scaler",
+    "random",
+    "python",
+    "numpy",
+    "layout",
+}
 
 
 class TrainedState(NamedTuple):
@@ -47,7 +58,10 @@ class TrainedState(NamedTuple):
             "model": _module_state(self.model.module),
             "criterion": dict(self.criterion.state_dict()),
             "optimizers": [state_by_name(optimizer, self.trained) for optimizer in self.optimizers],
-            "schedulers": [{"class": class_name(scheduler), **scheduler.state_dict()} for scheduler in self.schedulers],
+            "schedulers": [
+                {"class": class_name(scheduler), **scheduler.state_dict()}
+                for scheduler in self.schedulers
+            ],
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": {f"rank{collectives.rank()}": generator_states(self.model.devices)},
             "python": random.getstate(),
@@ -64,11 +78,15 @@ class TrainedState(NamedTuple):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(numbered_state(optimizer, self.trained, state))
         for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
-            scheduler.load_state_dict({name: value for name, value in state.items() if name != "class"})
+            scheduler.load_state_dict(
+                {name: value for name, value in state.items() if name != "class"}
+            )
         scaler = self.precision.scaler_on(self.model.devices[0])
         if scaler is not None and state_dict["scaler"]:
             scaler.load_state_dict(state_dict["scaler"])
-        rank, saved, devices = collectives.rank(), state_dict["random"], self.model.devices
+        rank = collectives.rank()
+        saved = state_dict["random"]
+        devices = self.model.devices
         if state_dict["layout"] == self._layout():
             set_generators(saved[f"rank{rank}"], devices)
             random.setstate(state_dict["python"])
@@ -78,12 +96,17 @@ class TrainedState(NamedTuple):
             seed_anew(of_one["cpu"], devices, rank * len(devices))
 
     def check(self, state_dict: Mapping[str, Any], others: set[str]) -> None:
-        """Raises the errors of :meth:`TrainStep.load_state_dict`. ``others`` are entries that the step has itself."""
+        """Raises the errors of :meth:`TrainStep.load_state_dict`. ``others`` are entries that the
+        step has itself.
+        """
         check_type("state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns")
         if missing := (_ENTRIES | others) - state_dict.keys():
-            raise ValueError(f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns")
+            raise ValueError(
+                f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns"
+            )
         for name, parts in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
-            classes, expected = [state["class"] for state in state_dict[name]], [class_name(part) for part in parts]
+            classes = [state["class"] for state in state_dict[name]]
+            expected = [class_name(part) for part in parts]
             if classes != expected:
                 raise ValueError(f"the state has the {name} {classes}, expected {expected}")
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
@@ -91,8 +114,12 @@ class TrainedState(NamedTuple):
         check_same_tensors("model", _module_state(self.model.module), state_dict["model"])
         check_same_tensors("criterion", self.criterion.state_dict(), state_dict["criterion"])
 
-    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
+    def load_target(
+        self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over
+        ranks; otherwise None.
+        """
         shaped = self.model.module.state_dict()
         shaped |= {uncompiled_name(name): parameter for name, parameter in self.trained.items()}
         like = next((shaped[name] for name in path if name in shaped), None)
@@ -101,29 +128,42 @@ class TrainedState(NamedTuple):
         return None
 
     def _layout(self) -> list[Any]:
-        return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]
+        return [
+            collectives.world_size(),
+            [device.type for device in dict.fromkeys(self.model.devices)],
+        ]
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes seconds to import
+    # takes seconds to import
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     return dict(get_model_state_dict(module))
 
 
 def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the state of an optimizer, with names where ``torch.optim`` has numbers. Parameters without one keep theirs."""
-    groups, state = names_by_group(optimizer, trained), optimizer.state_dict()
+    """Returns the state of an optimizer, with names where ``torch.optim`` has numbers. Parameters
+    without one keep theirs.
+    """
+    groups = names_by_group(optimizer, trained)
+    state = optimizer.state_dict()
     names = [*itertools.chain(*groups)]
     return {
         "class": class_name(optimizer),
         "state": {names[number]: entries for number, entries in state["state"].items()},
-        "param_groups": [{**group, "params": members} for group, members in zip(state["param_groups"], groups, strict=True)],
+        "param_groups": [
+            {**group, "params": members}
+            for group, members in zip(state["param_groups"], groups, strict=True)
+        ],
     }
 
 
-def numbered_state(optimizer: Optimizer, trained: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def numbered_state(
+    optimizer: Optimizer, trained: Mapping[str, Tensor], state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns a state from :func:`state_by_name` as the optimizer's ``load_state_dict()`` takes it."""
-    groups, saved = names_by_group(optimizer, trained), state_dict["param_groups"]
+    groups = names_by_group(optimizer, trained)
+    saved = state_dict["param_groups"]
     numbers = {name: number for number, name in enumerate(itertools.chain(*groups))}
     if len(groups) != len(saved):
         raise ValueError(f"the state has {len(saved)} param groups, expected {len(groups)}")
@@ -136,55 +176,79 @@ def numbered_state(optimizer: Optimizer, trained: Mapping[str, Tensor], state_di
     return {
         "state": {numbers[name]: entries for name, entries in state_dict["state"].items()},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in names]} for names, group in zip(groups, saved, strict=True)
+            {**group, "params": [numbers[name] for name in names]}
+            for names, group in zip(groups, saved, strict=True)
         ],
     }
 
 
 def class_name(optimizer: Any) -> str:
-    """Returns the class of a scheduler, or of the plain optimizer, however it is spread over devices or ranks."""
+    """Returns the class of a scheduler, or of the plain optimizer, however it is spread over
+    devices or ranks.
+    """
     if isinstance(optimizer, BalancedOptimizer):
         return optimizer.recipe[0].__name__
-    return type(getattr(optimizer, "optim", optimizer)).__name__  # A ZeroRedundancyOptimizer has it.
+    # A ZeroRedundancyOptimizer has it.
+    return type(getattr(optimizer, "optim", optimizer)).__name__
 
 
 def names_by_group(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[list[str]]:
-    """Returns the names of the parameters in each group, in the order in which a ``state_dict()`` numbers them."""
+    """Returns the names of the parameters in each group, in the order in which a ``state_dict()``
+    numbers them.
+    """
     names = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
-    groups = optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
+    groups = (
+        optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
+    )
     numbers = itertools.count()
-    return [[names.get(id(parameter), f"parameter {next(numbers)}") for parameter in group["params"]] for group in groups]
+    return [
+        [names.get(id(parameter), f"parameter {next(numbers)}") for parameter in group["params"]]
+        for group in groups
+    ]
 
 
 TreePath = tuple[Any, ...]
 _PLAIN = (str, bool, int, float, type(None))
 _SEQUENCES = {kind.__name__: kind for kind in (tuple, torch.Size)}
-_MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}  # MultiStepLR has a Counter
+# MultiStepLR has a Counter
+_MAPPINGS = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
 
 
 def split_tensors(state: object) -> tuple[Any, dict[str, Tensor]]:
     """Splits nested state into a tree for JSON, and its tensors by key: ``"step/model/0.weight"``.
 
-    A tensor is its path, shape and dtype in the tree. A value that would not come back as it is raises ``TypeError``.
+    A tensor is its path, shape and dtype in the tree. A value that would not come back as it is
+    raises ``TypeError``.
     """
     tensors: dict[str, Tensor] = {}
     return _encode(state, (), tensors), tensors
 
 
 def _encode(value: Any, path: TreePath, tensors: dict[str, Tensor]) -> Any:
-    """Returns the tree of a value. A list is a list, other containers and tensors are a dictionary with their kind as its key."""
-    kind, name = type(value), type(value).__name__
+    """Returns the tree of a value. A list is a list, other containers and tensors are a dictionary
+    with their kind as its key.
+    """
+    kind = type(value)
+    name = type(value).__name__
     if kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
         stored = tensors[tensor_key(path)] = _stored(value, path)
         return {"tensor": [path, stored.shape, str(stored.dtype)[6:], str(value.dtype)[6:]]}
     if kind in (list, *_SEQUENCES.values()):
-        entries = [_encode(entry, (*path, str(index)), tensors) for index, entry in enumerate(value)]
+        entries = [
+            _encode(entry, (*path, str(index)), tensors) for index, entry in enumerate(value)
+        ]
         return entries if isinstance(value, list) else {name: entries}
     if kind in _MAPPINGS.values() and all(type(key) in _PLAIN for key in value):
-        return {name: [[key, _encode(entry, (*path, key), tensors)] for key, entry in value.items()]}
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and type(value.item()) in _PLAIN:
+        return {
+            name: [[key, _encode(entry, (*path, key), tensors)] for key, entry in value.items()]
+        }
+    if (
+        isinstance(value, np.generic)
+        and value.dtype.kind in "biuf"
+        and type(value.item()) in _PLAIN
+    ):
         return {"numpy": [value.dtype.name, value.item()]}
     raise TypeError(
         f"{tensor_key(path)} is a {name}, expected tensors, numbers, strings, and lists, tuples and dictionaries of them, with "
@@ -193,9 +257,13 @@ def _encode(value: Any, path: TreePath, tensors: dict[str, Tensor]) -> Any:
 
 
 def _stored(tensor: Tensor, path: TreePath) -> Tensor:
-    """Returns a view of a tensor that safetensors can store: a complex tensor as pairs, types of one byte as uint8."""
+    """Returns a view of a tensor that safetensors can store: a complex tensor as pairs, types of
+    one byte as uint8.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise TypeError(f"{tensor_key(path)} is a {tensor.layout} tensor of {tensor.dtype}, expected a dense, plain one")
+        raise TypeError(
+            f"{tensor_key(path)} is a {tensor.layout} tensor of {tensor.dtype}, expected a dense, plain one"
+        )
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
@@ -226,17 +294,27 @@ def join_tensors(tree: Any, find: Callable[[TreePath, torch.Size, torch.dtype], 
 
 
 def tensor_key(path: Iterable[object]) -> str:
-    """Returns the name of a tensor. Other paths have other names: keys may contain a slash, and 1 is not ``"1"``."""
-    return "/".join(quote(part, safe="") if isinstance(part, str) else f"%({part})" for part in path)
+    """Returns the name of a tensor. Other paths have other names: keys may contain a slash, and 1
+    is not ``"1"``.
+    """
+    return "/".join(
+        quote(part, safe="") if isinstance(part, str) else f"%({part})" for part in path
+    )
 
 
 def check_same_tensors(name: str, tensors: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises ``RuntimeError`` if a saved state has other names or shapes, before any of it is loaded."""
+    """Raises ``RuntimeError`` if a saved state has other names or shapes, before any of it is
+    loaded.
+    """
     other = sorted(tensors.keys() ^ saved.keys())
     if other:
         different = ", ".join(other[:3])
-        raise RuntimeError(f"the state of {name} has {len(saved)} entries, expected {len(tensors)}: only one has {different}")
+        raise RuntimeError(
+            f"the state of {name} has {len(saved)} entries, expected {len(tensors)}: only one has {different}"
+        )
     for key, tensor in tensors.items():
         shape = list(getattr(saved[key], "shape", ()))
         if isinstance(tensor, Tensor) and not is_lazy(tensor) and list(tensor.shape) != shape:
-            raise RuntimeError(f"{key} of {name} was saved with shape {shape}, expected {list(tensor.shape)}")
+            raise RuntimeError(
+                f"{key} of {name} was saved with shape {shape}, expected {list(tensor.shape)}"
+            )

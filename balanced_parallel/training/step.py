@@ -4,10 +4,11 @@
         outputs = model(MicroBatch(shards))        forward of each shard, on its device
         losses = criterion(outputs, shards)        a sum and a weight of each
         backward                                   of the sums; the last one reduces all gradients
-    update                                         gradients / weight of everything, clipped; all optimizers step
+    update                                         gradients / weight of everything, clipped; all
+    optimizers step
 
-Out of memory with ``"auto"`` puts everything back and goes through the same batches with a smaller plan. A loss whose rows depend
-on each other goes through the plan twice.
+Out of memory with ``"auto"`` puts everything back and goes through the same batches with a smaller
+plan. A loss whose rows depend on each other goes through the plan twice.
 """
 
 import functools
@@ -27,7 +28,13 @@ from ..loss.kinds import SEVERAL
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import window
 from ..runtime import collectives
-from ..runtime.torch_private import backward_hooks_of, hooks_of, is_compiled, versions, without_hooks
+from ..runtime.torch_private import (
+    backward_hooks_of,
+    hooks_of,
+    is_compiled,
+    versions,
+    without_hooks,
+)
 from ..runtime.values import Precision, check_type, naming_arguments
 from .optimizers import (
     Optimizers,
@@ -49,36 +56,45 @@ from .update import Accumulation, Attempt, BatchRun, Forwards, Limit, Update, Wo
 
 
 class TrainStep:
-    """Trains on one effective batch per call, in micro-batches, with the loss and the gradients of the whole batch.
+    """Trains on one effective batch per call, in micro-batches, with the loss and the gradients of
+    the whole batch.
 
-    ``loss = step(inputs, targets)`` cuts the batch, runs forward and backward of each micro-batch, and updates once.
-    ``step.add(inputs, targets)`` and ``step.apply()`` are its two halves, for a loader that yields micro-batches. A batch without
-    a counted target changes nothing: its loss is nan, with a warning. A step that failed before its update can be repeated.
+    ``loss = step(inputs, targets)`` cuts the batch, runs forward and backward of each micro-batch,
+    and updates once. ``step.add(inputs, targets)`` and ``step.apply()`` are its two halves, for a
+    loader that yields micro-batches. A batch without a counted target changes nothing: its loss is
+    nan, with a warning. A step that failed before its update can be repeated.
 
-    A loss whose rows depend on each other (``whole=True``, :class:`AdditiveLoss`) takes two forwards for each of several
-    micro-batches, and ``add`` keeps its rows until ``apply``.
+    A loss whose rows depend on each other (``whole=True``, :class:`AdditiveLoss`) takes two
+    forwards for each of several micro-batches, and ``add`` keeps its rows until ``apply``.
 
-    Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make the same sequence of
-    ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update. Shards (FSDP) are reduced in every
-    micro-batch where whole gradients do not fit. A failure of DDP raises on every rank.
+    Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make
+    the same sequence of ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update.
+    Shards (FSDP) are reduced in every micro-batch where whole gradients do not fit. A failure of
+    DDP raises on every rank.
 
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
         criterion: a :class:`DataParallelCriterion`.
-        optimizer: one or a list. They step together: with ``"fp16"`` an overflow in the gradients of one skips all.
-        micro_batch_size: rows per device at most in one forward; ``None`` runs the whole batch at once. ``"auto"`` begins with
-            that, and halves the number after each ``torch.OutOfMemoryError``. The same effective batch runs again then.
+        optimizer: one or a list. They step together: with ``"fp16"`` an overflow in the gradients
+            of one skips all.
+        micro_batch_size: rows per device at most in one forward; ``None`` runs the whole batch at
+            once. ``"auto"`` begins with that, and halves the number after each
+            ``torch.OutOfMemoryError``. The same effective batch runs again then.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for every replica.
-        max_grad_norm: clips the norm of the true gradient over all optimizers, as ``torch.nn.utils.clip_grad_norm_`` does.
-            ``step.grad_norm`` is that of the last update before it was clipped, a tensor.
+        max_grad_norm: clips the norm of the true gradient over all optimizers, as
+            ``torch.nn.utils.clip_grad_norm_`` does. ``step.grad_norm`` is that of the last update
+            before it was clipped, a tensor.
         scheduler: one or a list, stepped once after each update that was made.
-        cut: a :class:`ByCost`, which cuts batches by the cost of their rows, so that all devices carry about the same.
-        reproducible: draws random numbers, as of dropout, by row: with any devices, ranks and micro-batches they are those of
-            one device with the whole batch. The seed of an update is drawn from the CPU's generator, of the first rank.
+        cut: a :class:`ByCost`, which cuts batches by the cost of their rows, so that all devices
+            carry about the same.
+        reproducible: draws random numbers, as of dropout, by row: with any devices, ranks and
+            micro-batches they are those of one device with the whole batch. The seed of an update
+            is drawn from the CPU's generator, of the first rank.
 
     Raises:
         TypeError: a model, a criterion, an optimizer or a scheduler of another kind.
-        ValueError: a setting out of its range, a parameter in two optimizers, or inputs and targets whose rows do not fit.
+        ValueError: a setting out of its range, a parameter in two optimizers, or inputs and targets
+            whose rows do not fit.
 
     Example:
         >>> net = torch.nn.Linear(4, 3)
@@ -105,14 +121,20 @@ class TrainStep:
         _check_arguments(criterion, micro_batch_size, max_grad_norm, cut)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
-        self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
-        self.max_grad_norm, self.precision, self.cut = max_grad_norm, Precision(precision), cut
+        self.criterion = criterion
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        self.precision = Precision(precision)
+        self.cut = cut
         self.precision.scaler_on(self.model.devices[0])  # makes the scaler of fp16
         self.grad_norm: Tensor | None = None
         self._trained = _trained_tensors(model, criterion)
         self._is_auto = micro_batch_size == "auto"
         rows = micro_batch_size if isinstance(micro_batch_size, int) else None
-        self._limit = Limit("rows", rows) if cut is None or rows is not None else Limit("cost", cut.limit)
+        self._limit = (
+            Limit("rows", rows) if cut is None or rows is not None else Limit("cost", cut.limit)
+        )
         self._has_ranks = collectives.world_size() > 1
         if self._is_auto and self._has_ranks and meets_other_ranks(model.modules()):
             raise ValueError(
@@ -121,36 +143,57 @@ class TrainStep:
             )
         is_any_compiled = any(map(is_compiled, model.modules()))
         self._forwards = Forwards(
-            self.model, criterion.copies.without_notes(), self.precision, keeps_order=cut is not None, is_compiled=is_any_compiled
+            self.model,
+            criterion.copies.without_notes(),
+            self.precision,
+            keeps_order=cut is not None,
+            is_compiled=is_any_compiled,
         )
         self._kind = criterion.kind  # Batches may show another kind.
         devices = [*self.model.devices, *(criterion.devices or ())]
         self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
-        self._before_pass = Snapshot([model, criterion], devices)  # Forwards without a graph are undone.
+        # Forwards without a graph are undone.
+        self._before_pass = Snapshot([model, criterion], devices)
         self._by_row = RandomByRow(self.model, self._before_pass) if reproducible else None
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
-        self._example: Sequence[object] = ()  # the first sample of an earlier batch, for a rank that has none
+        # the first sample of an earlier batch, for a rank that has none
+        self._example: Sequence[object] = ()
         self._update: Update | None = None  # An update in progress.
-        check_optimizers(ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler))
+        check_optimizers(
+            ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler)
+        )
 
     @overload
-    def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...
+    def __call__(
+        self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False
+    ) -> Tensor: ...
     @overload
-    def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[True]) -> tuple[Tensor, PerReplica]: ...
-    def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: bool = False) -> Tensor | tuple[Tensor, PerReplica]:
-        """Trains on one effective batch, or on this rank's rows of it. Returns its loss, a detached scalar.
+    def __call__(
+        self, inputs: Any, targets: Any = (), *, return_outputs: Literal[True]
+    ) -> tuple[Tensor, PerReplica]: ...
+    def __call__(
+        self, inputs: Any, targets: Any = (), *, return_outputs: bool = False
+    ) -> Tensor | tuple[Tensor, PerReplica]:
+        """Trains on one effective batch, or on this rank's rows of it. Returns its loss, a detached
+        scalar.
 
         Args:
-            inputs: of the model; a tuple fills its positional arguments, a mapping its keyword arguments; or samples.
-            targets: arguments of the criterion after the output; a tuple fills several, ``()`` none.
-            return_outputs: returns the detached outputs of this rank's rows too, one entry for each micro-batch and replica.
-                11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
+            inputs: of the model; a tuple fills its positional arguments, a mapping its keyword
+                arguments; or samples.
+            targets: arguments of the criterion after the output; a tuple fills several, ``()``
+                none.
+            return_outputs: returns the detached outputs of this rank's rows too, one entry for each
+                micro-batch and replica. 11 rows with ``micro_batch_size=2`` on three devices make
+                entries of 2, 2, 2, 2, 2 and 1 rows.
         """
         outputs: list[PerReplica] = []
         with self._updating(is_last=True) as (update, hooks):
-            self._add(update, BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None))
+            self._add(
+                update,
+                BatchRun(self._open(inputs, targets), True, outputs if return_outputs else None),
+            )
             loss = self._apply(update, hooks)
         return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
@@ -171,23 +214,38 @@ class TrainStep:
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
             return Batch(*self._mark(inputs, spread(targets)))
-        forward, is_strict = self.model.module.forward, not self._is_auto
-        batch = self.cut.open(inputs, spread(targets), self._mark, forward, unit=self._limit.unit, is_strict=is_strict)
+        forward = self.model.module.forward
+        is_strict = not self._is_auto
+        batch = self.cut.open(
+            inputs, spread(targets), self._mark, forward, unit=self._limit.unit, is_strict=is_strict
+        )
         self._example = batch.take_example(self._example)
-        if not batch.has_example and collectives.world_size() > 1 and meets_other_ranks(self.model.modules()):
-            raise RuntimeError("this rank had no sample in its first batch, expected one: others wait for its batch norm")
+        if (
+            not batch.has_example
+            and collectives.world_size() > 1
+            and meets_other_ranks(self.model.modules())
+        ):
+            raise RuntimeError(
+                "this rank had no sample in its first batch, expected one: others wait for its batch norm"
+            )
         return batch
 
-    def _mark(self, inputs: Any, targets: tuple[Any, ...]) -> tuple[Arguments, Arguments, tuple[int, int]]:
-        """Returns inputs and targets with marks, and the dimensions of the rows in what is not marked."""
+    def _mark(
+        self, inputs: Any, targets: tuple[Any, ...]
+    ) -> tuple[Arguments, Arguments, tuple[int, int]]:
+        """Returns inputs and targets with marks, and the dimensions of the rows in what is not
+        marked.
+        """
         marked, dim = self.criterion.mark(targets, {}, self.model.out_dims)
         return self.model.mark(as_arguments(inputs)), marked, (self.model.dim, dim)
 
     @contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, ExitStack]]:
-        """Surrounds a part of an update, whose last one makes it. Hooks of parameters are off until the second result is closed.
+        """Surrounds a part of an update, whose last one makes it. Hooks of parameters are off until
+        the second result is closed.
 
-        If it fails, all rows since the last update are dropped: nobody knows which rows the gradients are of.
+        If it fails, all rows since the last update are dropped: nobody knows which rows the
+        gradients are of.
         """
         if not self._has_compared:
             if self._has_ranks:
@@ -195,12 +253,17 @@ class TrainStep:
             if self._may_split or not is_last:
                 _warn_of_hooks(self.model)
             self._has_compared = True
-        numbers = self._strategy.random_numbers(is_last=is_last) if self._by_row is None else nullcontext()
+        numbers = (
+            self._strategy.random_numbers(is_last=is_last)
+            if self._by_row is None
+            else nullcontext()
+        )
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
         names = collectives.naming_ranks() if self._has_ranks else nullcontext()
         with hooks, window(self.model, self.criterion, in_step=True), names, numbers:
-            update, self._update = self._update or self._begin(), None
+            update = self._update or self._begin()
+            self._update = None
             with update.dropped_by_errors():
                 yield update, hooks
         if not is_last:
@@ -212,7 +275,9 @@ class TrainStep:
         attempt: Callable[..., Attempt] = functools.partial(self._attempt, optimizers)
         open_work: Callable[[], Work] = attempt
         if self._is_auto:
-            open_work = functools.partial(Recovery, attempt, self._strategy, self._forwards, self._before_update, self._limit)
+            open_work = functools.partial(
+                Recovery, attempt, self._strategy, self._forwards, self._before_update, self._limit
+            )
         if self._by_row is None:
             return Update(open_work(), optimizers)
         return Update(NumberedRows(self._by_row, self._forwards, self._kind, open_work), optimizers)
@@ -221,33 +286,48 @@ class TrainStep:
         """Returns the work of one attempt at an update, with ``sync`` or a new synchronisation."""
         sync = sync or self._strategy.open()
         optimizers.forget_gradients()
-        accumulation = Accumulation(self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before)
+        accumulation = Accumulation(
+            self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before
+        )
         if self._kind.passes == 1:
             return accumulation
-        return TwoPasses(accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split)
+        return TwoPasses(
+            accumulation, self._before_pass, is_auto=self._is_auto, may_split=self._may_split
+        )
 
     def _add(self, update: Update, run: BatchRun) -> None:
-        """Adds a batch. If the criterion communicates with other ranks, each of them has to call it once."""
+        """Adds a batch. If the criterion communicates with other ranks, each of them has to call it
+        once.
+        """
         calls = self._forwards.copies.collectives
         if calls.is_used and not run.is_whole:
             calls.refuse()
         if calls.asks and run.is_whole:
-            calls.agree(len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)]))
+            calls.agree(
+                len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)])
+            )
         update.add(run)
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
         hooks.close()
-        self._kind, self._weight_before = reduced.kind, reduced.weight
+        self._kind = reduced.kind
+        self._weight_before = reduced.weight
         optimizers = update.optimizers
         if reduced.weight == 0:
             optimizers.forget_gradients()
-            cause = "no target of this batch was counted" if update.has_rows else "no rows were added before apply()"
+            cause = (
+                "no target of this batch was counted"
+                if update.has_rows
+                else "no rows were added before apply()"
+            )
             warnings.warn(f"{cause}: nothing is updated, and its loss is nan", stacklevel=3)
             return reduced.loss
         try:
             with retrying_allocations(self.model.devices) if self._is_auto else nullcontext():
-                optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, self.max_grad_norm)
+                optimizers.run(
+                    reduced.sync, reduced.factor, self.precision.scaler, self.max_grad_norm
+                )
         except BaseException as error:
             # The other ranks learn of it in the next reduction.
             self._last = self._last._replace(failure=f"failed with {type(error).__name__}: {error}")
@@ -267,7 +347,11 @@ class TrainStep:
     @property
     def _may_split(self) -> bool:
         """A single batch may run in several forwards."""
-        return self._is_auto or self._limit.value is not None or len(self.model.devices) * collectives.world_size() > 1
+        return (
+            self._is_auto
+            or self._limit.value is not None
+            or len(self.model.devices) * collectives.world_size() > 1
+        )
 
     def _settings(self) -> Settings:
         arguments: dict[str, Hashable] = {
@@ -292,7 +376,9 @@ class TrainStep:
 
     @property
     def micro_batch_cost(self) -> float | None:
-        """Cost per device at most in one forward, for :class:`ByCost`. With ``"auto"``, the cost settled on so far."""
+        """Cost per device at most in one forward, for :class:`ByCost`. With ``"auto"``, the cost
+        settled on so far.
+        """
         return self._limit.value if self._limit.unit == "cost" else None
 
     @micro_batch_cost.setter
@@ -301,29 +387,42 @@ class TrainStep:
         self._limit.set("cost", cost)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state between two updates, for :class:`Checkpoints`. Under torchrun every rank must call this.
+        """Returns the state between two updates, for :class:`Checkpoints`. Under torchrun every
+        rank must call this.
 
-        The names are those of the module, with any number of devices or ranks. Tensors are not copied.
+        The names are those of the module, with any number of devices or ranks. Tensors are not
+        copied.
 
         Raises:
             RuntimeError: rows were added and not applied.
         """
         if self._update is not None:
-            raise RuntimeError("rows were added that are not in an update yet, expected apply() before state_dict()")
-        return {**self._state().save(), "weight_before": self._weight_before, "limit": {self._limit.unit: self._limit.value}}
+            raise RuntimeError(
+                "rows were added that are not in an update yet, expected apply() before state_dict()"
+            )
+        return {
+            **self._state().save(),
+            "weight_before": self._weight_before,
+            "limit": {self._limit.unit: self._limit.value},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state, which any number of devices or ranks may have saved.
 
-        With another number, accelerators get new seeds, all different, and the random numbers of Python and numpy stay.
+        With another number, accelerators get new seeds, all different, and the random numbers of
+        Python and numpy stay.
 
         Raises:
-            ValueError: optimizers or schedulers of another number or class or with other parameters, or not a whole state.
+            ValueError: optimizers or schedulers of another number or class or with other
+                parameters, or not a whole state.
             RuntimeError: the module has other parameters.
         """
         self.check_state_dict(state_dict)
         self._state().load(state_dict)
-        self._weight_before, self._last = state_dict["weight_before"], self._last._replace(failure="")
+        self._weight_before, self._last = (
+            state_dict["weight_before"],
+            self._last._replace(failure=""),
+        )
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
             self._limit.set(self._limit.unit, state_dict["limit"].get(self._limit.unit))
 
@@ -331,13 +430,20 @@ class TrainStep:
         """Raises the errors of :meth:`load_state_dict`, without changing anything."""
         self._state().check(state_dict, {"weight_before", "limit"})
 
-    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
+    def load_target(
+        self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over
+        ranks; otherwise None.
+        """
         return self._state().load_target(path, size, dtype)
 
     def _state(self) -> TrainedState:
-        optimizers, schedulers = each_optimizer(self.optimizer), each_scheduler(self.scheduler)
-        return TrainedState(self.model, self.criterion, optimizers, schedulers, self.precision, self._trained)
+        optimizers = each_optimizer(self.optimizer)
+        schedulers = each_scheduler(self.scheduler)
+        return TrainedState(
+            self.model, self.criterion, optimizers, schedulers, self.precision, self._trained
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}  # a copy has no gradients
@@ -347,7 +453,10 @@ def _trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor
     """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
     both = nn.ModuleDict({"model": model, "criterion": criterion})
     learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
-    return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
+    return {
+        name.replace(".module", "", 1): tensor
+        for name, tensor in (*both.named_parameters(), *learning)
+    }
 
 
 def _warn_of_hooks(model: ParallelModel) -> None:
@@ -362,22 +471,36 @@ def _warn_of_hooks(model: ParallelModel) -> None:
         )
 
 
-def _check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, cut: Any) -> None:
-    """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of their range."""
+def _check_arguments(
+    criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, cut: Any
+) -> None:
+    """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of
+    their range.
+    """
     if not isinstance(criterion, DataParallelCriterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
-        raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
+        raise TypeError(
+            f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}"
+        )
     if micro_batch_size != "auto":
         _check_micro_batch_size(micro_batch_size, "None or 'auto'")
     check_type("cut", cut, Cut | None, "ByCost(...), or None for equal rows")
     if cut is not None and cut.limit is not None and micro_batch_size is not None:
-        raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them"
+        )
     is_positive = isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0
     if max_grad_norm is True or not (max_grad_norm is None or is_positive):
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping"
+        )
 
 
 def _check_micro_batch_size(rows: Any, otherwise: str) -> None:
-    """Raises ``ValueError`` unless ``rows`` is a positive integer or None. ``otherwise`` names what else is possible."""
+    """Raises ``ValueError`` unless ``rows`` is a positive integer or None. ``otherwise`` names what
+    else is possible.
+    """
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-        raise ValueError(f"micro_batch_size={rows!r}, expected a positive number of rows per device, {otherwise}")
+        raise ValueError(
+            f"micro_batch_size={rows!r}, expected a positive number of rows per device, {otherwise}"
+        )

@@ -29,7 +29,9 @@ class GradientSync(Protocol):
         """Returns the synchronisation of one update. An update that runs again opens another one."""
 
     def random_numbers(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Surrounds all work on rows of one update, whose random numbers are those of this process. ``is_last`` ends it."""
+        """Surrounds all work on rows of one update, whose random numbers are those of this process.
+        ``is_last`` ends it.
+        """
 
 
 class UpdateSync(Protocol):
@@ -39,21 +41,26 @@ class UpdateSync(Protocol):
         """Returns how many micro-batches to run, if this process needs ``count``."""
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns the divisor of all gradients of the update, without waiting for a device. It is the same in all processes.
+        """Returns the divisor of all gradients of the update, without waiting for a device. It is
+        the same in all processes.
 
-        ``expected`` is the weight of this process's rows, as far as they are known; ``before``, that of the update before, over
-        everything, or 0. In float16, gradients need a divisor near the final one, and a power of two.
+        ``expected`` is the weight of this process's rows, as far as they are known; ``before``,
+        that of the update before, over everything, or 0. In float16, gradients need a divisor near
+        the final one, and a power of two.
         """
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
 
     def forget_forwards(self) -> None:
-        """Tells that all forwards of the update were undone, and run again. ``DistributedDataParallel`` counts them."""
+        """Tells that all forwards of the update were undone, and run again.
+        ``DistributedDataParallel`` counts them.
+        """
         return
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        """Takes part in forwards that other processes still make, without rows. Yields zeros for :meth:`backward`.
+        """Takes part in forwards that other processes still make, without rows. Yields zeros for
+        :meth:`backward`.
 
         ``is_reduced`` tells that this process has run its last backward.
         """
@@ -61,12 +68,14 @@ class UpdateSync(Protocol):
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         """Runs backward from the losses of a micro-batch over ``divisor``.
 
-        ``local`` is loss and weight of this process in the last backward, which reduces all gradients. They begin their way to
-        the host before it.
+        ``local`` is loss and weight of this process in the last backward, which reduces all
+        gradients. They begin their way to the host before it.
         """
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
+        """Returns loss and weight over everything. All gradients are reduced. A weight of other
+        ranks is on the host.
+        """
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``, those that exist."""
@@ -77,16 +86,21 @@ class UpdateSync(Protocol):
     def abandon(self) -> "UpdateSync | None":
         """Gives the update up, after this process ran out of memory and :meth:`discard` was called.
 
-        If other processes wait in their reduction, the result takes part in it, tells them, and raises in :meth:`finish`.
+        If other processes wait in their reduction, the result takes part in it, tells them, and
+        raises in :meth:`finish`.
         """
 
     def discard(self, error: BaseException) -> None:
-        """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
+        """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for
+        them are told.
+        """
 
 
 @functools.singledispatch
 def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
-    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model."""
+    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the
+    model.
+    """
     compiled = without_compilation(model)
     inside = getattr(model, "module", None) if compiled is model else compiled
     is_wrapped = gradient_sync.dispatch(type(inside)) is not gradient_sync.dispatch(object)

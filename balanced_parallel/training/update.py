@@ -1,13 +1,15 @@
 """One update in progress: its batches in micro-batches, and the sums of their losses and gradients.
 
-Gradients are those of a sum of losses. They are divided by a prediction of the total weight, the divisor, as they are made. It
-is chosen once, before the first backward of an update, and is the same on all ranks. The rest is one factor before the update.
-With float16 the divisor is a power of two, so that a division rounds nothing, and gradients are near their final size.
+Gradients are those of a sum of losses. They are divided by a prediction of the total weight, the
+divisor, as they are made. It is chosen once, before the first backward of an update, and is the
+same on all ranks. The rest is one factor before the update. With float16 the divisor is a power of
+two, so that a division rounds nothing, and gradients are near their final size.
 
-A weight on a device starts its way to the host before the backward of its micro-batch, and is read after the last one. So the
-host waits for no backward.
+A weight on a device starts its way to the host before the backward of its micro-batch, and is read
+after the last one. So the host waits for no backward.
 
-What is special about an update surrounds its :class:`Accumulation`, as :class:`Work` that does some of it in another way::
+What is special about an update surrounds its :class:`Accumulation`, as :class:`Work` that does some
+of it in another way::
 
     NumberedRows         gives the shards of each batch random numbers that follow their rows
       Recovery           runs all batches again in smaller micro-batches, after an out of memory
@@ -68,7 +70,9 @@ class Limit:
     def set(self, unit: str, value: float | None) -> None:
         """Sets the limit. Raises ``ValueError`` for another unit."""
         if unit != self.unit:
-            raise ValueError(f"micro-batches are limited by {self.unit}, expected a limit of that, not of {unit}")
+            raise ValueError(
+                f"micro-batches are limited by {self.unit}, expected a limit of that, not of {unit}"
+            )
         self.value = value
 
 
@@ -114,15 +118,23 @@ class Forwards:
     keeps_order: bool  # notes the order of rows in the outputs
     is_compiled: bool
 
-    def run(self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None) -> list[LossSum]:
+    def run(
+        self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None
+    ) -> list[LossSum]:
         """Runs one forward. Returns a loss for each shard. ``collected`` receives the outputs."""
         if self.is_compiled:  # it has graphs of its own for views, and for each kind of offset
-            shards = [shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards]
+            shards = [
+                shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards
+            ]
         try:
             with self.precision.autocast(self.model.devices):
                 outputs = self.model(MicroBatch(shards))
                 if collected is not None:
-                    order = [row for shard in shards for row in shard.rows or ()] if self.keeps_order else None
+                    order = (
+                        [row for shard in shards for row in shard.rows or ()]
+                        if self.keeps_order
+                        else None
+                    )
                     collected.append(detach_outputs(outputs, order))
                 return compute(Calls(self.copies, outputs, shards))
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -151,20 +163,28 @@ class Accumulation(Attempt):
         device = self._device = forwards.model.devices[0]
         dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.forwards, self.sync, self.kind, self._limit = forwards, sync, kind, limit
+        self.forwards = forwards
+        self.sync = sync
+        self.kind = kind
+        self._limit = limit
         self._weight: Weight = 0.0
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self._is_reduced = False  # over replicas and ranks: nothing can be added
         self._is_mean = kind.is_mean
         self._scaler = forwards.precision.scaler
-        autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
+        autocasts = (
+            torch.is_autocast_enabled(device.type)
+            and torch.get_autocast_dtype(device.type) == torch.float16
+        )
         self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
 
     @functools.cached_property
     def _total(self) -> Tensor:
-        """The sum of all losses. It is allocated where an out of memory is kept for another attempt."""
+        """The sum of all losses. It is allocated where an out of memory is kept for another
+        attempt.
+        """
         return torch.zeros((), dtype=self._dtype, device=self._device)
 
     def add(self, run: BatchRun) -> None:
@@ -178,20 +198,32 @@ class Accumulation(Attempt):
         self.run(run, plan, kind.sums)
 
     def run(self, run: BatchRun, plan: list[list[Shard]], compute: Compute) -> None:
-        """Runs forward and backward of each micro-batch of a plan, with the losses that ``compute`` returns."""
+        """Runs forward and backward of each micro-batch of a plan, with the losses that ``compute``
+        returns.
+        """
         before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
         with self.sync.accumulating():
             for number, shards in enumerate(before, start=1):
                 # No variable keeps the losses, and their graph, during the next forward.
-                self._backward(self.forwards.run(shards, compute, run.outputs), len(plan) - number, is_last=False)
+                self._backward(
+                    self.forwards.run(shards, compute, run.outputs),
+                    len(plan) - number,
+                    is_last=False,
+                )
         for shards in last:
             self._backward(self.forwards.run(shards, compute, run.outputs), 0, is_last=True)
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch. Ranks may have to agree on their number."""
         model = self.forwards.model
-        plan = list(run.batch.plan(model.devices, model.split, self._limit.value, self.sync.count_micro_batches))
-        return plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
+        plan = list(
+            run.batch.plan(
+                model.devices, model.split, self._limit.value, self.sync.count_micro_batches
+            )
+        )
+        return (
+            plan if run.surround is None else [list(map(run.surround, shards)) for shards in plan]
+        )
 
     def run_kept(self) -> None:
         """Does nothing: all batches have run."""
@@ -212,28 +244,40 @@ class Accumulation(Attempt):
     reduce = finish  # nothing was kept
 
     def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
-        """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last one reduces all gradients.
+        """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last
+        one reduces all gradients.
 
-        ``followers`` is the number of micro-batches of the same batch that follow, and probably weigh as much.
+        ``followers`` is the number of micro-batches of the same batch that follow, and probably
+        weigh as much.
         """
-        weights, roots = [], []
+        weights = []
+        roots = []
         for term in losses:
-            weights.append(1.0 if term.weight is None else term.weight)  # a sum counts, but is not divided
+            # a sum counts, but is not divided
+            weights.append(1.0 if term.weight is None else term.weight)
             roots.append(term.total if self._scaler is None else scaled(term.total, self._scaler))
             self._total = self._total + move(term.total.detach(), self._device)
         weight = _sum(weights, self._device)
         self._add_weight(weight)
         if self._divisor is None:
             expected = _sum([self._weight, weight * followers], self._device)
-            self._divisor = self.sync.divisor(expected, self._weight_before, self._in_float16) if self._is_mean else 1.0
-        self.sync.backward(roots, self._divisor, LossSum(self._total, self._weight) if is_last else None)
+            self._divisor = (
+                self.sync.divisor(expected, self._weight_before, self._in_float16)
+                if self._is_mean
+                else 1.0
+            )
+        self.sync.backward(
+            roots, self._divisor, LossSum(self._total, self._weight) if is_last else None
+        )
         self._is_reduced = is_last
 
     def _add_weight(self, weight: Weight) -> None:
         """Adds a weight. A sum on a device starts its way to the host."""
         if isinstance(weight, Tensor) or weight:
             self._weight = _sum([self._weight, weight], self._device)
-            self._weight_on_host = start_copy(self._weight) if isinstance(self._weight, Tensor) else self._weight
+            self._weight_on_host = (
+                start_copy(self._weight) if isinstance(self._weight, Tensor) else self._weight
+            )
 
 
 class Update:
@@ -255,12 +299,15 @@ class Update:
         """Reduces all gradients. All ranks call this."""
         assert self._work is not None
         reduced = self._work.finish(settings)
-        self._work, self._discard = None, reduced.sync.discard
+        self._work = None
+        self._discard = reduced.sync.discard
         return reduced
 
     @contextlib.contextmanager
     def dropped_by_errors(self) -> Iterator[None]:
-        """Surrounds a part of the update. An error in it drops all gradients, so that nobody takes them for another loss's."""
+        """Surrounds a part of the update. An error in it drops all gradients, so that nobody takes
+        them for another loss's.
+        """
         had_rows = self.has_rows
         try:
             if had_rows:
@@ -268,7 +315,9 @@ class Update:
             yield
         except BaseException as error:
             if had_rows and self._work is not None:
-                error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
+                error.add_note(
+                    "the rows that were added since the last update are dropped: add them again before apply()"
+                )
             self._discard(error)
             self.optimizers.forget_gradients()
             raise
@@ -276,7 +325,8 @@ class Update:
 
 def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
     """Returns the sum of weights. It is a number if all are on the host, and no device is read."""
-    on_host, on_devices = 0.0, []
+    on_host = 0.0
+    on_devices = []
     for weight in weights:
         if isinstance(weight, Tensor) and not weight.is_cpu:
             on_devices.append(weight)
@@ -288,7 +338,9 @@ def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
 
 
 def _explain(error: Exception, shard: Shard) -> None:
-    """Adds a note to an error if targets may be among the inputs: none were given, or a mapping has keys that forward refuses."""
+    """Adds a note to an error if targets may be among the inputs: none were given, or a mapping has
+    keys that forward refuses.
+    """
     inputs, names = shard.inputs
     is_misplaced = isinstance(error, TypeError) if names else not shard.targets.inputs
     if is_misplaced and not isinstance(error, torch.OutOfMemoryError):

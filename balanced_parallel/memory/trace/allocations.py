@@ -20,20 +20,39 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in
 from torch.utils.flop_counter import flop_registry
 
 from ...runtime.streams import on_side_stream
-from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
+from ...runtime.torch_private import (
+    current_node,
+    is_sharded,
+    leaves_of_tree,
+    number_of,
+    shared_id,
+    storage_id,
+)
 from ..devices import DeviceKind
-from ..operators import IN_PLACE, MATRIX_PRODUCTS, SELECTIONS, answer, convolution_workspace, is_in_place, keep_elements, selected
+from ..operators import (
+    IN_PLACE,
+    MATRIX_PRODUCTS,
+    SELECTIONS,
+    answer,
+    convolution_workspace,
+    is_in_place,
+    keep_elements,
+    selected,
+)
 from .values import Values
 
 _TORCH = torch.__path__[0]
-_MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
+_MEMORY = str(Path(__file__).parents[1])
+_HERE = str(Path(__file__).parents[2])
 _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 _RUNNERS = *concurrent.futures.__path__, *multiprocessing.__path__, _TORCH, "<"
 
 
 @dataclass(frozen=True)
 class Block:
-    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it."""
+    """The memory of one storage: device, bytes, purpose, and the operator, module and line that
+    allocated it.
+    """
 
     device: str
     size: int
@@ -46,7 +65,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and has ``flops`` operations."""
+    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and
+    has ``flops`` operations.
+    """
 
     rows: int
     micro_batches: int
@@ -56,24 +77,30 @@ class Trace:
     flops: int
 
 
-MAYBE = "workspace of cuDNN"  # memory that is taken or not: not part of a report but of its upper bound
+# memory that is taken or not: not part of a report but of its upper bound
+MAYBE = "workspace of cuDNN"
 _GROUPED_PRODUCTS = torch.ops.aten._grouped_mm.default
 _DEVICE = torch.ops.prim.device.default
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
 
 class Count(TorchDispatchMode):
-    """Records allocations and releases of storages, real or fake, while it is active. It is entered after the fake mode.
+    """Records allocations and releases of storages, real or fake, while it is active. It is entered
+    after the fake mode.
 
-    Events are numbers of blocks, counted from 1: positive for an allocation, negative for a release.
+    Events are numbers of blocks, counted from 1: positive for an allocation, negative for a
+    release.
     """
 
-    def __init__(self, names: dict[int, str], kind: DeviceKind, scalar: int | float | bool | None = None) -> None:
+    def __init__(
+        self, names: dict[int, str], kind: DeviceKind, scalar: int | float | bool | None = None
+    ) -> None:
         super().__init__()
         self.kind = kind
         # The threads of forward and backward have a handle on each device.
         self._handles: set[tuple[str, bool]] = set()
-        self.scalar = scalar  # Every read of a tensor's value in the model returns it. None makes it an error.
+        # Every read of a tensor's value in the model returns it. None makes it an error.
+        self.scalar = scalar
         self.names = names  # Keys are the shared_id of modules.
         self.blocks: list[Block] = []
         self.events: list[int] = []
@@ -84,7 +111,8 @@ class Count(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._node: int | None = None  # The node that runs in a backward.
         self._older = 0  # The number of blocks before it.
-        self._reused: tuple[int, int] | None = None  # A block, and the place of its release among the events.
+        # A block, and the place of its release among the events.
+        self._reused: tuple[int, int] | None = None
         self._is_paused = False
 
     def paused(self) -> AbstractContextManager[object]:
@@ -92,7 +120,11 @@ class Count(TorchDispatchMode):
         return patch.object(self, "_is_paused", True)
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if func is _DEVICE:  # Every access to .device is one, two thirds of all calls.
@@ -112,20 +144,26 @@ class Count(TorchDispatchMode):
         self._count_operations(func, args, kwargs, result)
         keep_elements(func, args, result)
         kind = "communication buckets" if func.namespace in _COMMUNICATES else "temporaries"
-        self.see_all([result] if isinstance(result, Tensor) else leaves_of_tree(result), kind, str(func))
+        self.see_all(
+            [result] if isinstance(result, Tensor) else leaves_of_tree(result), kind, str(func)
+        )
         if func in IN_PLACE and isinstance(result, Tensor):
             self._reuse(func, args[0], result)
         self._take_for_operator(func, args, result)
         return result
 
-    def _count_operations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object], result: object) -> None:
+    def _count_operations(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object], result: object
+    ) -> None:
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
         elif func is _GROUPED_PRODUCTS:  # Torch counts none for experts.
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
 
     def _take_for_operator(self, func: object, args: tuple[Any, ...], result: object) -> None:
-        """Records memory that an operator takes for itself, and releases before it returns. A handle's stays."""
+        """Records memory that an operator takes for itself, and releases before it returns. A
+        handle's stays.
+        """
         sizes = {"temporaries": selected(func, args)}
         if self.kind.fuses:
             sizes[MAYBE] = convolution_workspace(func, args, result)
@@ -135,25 +173,40 @@ class Count(TorchDispatchMode):
             sizes = {"workspace": self.kind.workspace, **sizes}
         for kind, size in sizes.items():
             if size:
-                self.blocks.append(Block(str(args[0].device), size, kind, str(func), *_where(self.names)))
-                self.events += [len(self.blocks)] if kind == "workspace" else [len(self.blocks), -len(self.blocks)]
+                self.blocks.append(
+                    Block(str(args[0].device), size, kind, str(func), *_where(self.names))
+                )
+                self.events += (
+                    [len(self.blocks)]
+                    if kind == "workspace"
+                    else [len(self.blocks), -len(self.blocks)]
+                )
 
-    def _run(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _run(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         result = answer(func, args, kwargs, self.scalar, _user_line)
         if result is NotImplemented:
             return func(*args, **kwargs)
         if func in SELECTIONS:
             shape = tuple(leaves_of_tree(result)[0].shape)
-            self.assumed = f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
+            self.assumed = (
+                f"{_user_line()} was assumed to select all ({func}), in the shape {shape}"
+            )
         return result
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
-        """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
+        """Records the storage of a tensor once. A known storage only changes its kind, unless
+        ``kind`` is ``"temporaries"``.
+        """
         for storage in _storages(tensor):
             entry = self._live.get(storage_id(storage))
             if entry is None:
                 module, line = _where(self.names)
-                self._allocate(storage, Block(str(tensor.device), storage.nbytes(), kind, operator, module, line))
+                self._allocate(
+                    storage,
+                    Block(str(tensor.device), storage.nbytes(), kind, operator, module, line),
+                )
             elif kind != "temporaries":
                 self._change(entry[1], kind=kind)
 
@@ -162,7 +215,10 @@ class Count(TorchDispatchMode):
         if (key := storage_id(storage)) in self._live:
             block = self.blocks[self._live[key][1] - 1]
             self._release(key)
-            self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
+            self._allocate(
+                storage,
+                dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"),
+            )
 
     def see_all(self, tensors: Iterable[object], kind: str, operator: str = "") -> None:
         """Records each tensor among ``tensors``."""
@@ -189,11 +245,21 @@ class Count(TorchDispatchMode):
             self.flops = 0
 
     def _reuse(self, func: object, argument: Tensor, result: Tensor) -> None:
-        """Takes the memory of ``argument`` for ``result`` if it is released before the next operator: not that of a view."""
-        if argument._is_view() or argument.layout != torch.strided or result.layout != torch.strided:
+        """Takes the memory of ``argument`` for ``result`` if it is released before the next
+        operator: not that of a view.
+        """
+        if (
+            argument._is_view()
+            or argument.layout != torch.strided
+            or result.layout != torch.strided
+        ):
             return
-        old, place = self._live.get(storage_id(argument.untyped_storage()), (None, 0))[1], len(self.events) - 1
-        has_result = self.events[place] == len(self.blocks) and self.blocks[old - 1].size == self.blocks[-1].size
+        old = self._live.get(storage_id(argument.untyped_storage()), (None, 0))[1]
+        place = len(self.events) - 1
+        has_result = (
+            self.events[place] == len(self.blocks)
+            and self.blocks[old - 1].size == self.blocks[-1].size
+        )
         if has_result and is_in_place(func, is_of_node=old > self._older):
             self._reused = old, place
 
@@ -217,7 +283,8 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if is_sharded(tensor):
         parts = [tensor._local_tensor]
     elif tensor.layout == torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]  # indices() and values() refuse tensors that are not coalesced
+        # indices() and values() refuse tensors that are not coalesced
+        parts = [tensor._indices(), tensor._values()]
     elif hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     else:
@@ -226,8 +293,11 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:
-    """Returns the innermost running module and the innermost line of other code than torch's and ours; the node in a backward."""
-    module, line = "", ""
+    """Returns the innermost running module and the innermost line of other code than torch's and
+    ours; the node in a backward.
+    """
+    module = ""
+    line = ""
     node = current_node()
     if node is not None:
         return "", f"backward: {node.name()}"
@@ -244,7 +314,9 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
 
 
 def _user_line() -> str:
-    """Returns the line of the model or the criterion that reads a value; empty if an optimizer or this package does."""
+    """Returns the line of the model or the criterion that reads a value; empty if an optimizer or
+    this package does.
+    """
     line = ""
     for frame, number in traceback.walk_stack(sys._getframe(2)):
         name = frame.f_code.co_filename

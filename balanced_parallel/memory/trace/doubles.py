@@ -1,6 +1,8 @@
-"""Savings on fake tensors: doubles of those that wait for streams of a device, read a device's kind, or loop over chunks.
+"""Savings on fake tensors: doubles of those that wait for streams of a device, read a device's
+kind, or loop over chunks.
 
-All others are applied as they are. The engine has no word of these doubles, which replace names of its modules in a trace.
+All others are applied as they are. The engine has no word of these doubles, which replace names of
+its modules in a trace.
 """
 
 import contextlib
@@ -25,14 +27,20 @@ from ...savings.saving import OFFLOAD, OFFLOAD_OPTIMIZER, Saving, find_savings
 
 
 def traced_savings(names: Iterable[str], host: torch.device | None) -> list[Saving]:
-    """Returns savings for a trace. ``host`` is the fake device of the host; without it, nothing is offloaded."""
+    """Returns savings for a trace. ``host`` is the fake device of the host; without it, nothing is
+    offloaded.
+    """
     savings = find_savings(names)
     if host is None:
         return savings
     fake = TracedHost(host)
     doubles = {
-        OFFLOAD: dataclasses.replace(OFFLOAD, surround=lambda: Offload(parse_bytes(MIN_BYTES), fake).surrounding()),
-        OFFLOAD_OPTIMIZER: dataclasses.replace(OFFLOAD_OPTIMIZER, change_optimizer=lambda each: HostStep(each, fake)),
+        OFFLOAD: dataclasses.replace(
+            OFFLOAD, surround=lambda: Offload(parse_bytes(MIN_BYTES), fake).surrounding()
+        ),
+        OFFLOAD_OPTIMIZER: dataclasses.replace(
+            OFFLOAD_OPTIMIZER, change_optimizer=lambda each: HostStep(each, fake)
+        ),
     }
     return [doubles.get(saving, saving) for saving in savings]
 
@@ -50,7 +58,9 @@ _STREAM = _Stream()
 
 
 class TracedHost(Host):
-    """A fake device in the place of the host. Fake devices have one stream each, and everything on it is in order."""
+    """A fake device in the place of the host. Fake devices have one stream each, and everything on
+    it is in order.
+    """
 
     kinds = (*Host.kinds, FakeTensor)
 
@@ -66,7 +76,9 @@ class TracedHost(Host):
         return _STREAM
 
     def refer(self, storage: torch.UntypedStorage) -> Hashable:
-        """Returns a reference that lets the Python object of a storage end, whose end a trace counts as a release."""
+        """Returns a reference that lets the Python object of a storage end, whose end a trace
+        counts as a release.
+        """
         return weakref.ref(storage)
 
     def empty(self, tensor: Tensor) -> Tensor:
@@ -79,23 +91,29 @@ class TracedHost(Host):
         return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
-        """Returns a saved tensor as a view: the fake mode keeps every storage that ``set_`` was given."""
+        """Returns a saved tensor as a view: the fake mode keeps every storage that ``set_`` was
+        given.
+        """
         return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 @contextlib.contextmanager
 def one_chunk(share: float) -> Iterator[None]:
-    """Makes the loss without logits run one chunk, as large as those of the largest batch, whatever the number of rows.
+    """Makes the loss without logits run one chunk, as large as those of the largest batch, whatever
+    the number of rows.
 
-    The operators of every number of rows are the same. ``share`` is the traced batch as a part of the largest one; 0 if that is
-    not known. The names of the module are replaced for the whole process, since a replica's criterion has no word of the trace.
+    The operators of every number of rows are the same. ``share`` is the traced batch as a part of
+    the largest one; 0 if that is not known. The names of the module are replaced for the whole
+    process, since a replica's criterion has no word of the trace.
     """
     run = linear_cross_entropy._run
 
     def run_one(*arguments: Any) -> object:
         wanted: tuple[bool, ...] = arguments[-2]
         chunks = functools.partial(_one_chunk, share, 1 + wanted[0] + wanted[1])
-        empty = SimpleNamespace(linear=lambda rows, weight, bias=None: rows.new_empty(len(rows), len(weight)))
+        empty = SimpleNamespace(
+            linear=lambda rows, weight, bias=None: rows.new_empty(len(rows), len(weight))
+        )
         with patch.multiple(linear_cross_entropy, _chunks=chunks, F=empty, _write=lambda *_: None):
             return run(*arguments)
 
@@ -103,10 +121,22 @@ def one_chunk(share: float) -> Iterator[None]:
         yield
 
 
-def _one_chunk(share: float, products: int, hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None) -> Chunks:
-    """Yields one chunk. A product with a single result has the operations of all rows: ``products`` with the weight."""
-    size, operations = rows_per_chunk(weight.size(1)), len(hidden) * weight.numel() * products
+def _one_chunk(
+    share: float,
+    products: int,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    factors: Tensor | None,
+) -> Chunks:
+    """Yields one chunk. A product with a single result has the operations of all rows: ``products``
+    with the weight.
+    """
+    size = rows_per_chunk(weight.size(1))
+    operations = len(hidden) * weight.numel() * products
     size = min(size, math.ceil(len(hidden) / share)) if share else size
-    torch.mm(hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1))
+    torch.mm(
+        hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1)
+    )
     factor = None if factors is None else factors[:1].expand(size)
     yield slice(0, size), hidden[:1].expand(size, -1), target[:1].expand(size), factor

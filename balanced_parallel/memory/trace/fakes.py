@@ -12,7 +12,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch has no public module of fake tensors
+
+# torch has no public module of fake tensors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...batch.containers import map_leaves
 from ...batch.rows import Along, count_rows, map_marked, take
@@ -22,26 +24,39 @@ from .values import is_small
 
 
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on ``device``. Ties stay."""
+    """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on
+    ``device``. Ties stay.
+    """
 
     def fake(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
         if id(tensor) not in memo:
             memo[id(tensor)] = fake_like(tensor, mode, device)
         return memo[id(tensor)]
 
-    with patch.object(Tensor, "__deepcopy__", fake), patch.object(nn.Parameter, "__deepcopy__", fake):
+    with (
+        patch.object(Tensor, "__deepcopy__", fake),
+        patch.object(nn.Parameter, "__deepcopy__", fake),
+    ):
         try:
             return copy.deepcopy(thing)
-        except TypeError:  # an attribute cannot be copied (a registered operator, a lock): share all plain objects
+        # an attribute cannot be copied (a registered operator, a lock): share all plain objects
+        except TypeError:
             return copy.deepcopy(thing, _shared(thing))
 
 
 def _shared(thing: object) -> dict[int, object]:
-    """Returns a memo for ``deepcopy`` that shares attributes of modules, except modules, tensors and plain containers."""
+    """Returns a memo for ``deepcopy`` that shares attributes of modules, except modules, tensors
+    and plain containers.
+    """
     copied = (nn.Module, Tensor, list, dict, tuple, set)
     parts = thing if isinstance(thing, tuple) else (thing,)
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
-    values = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
+    values = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if not isinstance(value, copied)
+    ]
     return {id(value): value for value in values}
 
 
@@ -58,8 +73,18 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
         return copied.requires_grad_(tensor.requires_grad)
 
 
-def fake_batch(batch: object, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int, count: Count) -> Any:
-    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it. ``count`` gets the values of small ones."""
+def fake_batch(
+    batch: object,
+    rows: int,
+    of: int,
+    mode: FakeTensorMode,
+    device: torch.device,
+    dim: int,
+    count: Count,
+) -> Any:
+    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it. ``count`` gets the values of
+    small ones.
+    """
 
     def fake(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
@@ -73,7 +98,8 @@ def fake_batch(batch: object, rows: int, of: int, mode: FakeTensorMode, device: 
 
 
 def with_rows(batch: object, rows: int, of: int, dim: int) -> Any:
-    """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``. Tensors are on the meta device.
+    """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``. Tensors are
+    on the meta device.
 
     Those that are small, and lists, repeat their rows.
     """
@@ -99,7 +125,9 @@ def names_of(modules: Mapping[str, object]) -> dict[int, str]:
     for root, part in modules.items():
         if isinstance(part, nn.Module):
             for name, module in part.named_modules():
-                names.setdefault(shared_id(module), ".".join(filter(None, (root, name))) or type(module).__name__)
+                names.setdefault(
+                    shared_id(module), ".".join(filter(None, (root, name))) or type(module).__name__
+                )
     return names
 
 
@@ -107,7 +135,8 @@ HOME = torch.device("cpu")
 
 
 def fake_devices(count: int) -> list[torch.device]:
-    """Returns ``count`` devices for fake tensors: CPUs, because autograd aborts on accelerators that do not exist.
+    """Returns ``count`` devices for fake tensors: CPUs, because autograd aborts on accelerators
+    that do not exist.
 
     The first has no index: a tensor that a model makes without naming a device is on it.
     """
@@ -121,11 +150,16 @@ def host_of(count: int) -> torch.device:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Turns off warnings, logs, the garbage collector, and compilation, which refuses dispatch modes."""
+    """Turns off warnings, logs, the garbage collector, and compilation, which refuses dispatch
+    modes.
+    """
     eager = torch.compiler.set_stance("force_eager")
-    collects, level = gc.isenabled(), logging.root.manager.disable
+    collects = gc.isenabled()
+    level = logging.root.manager.disable
     with warnings.catch_warnings(action="ignore"), eager:
-        gc.disable()  # The runs of the collector depend on earlier objects, and equal traces must have equal events.
+        # The runs of the collector depend on earlier objects, and equal traces must have equal
+        # events.
+        gc.disable()
         logging.disable()  # Torch raises errors and logs them too; a model logs in each process.
         try:
             yield
@@ -139,7 +173,9 @@ Context = contextlib.AbstractContextManager[object]
 
 
 def counting_random_states(count: Count) -> Context:
-    """Records the random state that checkpointing saves for each block, a real tensor of 5 KB that no dispatch mode sees."""
+    """Records the random state that checkpointing saves for each block, a real tensor of 5 KB that
+    no dispatch mode sees.
+    """
     before = torch.get_rng_state
 
     def get_rng_state() -> torch.Tensor:
@@ -163,8 +199,11 @@ def counting_resizes(count: Count) -> Context:
 
 
 def shapes_of_shards_uncounted(count: Count) -> Context:
-    """Leaves out the operators that ``DTensor`` runs on whole fake tensors to learn shapes. No public hook surrounds them."""
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # there is no public name
+    """Leaves out the operators that ``DTensor`` runs on whole fake tensors to learn shapes. No
+    public hook surrounds them.
+    """
+    # there is no public name
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     # The hook would surround this function.
     compute: Callable[..., object] = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -177,14 +216,18 @@ def shapes_of_shards_uncounted(count: Count) -> Context:
 
 
 def devices_that_mix() -> Context:
-    """Lets an operator mix fake tensors of ``cpu``, such as ``torch.tensor(data, device="cpu:1")``, and ``cpu:1``."""
+    """Lets an operator mix fake tensors of ``cpu``, such as ``torch.tensor(data, device="cpu:1")``,
+    and ``cpu:1``.
+    """
     find: Callable[..., object] = FakeTensor._find_common_device  # the hook that is missing
 
     def find_common_device(func: object, args: object) -> object:
         try:
             return find(func, args)
         except RuntimeError:  # two devices; a FakeTensorDeviceMismatchError from torch 2.13 on
-            devices = {leaf.fake_device for leaf in leaves_of_tree(args) if isinstance(leaf, FakeTensor)}
+            devices = {
+                leaf.fake_device for leaf in leaves_of_tree(args) if isinstance(leaf, FakeTensor)
+            }
             indexed = [device for device in devices if device.index is not None]
             if len(indexed) != 1 or any(device.type != "cpu" for device in devices):
                 raise
@@ -196,7 +239,8 @@ def devices_that_mix() -> Context:
 def rows_of_one_sequence() -> Context:
     """Makes transformers treat each row as one sequence.
 
-    It takes fake tensors for tensors under compilation, and makes masks of their position ids, which select other kernels.
+    It takes fake tensors for tensors under compilation, and makes masks of their position ids,
+    which select other kernels.
     """
     masks = sys.modules.get("transformers.masking_utils")
     if not hasattr(masks, "find_packed_sequence_indices"):

@@ -1,4 +1,5 @@
-"""The layouts that run a request on fake devices: one class each, with the facts that an estimate needs.
+"""The layouts that run a request on fake devices: one class each, with the facts that an estimate
+needs.
 
 ::
 
@@ -7,8 +8,8 @@
       FSDP            one rank of torch's FSDP2, on a process group that sends nothing
       ReplicaLayout   the model and the criterion of this package
 
-The optimizer is made once there are parameters, or copied from an existing step. A loss whose rows depend on each other runs in
-two passes, or in one, as in :class:`TrainStep`.
+The optimizer is made once there are parameters, or copied from an existing step. A loss whose rows
+depend on each other runs in two passes, or in one, as in :class:`TrainStep`.
 """
 
 import contextlib
@@ -31,7 +32,13 @@ from ...loss.coupled import CoupledLoss, WholeLoss
 from ...loss.criterion import DataParallelCriterion
 from ...loss.kinds import MeansInside
 from ...loss.sums import add_up
-from ...optim.balanced import BalancedOptimizer, Recipe, assign_owners, is_elementwise, refuse_closures
+from ...optim.balanced import (
+    BalancedOptimizer,
+    Recipe,
+    assign_owners,
+    is_elementwise,
+    refuse_closures,
+)
 from ...replicas.buckets import BucketOwners, make_buckets
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, window
@@ -47,7 +54,9 @@ from .fakes import HOME, fake_devices
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer of an update, to be made. ``foreach`` selects the multi-tensor kernels, torch's default on a GPU."""
+    """The optimizer of an update, to be made. ``foreach`` selects the multi-tensor kernels, torch's
+    default on a GPU.
+    """
 
     has_state: ClassVar[bool] = False
     make: Callable[..., torch.optim.Optimizer]
@@ -56,7 +65,8 @@ class OptimizerChoice:
     @property
     def plain_make(self) -> Any:
         """The class or the function, without the settings of a ``functools.partial``."""
-        return self.make.func if isinstance(self.make, functools.partial) else self.make  # a partial of a partial is flat
+        # a partial of a partial is flat
+        return self.make.func if isinstance(self.make, functools.partial) else self.make
 
     @property
     def name(self) -> str:
@@ -70,13 +80,17 @@ class OptimizerChoice:
 
     @property
     def needs_whole_parameters(self) -> bool:
-        """True for classes that are not elementwise, such as Muon and Adafactor: shards are not enough for them."""
+        """True for classes that are not elementwise, such as Muon and Adafactor: shards are not
+        enough for them.
+        """
         return isinstance(self.plain_make, type) and not is_elementwise(self.plain_make)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "OptimizerChoice":
         return self  # The settings keep their values in a trace.
 
-    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
+    def make_all(
+        self, parameters: Iterable[Tensor], model: nn.Module | None = None
+    ) -> list[torch.optim.Optimizer]:
         """Makes the optimizer, a :class:`BalancedOptimizer` if there is a model."""
         if model is None:
             optimizer = self.make(parameters)
@@ -84,12 +98,16 @@ class OptimizerChoice:
         elif isinstance(self.plain_make, type):
             optimizer = BalancedOptimizer(model, self.plain_make, parameters, **self.settings)
         else:
-            raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
+            raise TypeError(
+                f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer"
+            )
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 
     def state_bytes(self, parameters: Sequence[Tensor]) -> int:
-        """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if this update fails."""
+        """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if
+        this update fails.
+        """
         small = torch.nn.Parameter(torch.zeros(64, 64))
         small.grad = torch.zeros_like(small)
         try:
@@ -98,12 +116,18 @@ class OptimizerChoice:
         except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
             return 0
         states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
-        return sum(each.nbytes for each in parameters) * sum(each.nbytes for each in states) // small.nbytes
+        return (
+            sum(each.nbytes for each in parameters)
+            * sum(each.nbytes for each in states)
+            // small.nbytes
+        )
 
 
 def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Returns the optimizers of torch, those inside of balanced ones."""
-    return [each.shards.inner if isinstance(each, BalancedOptimizer) else each for each in optimizers]
+    return [
+        each.shards.inner if isinstance(each, BalancedOptimizer) else each for each in optimizers
+    ]
 
 
 def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
@@ -112,29 +136,45 @@ def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[str,
 
 
 def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> None:
-    """Selects the kernels that torch would choose: with ``foreach``, as on a GPU, where Adafactor alone loops over tensors."""
-    others = [optimizer for optimizer in optimizers if foreach and not isinstance(optimizer, torch.optim.Adafactor)]
+    """Selects the kernels that torch would choose: with ``foreach``, as on a GPU, where Adafactor
+    alone loops over tensors.
+    """
+    others = [
+        optimizer
+        for optimizer in optimizers
+        if foreach and not isinstance(optimizer, torch.optim.Adafactor)
+    ]
     for group in groups_of(others):
         if group.get("foreach", True) is None and not group.get("fused"):
             group["foreach"] = True
 
 
 class ExistingOptimizers:
-    """The optimizers of a step with their state, of which a trace has fake copies. Balanced ones are made anew there."""
+    """The optimizers of a step with their state, of which a trace has fake copies. Balanced ones
+    are made anew there.
+    """
 
     has_state: ClassVar[bool] = True
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], foreach: bool) -> None:
         self.foreach = foreach
-        self.others = [optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)]
-        self.recipes = [(each.recipe, each.shard) for each in optimizers if isinstance(each, BalancedOptimizer)]
+        self.others = [
+            optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)
+        ]
+        self.recipes = [
+            (each.recipe, each.shard) for each in optimizers if isinstance(each, BalancedOptimizer)
+        ]
 
-    def make_all(self, parameters: Iterable[Tensor], model: nn.Module | None = None) -> list[torch.optim.Optimizer]:
-        """Returns all optimizers. Those in the place of balanced ones have the pieces among ``parameters``.
+    def make_all(
+        self, parameters: Iterable[Tensor], model: nn.Module | None = None
+    ) -> list[torch.optim.Optimizer]:
+        """Returns all optimizers. Those in the place of balanced ones have the pieces among
+        ``parameters``.
 
         They are balanced again if there is a model. If there was none, the first becomes one.
         """
-        others, recipes = [*self.others], self.recipes
+        others = [*self.others]
+        recipes = self.recipes
         if model is not None and not recipes:
             first, *others = others
             recipes = [(Recipe(type(first), first.param_groups, {}), None)]
@@ -143,7 +183,10 @@ class ExistingOptimizers:
             if model is not None:
                 others.append(BalancedOptimizer(model, kind, groups, sharding, **rest))
                 continue
-            owned = [{**group, "params": [each for each in group["params"] if id(each) in pieces]} for group in groups]
+            owned = [
+                {**group, "params": [each for each in group["params"] if id(each) in pieces]}
+                for group in groups
+            ]
             others.append(kind([group for group in owned if group["params"]], **rest))
         inner = inner_optimizers(others)
         for group in groups_of(inner):
@@ -154,14 +197,19 @@ class ExistingOptimizers:
 
 
 class TracedCriterion(DataParallelCriterion):
-    """A :class:`DataParallelCriterion` on fake devices, with the settings of a criterion that may be wrapped.
+    """A :class:`DataParallelCriterion` on fake devices, with the settings of a criterion that may
+    be wrapped.
 
-    The divisor of a criterion that computes means inside takes as much memory as the number of rows. Fake tensors have no values
-    to check.
+    The divisor of a criterion that computes means inside takes as much memory as the number of
+    rows. Fake tensors have no values to check.
     """
 
     def __init__(self, criterion: Criterion, replicas: Replicas, request: "Request") -> None:
-        like = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
+        like = (
+            criterion
+            if isinstance(criterion, DataParallelCriterion)
+            else DataParallelCriterion(criterion)
+        )
         settings = {**like.arguments, "device_ids": None, "output_device": None, "dim": request.dim}
         if isinstance(like.kind, MeansInside):
             settings["weight"] = "rows"
@@ -173,7 +221,9 @@ class TracedCriterion(DataParallelCriterion):
 
 
 def fill(loss: CoupledLoss, rows: int) -> None:
-    """Collects outputs and targets of further rows, on the devices of the last ones, without a forward."""
+    """Collects outputs and targets of further rows, on the devices of the last ones, without a
+    forward.
+    """
 
     def resize(leaf: Any, share: float) -> Any:
         if not (isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor)):
@@ -183,20 +233,31 @@ def fill(loss: CoupledLoss, rows: int) -> None:
         return Along(leaf.leaf.new_empty(shape), leaf.dim)
 
     if isinstance(loss, WholeLoss):
-        alongs = [next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along)) for piece in loss.pieces]
+        alongs = [
+            next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
+            for piece in loss.pieces
+        ]
         sizes = [along.leaf.size(along.dim) for along in alongs]
         last = {along.leaf.device: place for place, along in enumerate(alongs)}
-        for place, count in zip(last.values(), split_sizes(max(rows - sum(sizes), 0), len(last)), strict=True):
+        for place, count in zip(
+            last.values(), split_sizes(max(rows - sum(sizes), 0), len(last)), strict=True
+        ):
             share = count / max(sizes[place], 1)
-            loss.pieces.append(map_leaves(functools.partial(resize, share=share), loss.pieces[place]))
+            loss.pieces.append(
+                map_leaves(functools.partial(resize, share=share), loss.pieces[place])
+            )
 
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Tensor)
 
 
-def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread. In an exchange, each receives its own values."""
+def run_in_this_thread(
+    work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True
+) -> list[T]:
+    """Runs replicas one after the other: a fake mode belongs to one thread. In an exchange, each
+    receives its own values.
+    """
     return run_in_turn(work, devices, lambda index, value: [value] * len(work))
 
 
@@ -211,29 +272,39 @@ class TracedModel(DataParallelModel):
 
 
 class SingleDevice(Layout):
-    """The plain program on one device, and the base of the other layouts. An instance runs one update on fake tensors."""
+    """The plain program on one device, and the base of the other layouts. An instance runs one
+    update on fake tensors.
+    """
 
     name = "single"
     replicas: Sequence[Replicas] = ()  # The model has one, and the criterion.
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
-        of_criterion: Iterable[Tensor] = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+        of_criterion: Iterable[Tensor] = (
+            criterion.parameters() if isinstance(criterion, nn.Module) else ()
+        )
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
         self.buckets = []
         self.optimizers = self.make_optimizers()
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
-        return self.request.optimizer.make_all(self.parameters, self.module if self.request.balanced else None)
+        return self.request.optimizer.make_all(
+            self.parameters, self.module if self.request.balanced else None
+        )
 
     def loss(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             (output,) = self.outputs(arguments)
-            result: Tensor = ShardLoss(self.criterion, 1, output, move_leaves(targets, None), {}).call()
+            result: Tensor = ShardLoss(
+                self.criterion, 1, output, move_leaves(targets, None), {}
+            ).call()
             return result
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
@@ -241,7 +312,9 @@ class SingleDevice(Layout):
         if not self.request.couples_rows:
             return [functools.partial(self.loss, *micro_batch) for micro_batch in micro_batches]
         if world_size() > 1:
-            raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
+            raise UnknownMemory(
+                "the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'"
+            )
         with Precision(self.request.precision).autocast([HOME]):
             criterion = self.coupled_criterion()
             loss = criterion.kind.loss(criterion.copies, HOME, is_split=True)
@@ -251,10 +324,17 @@ class SingleDevice(Layout):
                         loss.collect(criterion.cut(self.outputs(arguments), targets, {}))
                     fill(loss, self.request.rows_of_update)
                 loss.differentiate(None)
-        return [functools.partial(self._coupled_loss, criterion, loss, *micro_batch) for micro_batch in micro_batches]
+        return [
+            functools.partial(self._coupled_loss, criterion, loss, *micro_batch)
+            for micro_batch in micro_batches
+        ]
 
     def _coupled_loss(
-        self, criterion: DataParallelCriterion, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]
+        self,
+        criterion: DataParallelCriterion,
+        loss: CoupledLoss,
+        arguments: Arguments,
+        targets: tuple[Any, ...],
     ) -> Tensor:
         calls = criterion.cut(self.outputs(arguments), targets, {})
         if self.request.micro_batches > 1:
@@ -294,18 +374,36 @@ class SingleDevice(Layout):
 
 
 def gradients_of(
-    parameters: Iterable[Tensor], replicas: Iterable[Replicas], optimizers: Sequence[torch.optim.Optimizer]
+    parameters: Iterable[Tensor],
+    replicas: Iterable[Replicas],
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> Iterator[Tensor | None]:
-    """Yields the gradients of parameters, of what optimizers update in their place, and those that replicas hold."""
-    updated = [parameter for group in groups_of(inner_optimizers(optimizers)) for parameter in group["params"]]
+    """Yields the gradients of parameters, of what optimizers update in their place, and those that
+    replicas hold.
+    """
+    updated = [
+        parameter
+        for group in groups_of(inner_optimizers(optimizers))
+        for parameter in group["params"]
+    ]
     yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
     held = (bucket.held for each in replicas for bucket in each.gradients.buckets)
-    yield from (gradient for by_device in held for gradients in by_device.values() for gradient in gradients.values())
+    yield from (
+        gradient
+        for by_device in held
+        for gradients in by_device.values()
+        for gradient in gradients.values()
+    )
 
 
 def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
     """Yields the copies of the parameters on other devices."""
-    yield from (tensor for each in replicas for tensors in each.copies.by_device.values() for tensor in tensors)
+    yield from (
+        tensor
+        for each in replicas
+        for tensors in each.copies.by_device.values()
+        for tensor in tensors
+    )
 
 
 class ReplicaLayout(SingleDevice):
@@ -315,7 +413,9 @@ class ReplicaLayout(SingleDevice):
     takes_several_devices = True
     batch_on_host = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
         # Gradients on devices with streams live until another stream has read them.
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
@@ -328,7 +428,9 @@ class ReplicaLayout(SingleDevice):
         if request.devices > 1:
             owners = fake_devices(request.devices if request.balanced else 1)
             for bucket in make_buckets(trained(request.module.parameters())):
-                parts: list[dict[torch.device, Tensor]] = [dict.fromkeys(owners, parameter) for parameter in bucket.parameters]
+                parts: list[dict[torch.device, Tensor]] = [
+                    dict.fromkeys(owners, parameter) for parameter in bucket.parameters
+                ]
                 for piece in BucketOwners(bucket.parameters, parts).pieces:
                     yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter
 
@@ -355,25 +457,33 @@ class ReplicaLayout(SingleDevice):
 
 
 class DDP(SingleDevice):
-    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``: that with the most state, if it is spread.
+    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``: that with the most
+    state, if it is spread.
 
-    The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and the hook of the reducer copies
-    it into the bucket. With accumulation, micro-batches add to the bucket itself, so they exist once (``strategies/ddp.py``).
+    The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and
+    the hook of the reducer copies it into the bucket. With accumulation, micro-batches add to the
+    bucket itself, so they exist once (``strategies/ddp.py``).
     """
 
     name = "ddp"
     is_distributed = True
     takes_several_devices = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
         parameters = trained(self.parameters) if request.devices > 1 else []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
-            flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device)
+            flat = torch.zeros(
+                sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device
+            )
             self.buckets.append(flat)
-            for parameter, piece in zip(group, flat.split([parameter.numel() for parameter in group]), strict=True):
+            for parameter, piece in zip(
+                group, flat.split([parameter.numel() for parameter in group]), strict=True
+            ):
                 self._views[parameter] = view = piece.view(parameter.shape)
                 parameter.register_post_accumulate_grad_hook(functools.partial(copy_gradient, view))
 
@@ -394,7 +504,8 @@ class DDP(SingleDevice):
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
         super().zero_grad()
-        if self.request.balanced:  # zero_grad() of a balanced optimizer covers the parameters of all ranks
+        # zero_grad() of a balanced optimizer covers the parameters of all ranks
+        if self.request.balanced:
             self.module.zero_grad()
 
 
@@ -406,33 +517,51 @@ def copy_gradient(view: Tensor, parameter: Tensor) -> None:
 
 
 class FSDP(SingleDevice):
-    """One rank of FSDP2, as :func:`parallelize` makes it: torch itself, on a process group that sends nothing."""
+    """One rank of FSDP2, as :func:`parallelize` makes it: torch itself, on a process group that
+    sends nothing.
+    """
 
     name = "fsdp"
     is_distributed = True
     takes_several_devices = True
     is_sharded = True
 
-    def __init__(self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
+    ) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend, in private code only
-        from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
+
+        # registers the fake backend, in private code only
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        # no public context leaves all modes
+        from torch.utils._python_dispatch import _disable_current_modes
 
         if dist.is_initialized():
             raise RuntimeError(
                 "layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere"
             )
         with _disable_current_modes():
-            rank, _ = busiest_owner(trained(module.parameters()), request.devices) if request.balanced else (0, [])
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.devices)
+            rank, _ = (
+                busiest_owner(trained(module.parameters()), request.devices)
+                if request.balanced
+                else (0, [])
+            )
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=rank, world_size=request.devices
+            )
             mesh = init_device_mesh("cpu", (request.devices,))
-        self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
+        self._units: list[Any] = shard(
+            module, mesh, Precision(request.precision), lambda unit: None
+        )
         super().__init__(request, module, criterion)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Leaves gradients whole in the block if the request says so, as ``strategies/fsdp.py`` does where they fit."""
+        """Leaves gradients whole in the block if the request says so, as ``strategies/fsdp.py``
+        does where they fit.
+        """
         for unit in self._units:
             unit.set_requires_gradient_sync(not self.request.whole_gradients, recurse=False)
         yield
@@ -444,7 +573,9 @@ class FSDP(SingleDevice):
         torch.distributed.destroy_process_group()
 
 
-LAYOUTS: dict[str, type[SingleDevice]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
+LAYOUTS: dict[str, type[SingleDevice]] = {
+    layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)
+}
 
 
 def trained(parameters: Iterable[P]) -> list[P]:
@@ -453,7 +584,14 @@ def trained(parameters: Iterable[P]) -> list[P]:
 
 
 def busiest_owner(parameters: Sequence[Tensor], ranks: int) -> tuple[int, list[Tensor]]:
-    """Returns the rank with the most state under :class:`BalancedOptimizer`, and the parameters that it owns."""
+    """Returns the rank with the most state under :class:`BalancedOptimizer`, and the parameters
+    that it owns.
+    """
     owners = assign_owners(parameters, ranks)
-    partitions = [[parameter for parameter in parameters if owners[parameter] == rank] for rank in range(ranks)]
-    return max(enumerate(partitions), key=lambda each: sum(parameter.nbytes for parameter in each[1]))
+    partitions = [
+        [parameter for parameter in parameters if owners[parameter] == rank]
+        for rank in range(ranks)
+    ]
+    return max(
+        enumerate(partitions), key=lambda each: sum(parameter.nbytes for parameter in each[1])
+    )

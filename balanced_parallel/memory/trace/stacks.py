@@ -1,15 +1,17 @@
-"""Traces of a module with many equal blocks, from those of the same module with three and with four of them.
+"""Traces of a module with many equal blocks, from those of the same module with three and with four
+of them.
 
-An update is a sequence of allocations. With one block more, the sequence has some more runs of allocations: in
-the forward, in the backward, and in each operator over all parameters. Each such run repeats the one before it::
+An update is a sequence of allocations. With one block more, the sequence has some more runs of
+allocations: in the forward, in the backward, and in each operator over all parameters. Each such
+run repeats the one before it::
 
     three blocks    first  middle                   last  loss  last                   middle  first
     four blocks     first  middle  middle           last  loss  last           middle  middle  first
     n blocks        first  middle  middle  middle   last  loss  last   middle  middle  middle  first
 
-The place where an allocation is released moves likewise: with its own run, against it, or not at all. A module
-whose traces do not look like that, such as one whose blocks read the outputs of all earlier ones, is traced with
-all of its blocks.
+The place where an allocation is released moves likewise: with its own run, against it, or not at
+all. A module whose traces do not look like that, such as one whose blocks read the outputs of all
+earlier ones, is traced with all of its blocks.
 """
 
 import collections
@@ -35,7 +37,9 @@ SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks: ``length`` children of ``container`` from ``start`` on. ``prefix`` is its name, with a dot."""
+    """Equal blocks: ``length`` children of ``container`` from ``start`` on. ``prefix`` is its name,
+    with a dot.
+    """
 
     container: nn.Module
     prefix: str
@@ -52,9 +56,15 @@ class Stack:
             yield
 
     def place(self, name: str) -> tuple[str, int]:
-        """Returns the name of a module with a # for the number of its block, and that number; 0 outside of the stack."""
+        """Returns the name of a module with a # for the number of its block, and that number; 0
+        outside of the stack.
+        """
         number, dot, rest = name.removeprefix(self.prefix).partition(".")
-        if not name.startswith(self.prefix) or not number.isdigit() or not 0 <= int(number) - self.start < self.length:
+        if (
+            not name.startswith(self.prefix)
+            or not number.isdigit()
+            or not 0 <= int(number) - self.start < self.length
+        ):
             return name, 0
         return f"{self.prefix}#{dot}{rest}", int(number)
 
@@ -77,23 +87,33 @@ def find_stack(module: nn.Module) -> Stack | None:
 
 def _owners(module: nn.Module) -> collections.Counter[int]:
     """Counts the modules that own each parameter, by id."""
-    parameters = (parameter for part in module.modules() for parameter in parameters_of(part).values())
+    parameters = (
+        parameter for part in module.modules() for parameter in parameters_of(part).values()
+    )
     return collections.Counter(id(parameter) for parameter in parameters if parameter is not None)
 
 
 def _count_equal(blocks: Sequence[nn.Module], owners: Mapping[int, int]) -> int:
-    """Returns the number of blocks from the first on that are alike, and share parameters with all of them or with none."""
+    """Returns the number of blocks from the first on that are alike, and share parameters with all
+    of them or with none.
+    """
     shared = _owners(blocks[0]).keys() & _owners(blocks[1]).keys()
     for number, block in enumerate(blocks):
-        is_apart = all(owners[each] == count or each in shared for each, count in _owners(block).items())
+        is_apart = all(
+            owners[each] == count or each in shared for each, count in _owners(block).items()
+        )
         pairs = (blocks[0], number), (blocks[max(number - 1, 0)], 1)
-        if not (is_apart and all(_is_alike(other, block, distance, set()) for other, distance in pairs)):
+        if not (
+            is_apart and all(_is_alike(other, block, distance, set()) for other, distance in pairs)
+        ):
             return max(number, 1)
     return len(blocks)
 
 
 def _is_alike(left: object, right: object, distance: int, seen: set[tuple[int, int]]) -> bool:
-    """Returns True if two parts of blocks are alike: equal numbers, numbers of their blocks, or rates between 0 and 1."""
+    """Returns True if two parts of blocks are alike: equal numbers, numbers of their blocks, or
+    rates between 0 and 1.
+    """
     if left is right or (id(left), id(right)) in seen:
         return True
     if type(left) is not type(right):
@@ -103,10 +123,13 @@ def _is_alike(left: object, right: object, distance: int, seen: set[tuple[int, i
         return right - left in (0, distance)
     if isinstance(left, float) and isinstance(right, float):
         return left == right or (0 < left < 1 and 0 < right < 1)  # Stochastic depth has such rates.
-    entries, others = _entries(left), _entries(right)
+    entries = _entries(left)
+    others = _entries(right)
     if not (isinstance(entries, dict) and isinstance(others, dict)):
         return bool(entries == others)
-    return list(entries) == list(others) and all(_is_alike(entries[key], others[key], distance, seen) for key in entries)
+    return list(entries) == list(others) and all(
+        _is_alike(entries[key], others[key], distance, seen) for key in entries
+    )
 
 
 def _entries(value: object) -> object:
@@ -120,7 +143,11 @@ def _entries(value: object) -> object:
         return dict(enumerate(value))
     if isinstance(value, MethodType):
         return value.__func__
-    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, (dict, FunctionType)) else value
+    return (
+        vars(value)
+        if hasattr(value, "__dict__") and not isinstance(value, (dict, FunctionType))
+        else value
+    )
 
 
 class NotRepeating(Exception):
@@ -128,7 +155,9 @@ class NotRepeating(Exception):
 
 
 class Entry(NamedTuple):
-    """An allocation, released after the entry at ``released``; without a block a mark, or a piece of a parameter."""
+    """An allocation, released after the entry at ``released``; without a block a mark, or a piece
+    of a parameter.
+    """
 
     label: tuple[Any, ...]
     number: int = 0  # The label has a # for the number of an equal block.
@@ -145,7 +174,8 @@ _END = Entry(("end",))  # Blocks that stay are released there.
 
 
 def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[tuple[int, int]]:
-    """Returns the end in the shorter sequence, and the length, of each run that the longer one has once more.
+    """Returns the end in the shorter sequence, and the length, of each run that the longer one has
+    once more.
 
     Raises:
         NotRepeating: the longer sequence differs in another way.
@@ -162,11 +192,16 @@ def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[tuple[int,
         if not matches[length]:
             raise NotRepeating
         if length:
-            # Any place in the repeating part would do. In its middle, the first and the last block are far.
+            # Any place in the repeating part would do. In its middle, the first and the last block
+            # are far.
             periods = range(j - length, j - free, -1)
-            slack = next((n for n, end in enumerate(periods) if b[end - 1] != b[end - 1 + length]), len(periods))
+            slack = next(
+                (n for n, end in enumerate(periods) if b[end - 1] != b[end - 1 + length]),
+                len(periods),
+            )
             sites.append((i - slack // 2, length))
-        i, j = i + matches[length], j + length + matches[length]
+        i = i + matches[length]
+        j = j + length + matches[length]
     return sites
 
 
@@ -174,39 +209,56 @@ Sized = tuple[tuple[Any, ...], int]  # the label and the bytes of an entry
 
 
 def _count_matches(left: Sequence[Sized], right: Sequence[Sized], inserted: int) -> int:
-    """Returns the number of equal first entries. Without an inserted run, the size of the first may differ."""
+    """Returns the number of equal first entries. Without an inserted run, the size of the first may
+    differ.
+    """
     pairs = enumerate(zip(left, right, strict=False))
-    return next((n for n, (a, b) in pairs if a != b and (n or inserted or a[0] != b[0])), min(len(left), len(right)))
+    return next(
+        (n for n, (a, b) in pairs if a != b and (n or inserted or a[0] != b[0])),
+        min(len(left), len(right)),
+    )
 
 
 def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Entry]:
-    """Returns the sequence of ``more`` blocks than the shorter one has. The longer one has one block more.
+    """Returns the sequence of ``more`` blocks than the shorter one has. The longer one has one
+    block more.
 
-    Places, numbers and sizes are affine in the blocks, and in the repetition of a run. An entry in both sequences,
-    and its repetition in the longer one, give all terms.
+    Places, numbers and sizes are affine in the blocks, and in the repetition of a run. An entry in
+    both sequences, and its repetition in the longer one, give all terms.
 
     Raises:
         NotRepeating: the two sequences do not show what a block adds.
     """
-    # Each further block adds so many entries before an entry, and in the run of an entry that repeats.
+    # Each further block adds so many entries before an entry, and in the run of an entry that
+    # repeats.
     shifts, lengths = np.zeros((2, len(short)), dtype=np.int64)
     for end, length in find_sites(short, long):
         lengths[end - length : end] = length
         shifts[end:] += length
-    first, others = (np.array([(each.number, each.size, each.released) for each in entries]) for entries in (short, long))
+    first, others = (
+        np.array([(each.number, each.size, each.released) for each in entries])
+        for entries in (short, long)
+    )
     places = np.arange(len(short)) + shifts
     terms = first + (others[places] - first) * more, others[places + lengths] - others[places]
     result: list[Any] = [None] * (len(short) + (len(long) - len(short)) * more)
-    releases: list[tuple[int, object]] = []  # The place of a release, and the label that it must be behind.
+    # The place of a release, and the label that it must be behind.
+    releases: list[tuple[int, object]] = []
     for place, entry in enumerate(short):
         for repetition in range(more + 1 if lengths[place] else 1):
             number, size, released = (terms[0][place] + terms[1][place] * repetition).tolist()
             block = entry.block
             if block is not None and (number, size) != (entry.number, entry.size):
-                block = dataclasses.replace(block, size=size, module=entry.label[0].replace("#", str(number)))
+                block = dataclasses.replace(
+                    block, size=size, module=entry.label[0].replace("#", str(number))
+                )
             releases.append((released, short[entry.released].label))
-            result[place + shifts[place] * more + lengths[place] * repetition] = Entry(entry.label, number, block, released)
-    if not all(0 <= place < len(result) and result[place].label == label for place, label in releases):
+            result[place + shifts[place] * more + lengths[place] * repetition] = Entry(
+                entry.label, number, block, released
+            )
+    if not all(
+        0 <= place < len(result) and result[place].label == label for place, label in releases
+    ):
         raise NotRepeating
     return result
 
@@ -252,7 +304,9 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:
-    """Returns True if devices divide the parameters of each further block in the same way. Ranks divide whole modules."""
+    """Returns True if devices divide the parameters of each further block in the same way. Ranks
+    divide whole modules.
+    """
     if request.layout.is_distributed:
         return request.devices == 1 or not request.balanced
     pieces = []
@@ -267,7 +321,9 @@ def divides_evenly(request: Request, stack: Stack) -> bool:
 
 def _pieces(request: Request, stack: Stack) -> Iterator[Entry]:
     """Yields the pieces of the parameters, and an end."""
-    names = {id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()}
+    names = {
+        id(parameter): stack.place(name) for name, parameter in request.module.named_parameters()
+    }
     for facts, parameter in request.layout.pieces(request):
         name, number = names[id(parameter)]
         yield Entry((name, *facts), number)

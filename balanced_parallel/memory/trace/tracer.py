@@ -1,4 +1,6 @@
-"""Runs two updates on fake tensors, which compute nothing, and records every allocation. In processes of their own."""
+"""Runs two updates on fake tensors, which compute nothing, and records every allocation. In
+processes of their own.
+"""
 
 import contextlib
 import contextvars
@@ -35,15 +37,26 @@ from . import fakes
 from .allocations import Count, Trace
 from .doubles import one_chunk, traced_savings
 from .fakes import HOME, host_of
-from .stacks import FEWEST, NotRepeating, divides_evenly, entries_of, extend, find_stack, replace_entries
+from .stacks import (
+    FEWEST,
+    NotRepeating,
+    divides_evenly,
+    entries_of,
+    extend,
+    find_stack,
+    replace_entries,
+)
 
-TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
+# micro-batches: a first, one that adds, one that reduces; more of them need no more memory
+TRACED = 3
 Job = tuple[Request, int]  # the rows of a micro-batch
 T = TypeVar("T")
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
-    """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores."""
+    """Returns one trace for each request and number of rows in a micro-batch. Uses as many
+    processes as there are cores.
+    """
     return _run_in_processes(jobs, _trace)
 
 
@@ -53,12 +66,16 @@ def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
 
 
 PATIENCE = 20.0  # seconds
-_processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar("processes", default=None)
+_processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar(
+    "processes", default=None
+)
 
 
 @contextlib.contextmanager
 def keeping_processes(request: Request) -> Iterator[None]:
-    """Traces ``request`` and those that follow from it in the same processes, which find torch's caches filled."""
+    """Traces ``request`` and those that follow from it in the same processes, which find torch's
+    caches filled.
+    """
     with contextlib.closing(Processes([request] * 2)) as processes:
         token = _processes.set(processes)
         try:
@@ -68,26 +85,35 @@ def keeping_processes(request: Request) -> Iterator[None]:
 
 
 class Processes:
-    """Forked processes that trace requests. They have the objects of the caller without receiving them, and leave nothing behind.
+    """Forked processes that trace requests. They have the objects of the caller without receiving
+    them, and leave nothing behind.
 
-    A trace runs in this process on other platforms than Linux, after a backward on an accelerator, which autograd refuses in a
-    fork, and if all processes hang: a fork copies locks that other threads hold, and nothing releases them there.
+    A trace runs in this process on other platforms than Linux, after a backward on an accelerator,
+    which autograd refuses in a fork, and if all processes hang: a fork copies locks that other
+    threads hold, and nothing releases them there.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
+        # fake tensors import it: here once, not again in each process
+        importlib.import_module("torch._dynamo")
         self._requests = requests
         self._pool: ProcessPoolExecutor | None = None
         if fakes.FORKS and not multiprocessing.current_process().daemon:
             count = min(len(requests), os.cpu_count() or 1)
-            self._pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _prepare, (requests,))
+            self._pool = ProcessPoolExecutor(
+                count, multiprocessing.get_context("fork"), _prepare, (requests,)
+            )
 
     def run(self, jobs: Sequence[Job], function: Callable[[Request, int], T]) -> list[T]:
         """Returns the results of a function of each job, a request and a number of rows."""
         if self._pool is None:
             return [function(*job) for job in jobs]
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # The locks of threads are not taken there.
-            results = [self._pool.submit(_run_known, function, self._describe(request), rows) for request, rows in jobs]
+        # The locks of threads are not taken there.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            results = [
+                self._pool.submit(_run_known, function, self._describe(request), rows)
+                for request, rows in jobs
+            ]
         try:
             if self._work(results):
                 return [result.result() for result in results]
@@ -108,25 +134,38 @@ class Processes:
             self._pool = None
 
     def _work(self, results: Sequence[Future[T]]) -> bool:
-        """Waits for results. Returns False if the processes use no processor for ``PATIENCE`` seconds."""
+        """Waits for results. Returns False if the processes use no processor for ``PATIENCE``
+        seconds.
+        """
         used: object = None
         while self._pool is not None and wait(results, PATIENCE).not_done:
-            # The times of a process in and for the system are fields 14 and 15 of proc(5), behind its name.
-            stats = [Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2] for process in self._pool._processes]
-            before, used = used, [stat.split()[11:13] for stat in stats]
+            # The times of a process in and for the system are fields 14 and 15 of proc(5), behind
+            # its name.
+            stats = [
+                Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2]
+                for process in self._pool._processes
+            ]
+            before = used
+            used = [stat.split()[11:13] for stat in stats]
             if used == before:
                 return False
         return True
 
     def _describe(self, request: Request) -> tuple[int, dict[str, Any]]:
-        """Returns the place of a known request, and what is different: modules and batches are not sent."""
+        """Returns the place of a known request, and what is different: modules and batches are not
+        sent.
+        """
         place = next((place for place, other in enumerate(self._requests) if other is request), 0)
         before = vars(self._requests[place])
-        return place, {name: value for name, value in vars(request).items() if value is not before[name]}
+        return place, {
+            name: value for name, value in vars(request).items() if value is not before[name]
+        }
 
 
 def _runs_in_parent_only(error: Exception) -> bool:
-    """Returns True for the error of autograd in a process that was forked after a backward on an accelerator."""
+    """Returns True for the error of autograd in a process that was forked after a backward on an
+    accelerator.
+    """
     return "Autograd-and-Fork" in str(error)
 
 
@@ -141,7 +180,9 @@ def _prepare(requests: Sequence[Request]) -> None:
     torch.set_num_threads(1)  # The threads of the parent's pool do not exist here.
 
 
-def _run_known(function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int) -> T:
+def _run_known(
+    function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int
+) -> T:
     place, changes = description
     try:
         return function(dataclasses.replace(_requests[place], **changes), rows)
@@ -182,18 +223,31 @@ def _trace(request: Request, rows: int) -> Trace:
 def _ordered(events: list[int]) -> list[int]:
     """Sorts the releases between two allocations. Their order varies with memory addresses."""
     runs = itertools.groupby(events, lambda event: event > 0)
-    return [event for is_allocation, run in runs for event in (run if is_allocation else sorted(run, reverse=True))]
+    return [
+        event
+        for is_allocation, run in runs
+        for event in (run if is_allocation else sorted(run, reverse=True))
+    ]
 
 
 def _trace_repeated(request: Request, rows: int) -> Trace | None:
-    """Returns the trace of a module with many equal blocks, from traces with few of them; None if they do not show it."""
-    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of checkpoints wait for two.
+    """Returns the trace of a module with many equal blocks, from traces with few of them; None if
+    they do not show it.
+    """
+    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of
+    # checkpoints wait for two.
     waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
     count = FEWEST + request.layout.is_sharded + 4 * waits
     stack = find_stack(request.module)
-    if stack is None or stack.length < 2 * count + 2 or request.optimizer.has_state or not divides_evenly(request, stack):
+    if (
+        stack is None
+        or stack.length < 2 * count + 2
+        or request.optimizer.has_state
+        or not divides_evenly(request, stack)
+    ):
         return None
-    short, traced = None, count
+    short = None
+    traced = count
     while traced < stack.length:
         try:
             long = _trace_whole(request, rows, stack.cut(count))
@@ -203,50 +257,85 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
         if short is not None:
             with contextlib.suppress(NotRepeating):
                 entries = extend(entries_of(short, stack), entries_of(long, stack), more)
-                return replace_entries(long, entries, short.flops + (long.flops - short.flops) * more)
-        short, count = long, count + 1
+                return replace_entries(
+                    long, entries, short.flops + (long.flops - short.flops) * more
+                )
+        short = long
+        count = count + 1
         traced += count
     return None
 
 
-def _trace_whole(request: Request, rows: int, cut: contextlib.AbstractContextManager[object] = _UNCUT) -> Trace:
-    """Traces the module, or the module with only some blocks of a stack. Releases between two allocations are in any order."""
+def _trace_whole(
+    request: Request, rows: int, cut: contextlib.AbstractContextManager[object] = _UNCUT
+) -> Trace:
+    """Traces the module, or the module with only some blocks of a stack. Releases between two
+    allocations are in any order.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with cut:
-        module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+        module, criterion, optimizer = fakes.fake_copy(
+            (request.module, request.criterion, request.optimizer), mode, HOME
+        )
     request = dataclasses.replace(request, optimizer=optimizer)
     host = host_of(request.devices)
     savings = traced_savings(request.savings, host if request.kind.like_cuda else None)
     with fakes.undisturbed():
         change_module(module, savings)
-        count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
+        count = Count(
+            fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar
+        )
         place = host if request.layout.batch_on_host else HOME
         whole = rows * request.micro_batches
-        batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim, count)
+        batch = fakes.fake_batch(
+            (request.inputs, request.targets), whole, request.rows, mode, place, request.dim, count
+        )
         with (
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
-            one_chunk(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
+            one_chunk(
+                rows / (request.update_rows * request.row_step) if request.update_rows else 0.0
+            ),
             autograd_kernels(KERNELS),
-            cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext(),
+            cuda_choices(request.kind.fuses)
+            if request.kind.like_cuda
+            else contextlib.nullcontext(),
             mode,
             _unknown_memory(count),
         ):
             _run(request, count, module, criterion, batch, rows, savings)
-    return Trace(rows, min(request.micro_batches, TRACED), count.blocks, count.events, count.marks, count.flops)
+    return Trace(
+        rows,
+        min(request.micro_batches, TRACED),
+        count.blocks,
+        count.events,
+        count.marks,
+        count.flops,
+    )
 
 
 def _run(
-    request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int, savings: list[Saving]
+    request: Request,
+    count: Count,
+    module: Any,
+    criterion: Any,
+    batch: TracedBatch,
+    rows: int,
+    savings: list[Saving],
 ) -> None:
     arguments, targets = batch
     count.see_all((leaf for _, leaf in leaves(move_leaves(batch, None))), "inputs")
-    modules = torch.nn.ModuleList(part for part in (module, criterion) if isinstance(part, torch.nn.Module))
+    modules = torch.nn.ModuleList(
+        part for part in (module, criterion) if isinstance(part, torch.nn.Module)
+    )
     is_sharded = request.layout.is_sharded
     if not is_sharded:
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
-    pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
+    pieces = [
+        (shard.inputs, shard.targets.inputs)
+        for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)
+    ]
     micro_batches = pieces[:TRACED]
     with (
         count,
@@ -261,8 +350,11 @@ def _run(
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
         try:
             # The first update makes the state of the optimizer.
-            for generation, (name, update) in enumerate((("first", micro_batches[:1]), ("second", micro_batches))):
-                gc.collect(generation)  # The objects of this trace are young, as the collector is off.
+            for generation, (name, update) in enumerate(
+                (("first", micro_batches[:1]), ("second", micro_batches))
+            ):
+                # The objects of this trace are young, as the collector is off.
+                gc.collect(generation)
                 count.mark(name)
                 with around_update(savings), layout.window():
                     _update(layout, count, update)
@@ -307,12 +399,18 @@ def _move_counts(optimizers: Iterable[Optimizer], count: Count, host: torch.devi
             count.move(state, host)
 
 
-def _refuse_merges(optimizers: Iterable[Optimizer], gradients: Iterable[torch.Tensor | None]) -> None:
-    """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients, as all do but SGD without momentum."""
+def _refuse_merges(
+    optimizers: Iterable[Optimizer], gradients: Iterable[torch.Tensor | None]
+) -> None:
+    """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients, as all do
+    but SGD without momentum.
+    """
     if not any(each is not None and each.layout == torch.sparse_coo for each in gradients):
         return
     for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
+        if not isinstance(optimizer, torch.optim.SGD) or any(
+            group["momentum"] for group in optimizer.param_groups
+        ):
             raise UnknownMemory(
                 f"{type(optimizer).__name__} merges the rows of a sparse gradient, and how many differ depends on values: give "
                 "memory.estimate the module with sparse=False, or SGD without momentum"
@@ -324,13 +422,21 @@ _NO_KERNEL = "has no fake kernel: register one with torch.library.register_fake,
 
 @contextlib.contextmanager
 def _unknown_memory(count: Count) -> Iterator[None]:
-    """Raises :class:`UnknownMemory` in place of the errors of fake tensors, and says what was assumed before another error."""
+    """Raises :class:`UnknownMemory` in place of the errors of fake tensors, and says what was
+    assumed before another error.
+    """
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         is_value = isinstance(error, DataDependentOutputException)
-        reason = "gives a value that is not known" if is_value else "gives a result whose size depends on values"
-        raise UnknownMemory(f"the operator {error.func} {reason}, so its memory is not known beforehand: {HINT}") from error
+        reason = (
+            "gives a value that is not known"
+            if is_value
+            else "gives a result whose size depends on values"
+        )
+        raise UnknownMemory(
+            f"the operator {error.func} {reason}, so its memory is not known beforehand: {HINT}"
+        ) from error
     except UnsupportedOperatorException as error:
         raise UnknownMemory(f"the operator {error.func} {_NO_KERNEL}") from error
     except UnknownMemory:

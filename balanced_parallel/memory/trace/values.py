@@ -1,7 +1,9 @@
-"""Values that a trace knows: those of small integers among the inputs, and what operators make of them.
+"""Values that a trace knows: those of small integers among the inputs, and what operators make of
+them.
 
-A model that reads sizes of images or lengths of rows from its inputs runs in a trace as in training. The fake tensors, and what
-is allocated, are the same as without values: real tensors only go along with them::
+A model that reads sizes of images or lengths of rows from its inputs runs in a trace as in
+training. The fake tensors, and what is allocated, are the same as without values: real tensors only
+go along with them::
 
     fake    sizes  --->  sizes.prod(1)  --->  .sum()  --->  .item()     weight.new_zeros(24, 8)
     real    sizes  --->  sizes.prod(1)  --->  .sum()  --->  24
@@ -17,7 +19,9 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
+
+# no public context leaves all modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...runtime.torch_private import leaves_of_tree, map_tensors, storage_id
@@ -36,11 +40,22 @@ class Values:
         """Keeps the values of a fake tensor."""
         self._real[fake] = real.clone()
 
-    def follow(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object], run: Callable[[], object]) -> object:
-        """Returns what ``run`` returns for an operator. If all values are known, a number, or a result of any size, is theirs."""
+    def follow(
+        self,
+        func: Any,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        run: Callable[[], object],
+    ) -> object:
+        """Returns what ``run`` returns for an operator. If all values are known, a number, or a
+        result of any size, is theirs.
+        """
 
-        tensors, writes = _tensors((args, kwargs)), func._schema.is_mutable
-        if not tensors or not all(leaf in self._real or (is_small(leaf) and not writes) for leaf in tensors):
+        tensors = _tensors((args, kwargs))
+        writes = func._schema.is_mutable
+        if not tensors or not all(
+            leaf in self._real or (is_small(leaf) and not writes) for leaf in tensors
+        ):
             if writes:
                 self._forget(args[:1])
             return run()
@@ -51,7 +66,9 @@ class Values:
             result = run()
         except (DataDependentOutputException, DynamicOutputShapeException):
             device = tensors[0].device
-            result = map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), compute())
+            result = map_tensors(
+                lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), compute()
+            )
         leaves = _tensors(result)
         if all(leaf.numel() <= KNOWN**2 for leaf in leaves):
             for leaf, real in zip(leaves, _tensors(compute()), strict=True):
@@ -65,7 +82,9 @@ class Values:
         for fake in [fake for fake in self._real if _storage(fake) in written]:
             del self._real[fake]
 
-    def _compute(self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _compute(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         def value(tensor: Tensor) -> object:
             return self._real.get(tensor, tensor)
 
@@ -83,5 +102,9 @@ def _tensors(tree: object) -> list[Tensor]:
 
 def is_small(tensor: Tensor, times: float = 1.0) -> bool:
     """Returns True for a real tensor of few integers on the CPU, also with so many times its rows."""
-    has_values = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.dtype in (torch.int32, torch.int64)
+    has_values = (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.dtype in (torch.int32, torch.int64)
+    )
     return has_values and tensor.numel() * times <= KNOWN
