@@ -103,7 +103,7 @@ def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("missing", "has no 'missing'; it defines: Tokens, TimeMajor"),
+        ("missing", "has no 'missing'; it defines: TimeMajor"),
         ("needs", "cannot be built: TypeError: needs() missing 1 required positional argument: 'width': expected a function"),
         ("fails", "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", "it ends the program"),
