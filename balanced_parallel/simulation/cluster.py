@@ -564,7 +564,9 @@ class Waits:
             self.record.append(wait)
             self.counts[wait.device, wait.step] += 1
         if self._forbidding_blocks:
-            reason = f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
+            reason = (
+                f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
+            )
             message = f"{reason}. To avoid it, {wait.advice}".encode()
             encoded = message[: size - 1] + b"\0"
             ctypes.memmove(buffer, encoded, len(encoded))

@@ -84,9 +84,14 @@ class Settings:
             for group in optimizer.param_groups:
                 for value in group.values():
                     values += value if isinstance(value, tuple) else [value]
-        numbers = tuple(map(_number, values))
+        # The hash of another value may differ in each process.
+        for place, value in enumerate(values):
+            if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
+                values[place] = value.item()
+            elif not isinstance(value, (int, float)):
+                values[place] = 0
         # Numbers have the same hash in each process. Sums over 8192 ranks are exact in float64.
-        number = hash(numbers) % 2**20
+        number = hash(tuple(values)) % 2**20
         return [float(number), float(number * number)]
 
     def check(self, total: float, squares: float) -> None:
@@ -179,15 +184,6 @@ def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
         if all(isinstance(part, (int, float, str, NoneType)) for part in parts):
             facts[name + suffix] = value
     return facts
-
-
-def _number(value: object) -> float:
-    """Returns a number or a tensor on the CPU that is one; 0 for another value, whose hash may
-    differ in each process.
-    """
-    if isinstance(value, Tensor) and value.is_cpu and value.numel() == 1:
-        return value.item()
-    return value if isinstance(value, (int, float)) else 0.0
 
 
 def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
