@@ -11,7 +11,7 @@ import torch
 
 from ..runtime.devices import visible_devices
 
-MIB = 2**20
+_MIB = 2**20
 GIB = 2**30
 _WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8  # aten/src/ATen/cuda/CUDABlas.cpp, ":4096:2:16:8"
 _WORKSPACE_FROM_HOPPER = 4096 * 1024 * 8  # the same, ":4096:8" from compute capability 9.0 on
@@ -74,7 +74,7 @@ def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKi
     part of the context.
     """
     workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE * bool(capability)
-    return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * MIB // 2)
+    return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * _MIB // 2)
 
 
 _ROWS = [entry.split() for entry in _GPUS.split(",")]

@@ -27,7 +27,7 @@ from ..replicas.model import DataParallelModel
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
-from ..runtime.values import check_type
+from ..runtime.values import check_type, forget_gradients
 
 _ELEMENTWISE = (
     "SGD",
@@ -368,8 +368,7 @@ class _ReplicaShards:
         if not set_to_none:
             self.collect()  # Gradients of the parameters become zeros too, not None.
         self.inner.zero_grad(set_to_none)
-        for parameter in self._pieces:
-            parameter.grad = None
+        forget_gradients(self._pieces)
 
     def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
@@ -540,8 +539,7 @@ class _ParameterRanks(_ElementRanks):
         )
         getattr(self._local, method)()
         self._keep_state()
-        for value in self._gathered.values():
-            value.grad = None
+        forget_gradients(self._gathered.values())
         for number in range(world_size()):
             learning = [
                 each
@@ -609,9 +607,9 @@ class _ParameterRanks(_ElementRanks):
         )
 
     def _release(self) -> None:
+        forget_gradients(self._gathered.values())
         for value in self._gathered.values():
             value.data = value.new_empty(0)
-            value.grad = None
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ from ..runtime.torch_private import (
     will_run,
 )
 from ..runtime.transport import MemoryLayout, layout_of
+from ..runtime.values import forget_gradients
 
 # one replica's, by the place of the parameter in its bucket; none for an unused parameter
 Gradients = dict[int, Tensor]
@@ -285,8 +286,7 @@ class Bucket:
         if not held:
             return lambda: None
         if self.owners is not None:
-            for place in local:
-                self.parameters[place].grad = None
+            forget_gradients([self.parameters[place] for place in local])
             return self.owners.take(list(held.values()))
         compute = prepare_sums(self.parameters, list(held.values()), is_copy=True)
 
@@ -304,8 +304,8 @@ class Bucket:
         with self._lock:
             self.held = {}
             self._local = {}
-            for piece in () if self.owners is None else self.owners.pieces:
-                piece.values.grad = None
+            if self.owners is not None:
+                forget_gradients([piece.values for piece in self.owners.pieces])
 
     @property
     def _home(self) -> torch.device:

@@ -185,6 +185,12 @@ def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Ten
         raise
 
 
+def forget_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Sets the gradients of parameters to None."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
 @contextlib.contextmanager
 def _autocast(dtype: torch.dtype, devices: Iterable[torch.device]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:

@@ -66,7 +66,7 @@ from ..runtime.torch_private import (
     is_differentiable,
     run_after_backward,
 )
-from ..runtime.values import check_type
+from ..runtime.values import check_type, forget_gradients
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -77,7 +77,6 @@ from .ranks import (
     RowSettings,
     connect,
     first_row,
-    forget_gradients,
     undone,
     watch_output,
 )

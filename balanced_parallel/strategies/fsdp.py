@@ -53,7 +53,7 @@ from ..runtime.torch_private import (
     run_after_backward,
     without_compilation,
 )
-from ..runtime.values import Precision
+from ..runtime.values import Precision, forget_gradients
 from ..savings.checkpointing import find_blocks
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
@@ -65,7 +65,6 @@ from .ranks import (
     RowSettings,
     connect,
     first_row,
-    forget_gradients,
     tensors_of,
     undone,
     watch_output,

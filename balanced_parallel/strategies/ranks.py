@@ -25,7 +25,7 @@ from ..runtime.collectives import OnCollective
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_differentiable
-from ..runtime.values import Precision
+from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
 
@@ -358,12 +358,6 @@ def connect(row: Nested, inputs: Arguments | None) -> Nested:
     return map_tensors(
         lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row
     )
-
-
-def forget_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sets the gradients of parameters to None."""
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def first_row(arguments: Arguments, dim: int) -> Arguments:

@@ -24,6 +24,7 @@ from ..runtime.torch_private import (
     is_sharded,
     versions,
 )
+from ..runtime.values import forget_gradients
 from .sync import UpdateSync
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -66,8 +67,7 @@ class ParameterUpdate:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        for parameter in self.trained.values():
-            parameter.grad = None
+        forget_gradients(self.trained.values())
         self._noted = []
 
     def note_gradients(self) -> None:
