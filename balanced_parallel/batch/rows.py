@@ -126,9 +126,9 @@ def mark(
     mapping by position or name.
 
     One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in
-    the call of ``arguments.inputs[0]``, and ``unnamed`` the number of further arguments that the
-    function has before. An output that is a tuple fills several arguments of a criterion, but is
-    one argument of the call.
+    the call of ``arguments.inputs[0]``. ``unnamed`` is the number of arguments of the function
+    before these, which the output fills: an output that is a tuple fills several arguments of a
+    criterion, but is one argument of the call.
     """
     if dims is None:
         return arguments
@@ -409,7 +409,8 @@ def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
             return leaf
         if not isinstance(part, range):
             raise TypeError(
-                "rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')"
+                "the inputs are outputs of another model (PerReplica) and are cut by cost, which needs tensors on the CPU: "
+                "pass outputs.gather(device='cpu')"
             )
         return leaf.narrow(part.start, len(part))
 

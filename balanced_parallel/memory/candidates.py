@@ -375,7 +375,7 @@ class Option:
 
 
 class Search:
-    """Traces options until one of them fits in little more time than any of them could take.
+    """Traces options, cheapest first, until one fits and takes at most 1.5 times the fastest.
 
     Savings are put together in their order, first those that leave the result as it is. Each
     combination is a step of a ladder, and has several layouts over the devices. If the last two

@@ -1,8 +1,8 @@
-"""The peak for any number of rows from two traces: the bytes of every block are a line in the rows.
+"""The peak for any number of rows, from two traces.
 
-The size of each block is affine in the rows, so the total after each event is affine too. The peak
-is the maximum of these lines. It is convex and piecewise linear, so one line through two peaks
-would be wrong.
+The size of each block is an affine function of the number of rows, so the total after each event is
+affine too. The peak is the maximum of these lines. It is convex and piecewise linear, so one line
+through two peaks would be wrong.
 """
 
 import bisect

@@ -267,8 +267,8 @@ class Bucket:
         """Returns a function that reduces the gradients that the replicas hold now, into memory of
         the current streams.
 
-        With ``takes_local``, ``grad`` counts as one of the first replica: not in a backward, where
-        buckets may share a parameter.
+        With ``takes_local``, the ``grad`` of a parameter is added as the first replica's part. This
+        is not allowed in a backward: two buckets with one parameter would count it twice.
         """
         with self._lock:
             self._drop_discarded()

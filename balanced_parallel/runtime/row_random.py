@@ -15,7 +15,7 @@ torch's kernels that draw are replaced during an update. They look for the forwa
 modules, functions, composites in C++ (``nn.LSTM``) and worker threads are covered. During a
 forward, the seed of the device's generator is a ticket: the forward, and the number of the next
 draw. Activation checkpointing saves and sets states of generators, and so takes it to the backward.
-A kernel that is not replaced moves the generator on, and so is found.
+A kernel that was not replaced is detected, because it advances the generator.
 """
 
 import contextlib
