@@ -16,12 +16,12 @@ import balanced_parallel
 PACKAGE = Path(balanced_parallel.__file__).parent
 
 # Limits of the whole package. Lower them with what is measured; they are never raised.
-MOST_TOKENS = 162_119
-MOST_TOKENS_PER_LINE_OF_CODE = 11.1
-MOST_BRANCHY_FUNCTIONS = 36
-MOST_ANY_PER_1000_LINES = 26.8
-MOST_ATTRIBUTES_OF_OTHERS = 49
-MOST_FRAGMENTS_PER_100_COMMENTS = 10.5
+MOST_TOKENS = 155_563
+MOST_TOKENS_PER_LINE_OF_CODE = 8.8
+MOST_BRANCHY_FUNCTIONS = 0
+MOST_ANY_PER_1000_LINES = 19.9
+MOST_ATTRIBUTES_OF_OTHERS = 39
+MOST_FRAGMENTS_PER_100_COMMENTS = 0.5
 
 BRANCHY = 15  # A function with more branches is counted.
 NOT_READ = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
