@@ -94,7 +94,7 @@ def run(step, samples, **settings):
 
 @pytest.mark.parametrize("kind", [Transformer, Recurrent])
 @pytest.mark.parametrize("settings", [SAMPLES, PADDED, NAMED], ids=["samples", "padded", "named"])
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
 def test_equal_to_the_whole_padded_batch(double, kind, settings, devices):
     samples = make_samples()
     for limit in LIMITS:
@@ -119,14 +119,6 @@ def test_fewer_rows_than_devices(double, rows):
     loss, outputs = make_step(net, ["cpu"] * 4, **SAMPLES)(samples, return_outputs=True)
     assert_as_plain(loss, net, samples)
     assert len(outputs) == rows
-
-
-def test_ragged_windows(double):
-    samples, net = make_samples(), build()
-    step = make_step(net, **SAMPLES, micro_batch_size=2)
-    for part in (samples[:7], [], samples[7:8], samples[8:]):
-        step.add(part)
-    assert_as_plain(step.apply(), net, samples)
 
 
 def test_a_cut_is_a_setting_and_keeps_no_sample():

@@ -63,6 +63,8 @@ def test_objects_that_hold_tensors_are_refused(kind):
     model, x = DataParallelModel(Sum(), CPUS), torch.ones(6, 4)
     with pytest.raises(TypeError, match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)"):
         model(kind(x))
+    with pytest.raises(TypeError, match=f"object of type {kind.__name__}"):
+        model(torch.zeros(4, 2), function={"data": kind(x)})
     outputs = model(Rows([kind(row) for row in x]))
     assert [output.item() for output in outputs] == [8, 8, 8]
     (output,) = DataParallelModel(Sum(), ["cpu"])(Whole([kind(x)]))
