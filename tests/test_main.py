@@ -58,11 +58,11 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
         ("small", [], {"rows": 8}),
         ("small", ["--batch-size", "24"], {"rows": 24}),
         ("small", ["--layout", "ddp", "--devices", "3", "--balanced-optimizer"], {"layout": "ddp", "devices": 3, "rows": 3}),
-        ("keywords", ["--batch-size", "8", "--devices", "2"], {"rows": 8}),
+        ("keywords", ["--batch-size", "6", "--devices", "2"], {"rows": 6}),
         (
             "time_major",
             ["--batch-size", "8", "--dim", "1", "--devices", "2", "--micro-batch-size", "2"],
-            {"rows": 8, "devices": 2, "micro_batches": 2},
+            {"rows": 4, "devices": 2, "micro_batches": 2},
         ),
     ],
 )

@@ -229,18 +229,6 @@ def test_rows_that_were_packed_before_run_one_by_one():
     assert_equal(make_step(net, cut, micro_batch_size=1)(rows), net, packed_program(samples))
 
 
-def test_out_of_memory_halves_the_tokens():
-    samples = make_samples([12] * 8 + [3] * 40)
-    with simulate(2) as cluster:
-        make_step(Packed().double(), ByCost(tokens_of, collate=whole, combine=sum), devices=range(2))(samples)
-        peak = max(cluster.peak)
-    with simulate(2, memory=int(0.8 * peak)):
-        net = Packed().double()
-        step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=range(2), micro_batch_size="auto")
-        assert_equal(step(samples), net, packed_program(samples))
-        assert step.micro_batch_cost == 54
-
-
 def unmarked_targets(samples):
     inputs, tags = join(samples)
     return Whole(inputs), Whole(tags)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
-from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget, equal_rows, scaled
+from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget, equal_rows
 
 
 @pytest.mark.parametrize("split", [[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory"])
@@ -163,9 +163,3 @@ def test_a_plan_of_equal_rows_has_each_row_once_in_as_few_micro_batches_as_possi
         sizes = [sum(map(len, parts)) for parts in plan]
         assert max(sizes) - min(sizes) <= 1
         assert len(plan) == (1 if limit is None else -(-rows // (limit * devices)))
-
-
-@given(rows=st.integers(1, 60), factor=st.integers(1, 5), shares=st.integers(1, 6))
-def test_flattened_targets_follow_the_rows_of_the_inputs(rows, factor, shares):
-    (parts,) = equal_rows(rows, shares)
-    assert [row for part in parts if part for row in scaled(part, rows, factor * rows)] == list(range(factor * rows))

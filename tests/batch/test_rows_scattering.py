@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, scatter, simulate
-from balanced_parallel.batch.plan import proportional_sizes, split_sizes
+from balanced_parallel.batch.plan import split_sizes
 
 CPUS = ["cpu"] * 4
 
@@ -94,14 +94,6 @@ def test_split_by_weights_skips_devices_of_weight_zero():
     for split in ([1], [1, -1, 1], [0, 0, 0], "memory", [1, float("nan"), 1]):
         with pytest.raises(ValueError, match="split=.*expected None or one weight per device"):
             scatter(torch.zeros(8, 1), ["cpu"] * 3, split=split)
-
-
-def test_targets_are_split_in_proportion_to_the_inputs():
-    assert proportional_sizes(9, [3, 3, 3]) == [3, 3, 3]
-    assert proportional_sizes(14, [4, 3]) == [8, 6]
-    assert proportional_sizes(0, [0]) == [0]
-    with pytest.raises(ValueError, match=r"the targets have 8 rows, but the inputs have 7 \(rows 0 to 4 in one shard\)"):
-        proportional_sizes(8, [4, 3])
 
 
 def test_scatter_and_gather_move_all_tensors_of_a_structure():

@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers.problems import assert_same_gradients, gradients
 from helpers.steps import still_step
+from helpers.trainers import make_model, make_rows, pad
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, weighted_mean
 
@@ -18,36 +18,17 @@ pytestmark = pytest.mark.usefixtures("double")
 CPUS = ["cpu"] * 3
 
 
-def bert():
-    config = BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5
-    )
-    return BertForTokenClassification(config), 5, lambda labels: (labels != -100).sum()
+COUNTS = {
+    "tags": lambda labels: (labels != -100).sum(),
+    "gpt2": lambda labels: (labels[:, 1:] != -100).sum(),
+    "t5": lambda labels: (labels != -100).sum(),
+}
 
 
-def gpt2():
-    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)
-    return GPT2LMHeadModel(config), 40, lambda labels: (labels[:, 1:] != -100).sum()
-
-
-def t5():
-    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config), 40, lambda labels: (labels != -100).sum()
-
-
-def make_batch(labels):
-    ids, targets = torch.randint(40, (7, 9)), torch.randint(labels, (7, 9))
-    return {"input_ids": ids, "labels": targets, "attention_mask": torch.ones(7, 9, dtype=torch.long)}
-
-
-@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
-def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(make):
-    torch.manual_seed(0)
-    net, labels, count = make()
-    net.double().eval()
-    batch = make_batch(labels)
-    for row, length in enumerate([9, 2, 1, 5, 9, 1, 3]):
-        batch["labels"][row, length:] = -100
+@pytest.mark.parametrize("head", COUNTS)
+def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head):
+    net, batch, count = make_model(head).double().eval(), pad(make_rows(head, 7)), COUNTS[head]
+    batch["labels"][2, 1:] = -100
     batch["labels"][3:5] = -100  # a replica without counted labels, whose loss is nan
     loss = net(**batch).loss
     loss.backward()
@@ -59,7 +40,7 @@ def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(make)
     outputs = model(**batch)
     found = criterion(outputs, batch["labels"])
     found.backward()
-    tolerance = 1e-6 if make is gpt2 else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
+    tolerance = 1e-6 if head == "gpt2" else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
     torch.testing.assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
     assert_same_gradients(gradients(net), expected, tolerance)
     weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
@@ -69,7 +50,7 @@ def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(make)
     assert type(gathered) is type(plain)
     torch.testing.assert_close([outputs.logits.gather(), gathered.logits], [plain.logits] * 2)
     assert type(gathered.get("past_key_values")) is type(plain.get("past_key_values"))
-    if make is gpt2:  # a cache object with the tensors of each layer
+    if head == "gpt2":  # a cache object with the tensors of each layer
         for layer, expected_layer in zip(gathered.past_key_values, plain.past_key_values, strict=True):
             torch.testing.assert_close(layer[:2], expected_layer[:2])
 
