@@ -174,7 +174,7 @@ MODULE = '"""Module\nof two lines."""\n\n# A comment.\ndef f(x):\n    """Returns
 @pytest.mark.parametrize(
     ("source", "figures"),
     [
-        (MODULE, {"tokens": 8, "code_lines": 3, "lines": 7, "comments": 2}),
+        (MODULE, {"tokens": 8, "code_lines": 2, "lines": 7, "comments": 2}),
         ("x = 1; \n", {"tokens": 4}),
         ("from typing import Any\ndef f(x: Any, y: list[Any]) -> int: ...\n", {"anys": 2}),
         ("self.x = cls.x = ctx.x = 1\n", {"outside": []}),

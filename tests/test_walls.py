@@ -1,6 +1,7 @@
 """Rules for all files: which folders they may import, names, no side effects of the import. Tables of exceptions have no rest."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,7 @@ def test_forbidden_imports_are_found():
         assert forbidden_imports(line, folders) == forbidden
 
 
+@functools.cache
 def imports_by_file():
     """Returns the modules of the package, each with the modules that it imports, those under ``TYPE_CHECKING`` too."""
     paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

@@ -4,7 +4,6 @@ The result of such a ``collate`` is marked with ``Whole``. The loss and the grad
 """
 
 import copy
-import os
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from balanced_parallel import (
     simulate,
 )
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 LENGTHS = [9, 3, 4, 2, 3, 7, 5, 12, 1]
 WORDS, TAGS = 37, 5
 
@@ -55,13 +53,12 @@ def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings
 
 
 def gpt2(attention="sdpa"):
-    transformers = pytest.importorskip("transformers")
-    rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    # with a cache, the mask of a packed row would be that of one long sample
-    settings = {"use_cache": False, "attn_implementation": attention, "bos_token_id": 1, "eos_token_id": 1}
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=WORDS, n_positions=32, n_embd=8, n_layer=2, n_head=2, **rates, **settings)
-    return transformers.GPT2LMHeadModel(config).double()
+    from helpers.trainers import make_model  # transformers is imported here, since ranks import this file
+
+    net = make_model("gpt2").double()
+    net.set_attn_implementation(attention)
+    net.config.use_cache = False  # with a cache, the mask of a packed row would be that of one long sample
+    return net
 
 
 def flatten(samples):

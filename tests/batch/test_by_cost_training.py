@@ -5,11 +5,10 @@ Collators of Hugging Face and of torch fit as they are. Under torchrun each rank
 
 import pytest
 import torch
-import transformers
+from helpers.coupled import correlation_loss, correlation_statistics
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow
-from helpers.trainers import make_model
 from helpers.unequal import (
     LENGTHS,
     OwnLoss,
@@ -39,6 +38,9 @@ def train(net, criterion, samples, **settings):
 
 
 def test_a_collator_of_hugging_face(double):
+    import transformers  # not above, since ranks import this file
+    from helpers.trainers import make_model
+
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "a": 1}, "a"))
     collate = transformers.DataCollatorForTokenClassification(
@@ -280,15 +282,10 @@ def contrast(vectors, labels):
     return -(similar * (labels[:, None] == labels)).sum(1).mean()
 
 
-def agreement(total):
-    return 1 - total[0] / (total[1] * total[2]).sqrt()
+COUPLED = [(contrast, True), (AdditiveLoss(correlation_statistics, correlation_loss), False)]
 
 
-def products(vectors, labels):
-    return (vectors[:, 0] * labels).sum(), vectors[:, 0].square().sum(), labels.square().sum().double()
-
-
-@pytest.mark.parametrize(("loss", "whole"), [(contrast, True), (AdditiveLoss(products, agreement), False)], ids=["whole", "sums"])
+@pytest.mark.parametrize(("loss", "whole"), COUPLED, ids=["whole", "sums"])
 @pytest.mark.parametrize("limit", [{}, {"limit": 30}])
 def test_losses_that_couple_rows(double, loss, whole, limit):
     samples, net, plain_net = make_samples(), build(Embedding), build(Embedding)

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import Calls
 from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
 from torch import nn
@@ -180,12 +181,6 @@ def test_a_loss_of_several_splits_is_refused_or_named():
 # Outputs that are tuples
 
 
-class TwoOutputs(nn.Linear):
-    def forward(self, x):
-        scores = super().forward(x)
-        return scores, scores.pow(2).mean(1)
-
-
 def two_losses(scores, norms, target):
     return F.cross_entropy(scores, target) + norms.mean()
 
@@ -196,14 +191,14 @@ def of_a_pair(output, *targets):
 
 @pytest.mark.parametrize(("rows", "equal"), [(7, False), (6, True)])
 def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
-    report = verify(TwoOutputs(4, 5), two_losses, torch.randn(rows, 4), class_targets(rows), device_ids=CPUS, weight=of_a_pair)
+    program = Calls(lambda net, x: (net(x), net(x).pow(2).mean(1))), two_losses, torch.randn(rows, 4), class_targets(rows)
+    report = verify(*program, device_ids=CPUS, weight=of_a_pair)
     reason = (
         f"weight= does not add up: it returned 5 for {rows} rows, 5 for the first of them and 5 for the others, expected the "
         "number of terms that the mean divides by; the output is a tuple, whose 2 entries fill its first 2 arguments"
     )
     assert report.equal == equal  # equal replicas hide it
     assert reason in (report.warnings if equal else report.reasons)
-    settings = {"device_ids": CPUS, "weight": lambda scores, norms, target: len(norms)}
-    report = verify(TwoOutputs(4, 5), two_losses, torch.randn(rows, 4), class_targets(rows), **settings)
+    report = verify(*program, device_ids=CPUS, weight=lambda scores, norms, target: len(norms))
     assert report.equal
     assert not report.warnings

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import Calls
 from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
 from torch import nn
@@ -160,15 +161,6 @@ def test_the_table_has_the_ten_largest_errors():
     assert len(report.gradient_errors) == 20
 
 
-class Clips(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-
-    def forward(self, clips, scale):
-        return torch.stack([self.net(clip).mean(0) * scale for clip in clips])
-
-
 def two_means(output, target):
     some = target.sum(1) > 2.5
     return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
@@ -182,8 +174,9 @@ def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_ba
     x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
     several = DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
     assert verify(DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size).equal
-    whole = DataParallelModel(Clips(), CPUS, in_dims={"scale": None})
-    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(Clips(), CPUS), Whole(torch.rand(5)))):
+    of_clips = Calls(lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips]))
+    whole = DataParallelModel(of_clips, CPUS, in_dims={1: None})
+    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(of_clips, CPUS), Whole(torch.rand(5)))):
         report = verify(model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size)
         assert report.equal, report
 
@@ -255,22 +248,13 @@ def test_a_coupled_loss_with_dropout_is_equal_by_row():
 
 def test_random_numbers_by_row_are_not_blamed():
     def layers(function):
-        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Calls(function), nn.Linear(6, 5))
+        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Calls(lambda _, x: function(x)), nn.Linear(6, 5))
 
     (reason,) = check(layers(lambda x: x - x.mean(0)), reproducible=True).reasons
     assert reason.startswith("forward mixes rows, in 2 (Calls)")
     assert check(layers(torch.tanh), reproducible=True).reasons == ()
     with pytest.raises(NotImplementedError, match="with reproducible=True its numbers cannot follow the rows"):
         check(layers(lambda x: x + torch.poisson(x.detach().abs())), reproducible=True)
-
-
-class Calls(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def test_a_single_device_is_split_unless_it_is_given():

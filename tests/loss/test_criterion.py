@@ -70,18 +70,11 @@ def test_reduction_none_returns_losses_for_gather():
 
 
 def test_flattened_targets_and_outputs_equal_the_plain_program():
-    class Words(nn.Module):
-        def __init__(self, flat):
-            super().__init__()
-            self.net, self.flat = build_net(), flat
-
-        def forward(self, x):
-            return self.net(x).flatten(0, 1) if self.flat else self.net(x).transpose(1, 2)
-
     x, target = torch.randn(5, 3, 4), torch.randint(5, (5, 3))
     target[:2] = -100
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    flat, deep = DataParallelModel(Words(True), CPUS), DataParallelModel(Words(False), CPUS)
+    flat = DataParallelModel(shaped(lambda out: out.flatten(0, 1)), CPUS)
+    deep = DataParallelModel(shaped(lambda out: out.transpose(1, 2)), CPUS)
     expected = F.cross_entropy(flat.module(x), target.flatten())
     torch.testing.assert_close(criterion(flat(x), target.flatten()), expected)
     torch.testing.assert_close(criterion(list(flat(x)), target.flatten()), expected)

@@ -470,36 +470,30 @@ def test_verify_tells_of_a_loss_that_would_be_refused(advice):
     assert advice in report.warnings[0]
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 def test_memory_of_any_loss_is_estimated():
     criterion = DataParallelCriterion(lambda *batch: F.cross_entropy(*batch).exp())
     report = memory.estimate(build_net(), criterion, torch.randn(8, 4), class_targets(8), devices=2, layout="replicas")
     assert min(report.allocated) > 0
 
 
-def assert_no_waits_after(cluster, updates, update):
+@pytest.mark.parametrize(("by_hand", "updates"), [(False, 5), (True, 2)])
+def test_the_host_waits_for_no_device_after_the_first_updates(by_hand, updates):
     """A check of halves waits: it is the 1st, 2nd, 4th, 8th, ... computation of the loss."""
-    for _ in range(updates):
-        update()
-    before = len(cluster.waits)
-    assert before
-    update()
-    assert cluster.waits[before:] == []
-
-
-def test_the_host_waits_for_no_device_after_the_first_updates():
     net, inputs, target = build_net().float(), torch.randn(8, 4, dtype=torch.float32), class_targets(8)
-    with simulate(devices=2) as cluster:
-        batch = inputs.pin_memory(), target.pin_memory()
-        criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
-        model = DataParallelModel(net.to("sim:0"), [0, 1])
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
-        assert_no_waits_after(cluster, 5, lambda: step(*batch))
-
-
-def test_a_loop_by_hand_waits_for_no_device_after_the_first_batches():
-    net, inputs, target = build_net(), torch.randn(8, 4), class_targets(8)
     with simulate(2) as cluster:
-        model = DataParallelModel(net)
-        criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
-        batch = inputs.to("sim:0"), target.to("sim:0")
-        assert_no_waits_after(cluster, 2, lambda: criterion(model(batch[0]), batch[1]).backward())
+        model = DataParallelModel(net.to("sim:0"))
+        if by_hand:
+            criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
+            batch = inputs.to("sim:0"), target.to("sim:0")
+        else:
+            criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target))
+            batch = inputs.pin_memory(), target.pin_memory()
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
+        update = (lambda: criterion(model(batch[0]), batch[1]).backward()) if by_hand else lambda: step(*batch)
+        for _ in range(updates):
+            update()
+        before = len(cluster.waits)
+        assert before
+        update()
+        assert cluster.waits[before:] == []
