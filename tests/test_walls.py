@@ -68,7 +68,7 @@ def files():
 
 
 def test_all_folders_are_in_the_import_table():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"} == set(MAY_IMPORT)
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__", ".ruff_cache"} == set(MAY_IMPORT)
     assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT
 
 

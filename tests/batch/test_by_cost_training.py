@@ -6,11 +6,12 @@ Collators of Hugging Face and of torch fit as they are. Under torchrun each rank
 import pytest
 import torch
 from helpers.coupled import correlation_loss, correlation_statistics
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 from helpers.unequal import (
     LENGTHS,
+    TAGS,
     OwnLoss,
     Recurrent,
     Transformer,
@@ -263,20 +264,6 @@ def test_options_that_do_not_fit_are_refused(settings, message):
         make_step(build(), **settings)
 
 
-class Embedding(Transformer):
-    """One vector per row."""
-
-    def forward(self, words, lengths):
-        scores = super().forward(words, lengths)
-        is_word = torch.arange(words.size(1), device=words.device) < lengths[:, None]
-        return (scores * is_word[:, None]).sum(2) / lengths[:, None]
-
-
-def pad_with_length(samples):
-    inputs, _ = pad(samples)
-    return inputs, inputs["lengths"] % 3
-
-
 def contrast(vectors, labels):
     similar = nn.functional.log_softmax(vectors @ vectors.T, 1)
     return -(similar * (labels[:, None] == labels)).sum(1).mean()
@@ -286,14 +273,14 @@ COUPLED = [(contrast, True), (AdditiveLoss(correlation_statistics, correlation_l
 
 
 @pytest.mark.parametrize(("loss", "whole"), COUPLED, ids=["whole", "sums"])
-@pytest.mark.parametrize("limit", [{}, {"limit": 30}])
+@pytest.mark.parametrize("limit", [{}, {"limit": 10}])
 def test_losses_that_couple_rows(double, loss, whole, limit):
-    samples, net, plain_net = make_samples(), build(Embedding), build(Embedding)
-    inputs, labels = pad_with_length(samples)
-    expected = loss(plain_net(**inputs), labels)
+    samples, net, plain_net = [(torch.randn(4), row % TAGS) for row in range(11)], build_net(), build_net()
+    inputs, labels = default_collate(samples)
+    expected = loss(plain_net(inputs), labels)
     expected.backward()
-    criterion = DataParallelCriterion(loss, whole=whole)
-    step = make_step(net, criterion=criterion, cost=length_of, collate=pad_with_length, **limit)
+    criterion, settings = DataParallelCriterion(loss, whole=whole), {"cost": lambda sample: 1.0 + sample[1], **limit}
+    step = make_step(net, criterion=criterion, collate=default_collate, **settings)
     torch.testing.assert_close(step(samples), expected.detach(), rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), gradients(plain_net))
 

@@ -50,17 +50,6 @@ def test_all_forms_of_outputs_equal_the_plain_program(name, ignored):
     assert_exact(shaped(form), criterion, torch.randn(7, 4), class_targets(7, ignored), plain=plain, weight=weight)
 
 
-def test_a_loss_that_couples_rows_raises_an_error_with_a_fix():
-    def contrastive_loss(output, target):
-        return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
-
-    net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
-    with pytest.raises(TypeError, match=r"contrastive_loss appears to be.*criterion\(gather\(outputs\), targets\)"):
-        DataParallelCriterion(contrastive_loss)(DataParallelModel(net, CPUS)(x), target)
-    by_hand = DataParallelCriterion(contrastive_loss, weight=lambda output, target: len(output))
-    assert by_hand(DataParallelModel(net, CPUS)(x), target).isfinite()  # an explicit weight= takes precedence
-
-
 def test_reduction_none_returns_losses_for_gather():
     net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
     for criterion in (nn.CrossEntropyLoss(reduction="none"), functools.partial(F.cross_entropy, reduction="none")):

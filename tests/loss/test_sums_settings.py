@@ -91,13 +91,6 @@ def test_invalid_weights_raise_an_error(weight):
         DataParallelCriterion(losses, weight=weight)
 
 
-def test_divisors_that_may_depend_on_outputs_are_an_error_in_a_step():
-    split = DataParallelCriterion(losses, weight=lambda out, y, t: {name: count(y, t) for name, count in DIVISORS.items()})
-    step = still_step(nn.Linear(4, 3), split, micro_batch_size=1)
-    with pytest.raises(ValueError, match=r"before the first micro-batch: .*functions of the targets alone.*weight=\{"):
-        step(torch.randn(5, 4), (Y, T))
-
-
 def test_several_criteria_are_refused_with_the_way_to_write_them():
     criteria = [DataParallelCriterion(nn.CrossEntropyLoss()), DataParallelCriterion(nn.MSELoss())]
     net = nn.Linear(4, 3)
