@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import Calls
 from helpers.pages import blocks
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
@@ -283,18 +284,6 @@ def test_ranks_join_their_own_samples(strategy):
 # Objects: nested tensors, graphs
 
 
-class Nested(nn.Module):
-    """Works on the rows of a jagged tensor."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, TAGS))
-
-    def forward(self, rows):
-        return self.layers(rows).values()
-
-
 def join_nested(samples):
     rows = torch.nested.nested_tensor([row for row, _ in samples], layout=torch.jagged)
     return Whole((rows, torch.cat([tags for _, tags in samples])))
@@ -302,15 +291,15 @@ def join_nested(samples):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_jagged_tensors_are_made_on_each_device(double):
-    samples = [(torch.randn(length, 3), torch.randint(TAGS, (length,))) for length in LENGTHS]
-    net, plain = Nested(), Nested()
+    samples = [(torch.randn(length, 4), torch.randint(TAGS, (length,))) for length in LENGTHS]
+    net, plain = (Calls(lambda net, rows: net(rows).values()) for _ in range(2))
     rows, tags = join_nested(samples).value
     loss = F.cross_entropy(plain(rows), tags)
     loss.backward()
     cut = ByCost(lambda sample: len(sample[0]), collate=join_nested, combine=sum, limit=12)
     assert_equal(make_step(net, cut)(samples), net, (loss.detach(), gradients(plain)))
     criterion = DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows")
-    for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 3), rows)):
+    for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 4), rows)):
         with pytest.raises(TypeError, match=r"a nested tensor cannot be split by rows.*collate="):
             make_step(net, None, criterion)(inputs, targets)
 
@@ -326,19 +315,14 @@ class Movable:
         return self
 
 
-class OfObject(nn.Linear):
-    def forward(self, batch):
-        return super().forward(batch.x)
-
-
 def test_objects_are_moved_to_the_device_of_their_replica():
-    samples = [(torch.randn(3), row % TAGS) for row in range(6)]
+    samples = [(torch.randn(4), row % TAGS) for row in range(6)]
 
     def collate(samples):
         rows, targets = zip(*samples, strict=True)
         return Whole((Movable(torch.stack(rows)), torch.tensor(targets)))
 
-    batch, net = collate(samples).value[0], OfObject(3, TAGS)
+    batch, net = collate(samples).value[0], Calls(lambda net, batch: net(batch.x))
     expected = net(batch).detach()
     with simulate(2) as cluster:
         (output,) = DataParallelModel(net, cluster.devices)(Whole(batch))

@@ -1,6 +1,7 @@
 """``verify``: equality with the plain program, errors, and the text of a report."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -86,15 +87,9 @@ def test_settings_of_wrappers_are_used():
     assert report.micro_batches == 3  # the first device has three quarters of the rows
 
 
-class RoundedOutput(nn.Linear):
-    """A layer whose output depends on the number of rows, with relative differences of the size of float32."""
-
-    def forward(self, x):
-        return super().forward(x) * (1 + 1e-8 * len(x))
-
-
 def test_rounding_to_float32_is_reported_as_a_reason():
-    assert check(RoundedOutput(4, 5)).reasons == (
+    rounded = Calls(lambda net, x: net(x) * (1 + 1e-8 * len(x)))  # differences of the size of float32
+    assert check(rounded).reasons == (
         "rounding: the errors are within the rounding of float64, or of a part that casts to float32: compare in float64 "
         "(model.double()), or give tolerance=",
     )
@@ -140,15 +135,11 @@ def test_programs_with_rows_in_dimension_1_are_equal():
     assert verify(*wrapped, inputs, targets).equal
 
 
-class OwnLoss(nn.Linear):
-    def forward(self, x, labels):
-        return {"loss": F.cross_entropy(super().forward(x), labels), "labels": labels}
-
-
 def test_a_model_that_computes_its_loss_needs_no_targets():
     inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
     settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
-    report = verify(OwnLoss(4, 5), lambda output: output["loss"], inputs, **settings)
+    model = Calls(lambda net, x, labels: {"loss": F.cross_entropy(net(x), labels), "labels": labels})
+    report = verify(model, lambda output: output["loss"], inputs, **settings)
     assert report.equal
     assert "labels" not in report.gradient_errors
 
@@ -212,16 +203,10 @@ def test_the_table_of_a_report():
     assert "state norm.rows  6.0e-01  <-" in lines
 
 
-class Drawing(nn.Module):
+def draw(net, x):
     """Draws for each row, for its elements, and for weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 5)
-
-    def forward(self, x):
-        hidden = F.dropout(self.first(x), 0.3) + 0.1 * torch.randn_like(x[:, :1])
-        return F.linear(hidden, F.dropout(self.second.weight, 0.5), self.second.bias)
+    hidden = F.dropout(net[0](x), 0.3) + 0.1 * torch.randn_like(x[:, :1])
+    return F.linear(hidden, F.dropout(net[2].weight, 0.5), net[2].bias)
 
 
 def noisy_loss(output, target):
@@ -230,7 +215,7 @@ def noisy_loss(output, target):
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_random_numbers_by_row_are_compared_with_those_of_one_device(micro_batch_size):
-    program = Drawing(), DataParallelCriterion(noisy_loss, weight="rows"), torch.randn(11, 4), class_targets(11)
+    program = Calls(draw), DataParallelCriterion(noisy_loss, weight="rows"), torch.randn(11, 4), class_targets(11)
     settings = {"device_ids": CPUS, "micro_batch_size": micro_batch_size}
     before = torch.get_rng_state()
     report = verify(*program, **settings, reproducible=True)
@@ -298,15 +283,10 @@ class AddsToGradient(torch.autograd.Function):
         return gradient, gradient.new_ones(())
 
 
-class Routed(nn.Module):
-    def __init__(self, injects):
-        super().__init__()
-        self.first, self.second, self.injects = nn.Linear(4, 6), nn.Linear(6, 5), injects
-
-    def forward(self, x):
-        features = self.first(x)
-        output = self.second(features.tanh())
-        return AddsToGradient.apply(output, features.pow(2).mean()) if self.injects else (output, features)
+def route(net, x, injects):
+    features = net[0](x)
+    output = net[1:](features)
+    return AddsToGradient.apply(output, features.pow(2).mean()) if injects else (output, features)
 
 
 def with_auxiliary_loss(output, features, target):
@@ -314,9 +294,9 @@ def with_auxiliary_loss(output, features, target):
 
 
 def test_gradients_that_the_backward_changes_are_named():
-    report = check(Routed(injects=True))
+    report = check(Calls(functools.partial(route, injects=True)))
     assert report.loss_error <= 1e-10
     assert report.reasons == (
         "loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/exactness.md)",
     )
-    assert check(Routed(injects=False), with_auxiliary_loss).equal
+    assert check(Calls(functools.partial(route, injects=False)), with_auxiliary_loss).equal

@@ -121,8 +121,8 @@ class TestMicroBatches:
         )
         model = DataParallelModel(build_net(), CPUS)
         step = TrainStep(model, split, torch.optim.SGD(model.parameters()))
-        advice = r"divisors of their own.* before the first micro-batch: .*of the targets alone.*weight=\{.*in place of TrainStep"
-        with pytest.raises(ValueError, match=advice):
+        steps = r".* before the first micro-batch: .*functions of the targets alone.*weight=\{.*in place of TrainStep"
+        with pytest.raises(ValueError, match="divisors of their own" + steps):
             step(torch.randn(7, 4), torch.rand(7, CLASSES))
         counted = DataParallelCriterion(split.module, weight=(len, lambda target: 2 * len(target)))
         step = TrainStep(model, counted, torch.optim.SGD(model.parameters()))
