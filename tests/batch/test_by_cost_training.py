@@ -32,12 +32,6 @@ from torch.utils.data import default_collate
 from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
 
 
-def train(net, criterion, samples, **settings):
-    model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), **with_cut(**settings))
-    return step(samples, return_outputs=True)
-
-
 def test_a_collator_of_hugging_face(double):
     import transformers  # not above, since ranks import this file
     from helpers.trainers import make_model
@@ -56,7 +50,7 @@ def test_a_collator_of_hugging_face(double):
     expected.loss.backward()
     criterion = DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum())
     settings = {"cost": lambda sample: len(sample["input_ids"]), "collate": collate, "limit": 20}
-    loss, outputs = train(net, criterion, samples, **settings)
+    loss, outputs = make_step(net, criterion=criterion, **settings)(samples, return_outputs=True)
     torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), gradients(plain))
     assert outputs.logits.gather().shape == expected.logits.shape
@@ -67,7 +61,8 @@ def test_default_collate(double):
     net = nn.Linear(4, 3)
     expected = nn.functional.cross_entropy(net(torch.stack([row for row, _ in samples])), torch.arange(7) % 3)
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    loss, outputs = train(net, criterion, samples, cost=lambda sample: 1.0, collate=default_collate)
+    step = make_step(net, criterion=criterion, cost=lambda sample: 1.0, collate=default_collate)
+    loss, outputs = step(samples, return_outputs=True)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
     assert outputs.gather().shape == (7, 3)
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_exact_update
+from helpers.problems import assert_exact_update, build_net
 from helpers.steps import still_step
 from torch import nn
 
@@ -71,8 +71,7 @@ CRITERIA = {
 
 @pytest.fixture
 def net(double):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return build_net(3)
 
 
 @pytest.mark.parametrize("limit", [None, 1, 2])

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
 from helpers.ranks import run_ranks
+from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize
+from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, parallelize
 
 pytestmark = pytest.mark.usefixtures("double")
 ADVICE = r"2 for each.*return out\.chunk\(2\).*in_order"
@@ -73,18 +74,13 @@ def test_other_numbers_of_rows_are_gathered_as_they_are():
         gather(DataParallelModel(Calls(function), CPUS)(x))
 
 
-def step_of(net, criterion, devices, size):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    return TrainStep(DataParallelModel(net, devices), criterion, optimizer, micro_batch_size=size)
-
-
-@pytest.mark.parametrize(("devices", "size"), [(CPUS, None), (["cpu"], 3)], ids=["replicas", "micro-batches"])
+@pytest.mark.parametrize(("devices", "size"), [(3, None), (1, 3)], ids=["replicas", "micro-batches"])
 def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
     x, target, net, pair = torch.randn(6, 4), torch.randint(5, (6,)), views(), views(lambda out: out.chunk(2))
     loss, expected = plain_program(net, contrast, x, target)
     with pytest.raises(ValueError, match=r"rows of the batch, 2 for each.*return out\.chunk\(2\)"):
-        step_of(net, DataParallelCriterion(contrast, whole=True), devices, size)(x, target)
-    found = step_of(pair, DataParallelCriterion(contrast_of_pair, whole=True), devices, size)(x, target)
+        still_step(net, DataParallelCriterion(contrast, whole=True), devices, micro_batch_size=size)(x, target)
+    found = still_step(pair, DataParallelCriterion(contrast_of_pair, whole=True), devices, micro_batch_size=size)(x, target)
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(pair), expected)
     torch.testing.assert_close(DataParallelCriterion(contrast, whole=True)(DataParallelModel(views(), ["cpu"])(x), target), loss)
