@@ -36,6 +36,7 @@ def is_skipped(example):
     return example.options.get(doctest.SKIP, False)
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 @pytest.mark.parametrize("example", list(examples()))
 def test_examples_in_docstrings_run(example):
     report = []

@@ -12,13 +12,13 @@ import balanced_parallel
 
 TESTS = Path(__file__).parent
 OTHERS = ("memory", "diagnostics", "simulation", "integrations")
-QUICK = ("loss/test_overlap.py", "training/test_update_accumulation.py")
-ALL = (
-    *QUICK,
+FILES = (
     "test_equivalence.py",
     "batch/test_outputs_gathering.py",
+    "loss/test_overlap.py",
     "loss/test_sums_settings.py",
     "training/test_state.py",
+    "training/test_update_accumulation.py",
     "training/test_update_hooks.py",
 )
 # Python imports this module in each process that it starts. An editable installation would find the folders that the copy lacks.
@@ -48,8 +48,8 @@ def pytest_sessionstart(session):
 """
 
 
-@pytest.mark.parametrize("files", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
-def test_the_engine_passes_its_tests_without_the_other_folders(files, tmp_path):
+@pytest.mark.slow  # tests/test_walls.py says the same of all imports, also of those in functions
+def test_the_engine_passes_its_tests_without_the_other_folders(tmp_path):
     package = Path(balanced_parallel.__file__).parent
     shutil.copytree(package, tmp_path / "balanced_parallel", ignore=shutil.ignore_patterns(*OTHERS, "__pycache__"))
     assert not {path.name for path in (tmp_path / "balanced_parallel").iterdir()} & set(OTHERS)
@@ -59,7 +59,7 @@ def test_the_engine_passes_its_tests_without_the_other_folders(files, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COPY": str(tmp_path)}
     flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "within_the_copy", "--override-ini=addopts="]
     flags += ["-c", str(TESTS.parent / "pyproject.toml"), "-m", "not slow and not browser and not libraries and not gpu"]
-    command = [sys.executable, "-m", "pytest", *flags, *(str(TESTS / name) for name in files)]
+    command = [sys.executable, "-m", "pytest", *flags, *(str(TESTS / name) for name in FILES)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1]

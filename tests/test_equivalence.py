@@ -16,7 +16,6 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainSte
 from balanced_parallel.loss.kinds import KnownMean
 from balanced_parallel.loss.sums import LossSum
 from balanced_parallel.runtime.row_random import Forward
-from balanced_parallel.training import reproducible
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -129,7 +128,7 @@ def without_zeros(found):
     return [torch.zeros(()) if gradient is None or not gradient.any() else gradient for gradient in found]
 
 
-@pytest.mark.parametrize(("ranks", "examples"), [(1, 60), (2, 20), (3, 12), slow(1, 300), slow(2, 300), slow(3, 300)])
+@pytest.mark.parametrize(("ranks", "examples"), [(1, 60), (2, 20), slow(1, 300), slow(2, 300), slow(3, 300)])
 def test_random_splits_equal_the_plain_program(ranks, examples):
     checked = []
 
@@ -165,18 +164,6 @@ def test_comparison_detects_division_by_the_number_of_micro_batches(monkeypatch)
     case = Case("mlp", "CrossEntropyLoss", 0.0, 1, None, [[3, 1]], False)
     with pytest.raises(AssertionError, match="not close"):
         check_case(0, case)
-
-
-def test_comparison_detects_rows_that_each_rank_numbers_from_zero(monkeypatch):
-    case = Case("mlp", "MSELoss", 0.0, 1, None, [[2], [3]], True, dropout=True)
-    assert run_ranks(2, check_case, case) == [4, 4]
-    with pytest.raises(AssertionError, match="not close"):
-        run_ranks(2, check_case_from_zero, case, fresh=True)
-
-
-def check_case_from_zero(rank, case):
-    reproducible.rank = lambda: 0
-    return check_case(rank, case)
 
 
 def test_comparison_detects_numbers_that_do_not_follow_the_rows(monkeypatch):

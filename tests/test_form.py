@@ -151,13 +151,6 @@ def test_fragments_among_comments(form):
     assert round(100 * len(form.fragments) / form.comments, 1) <= MOST_FRAGMENTS_PER_100_COMMENTS, form.fragments
 
 
-def test_tokens_are_those_of_code():
-    form = measure('"""Module\nof two lines."""\n\n# A comment.\ndef f(x):\n    """Returns x."""\n    return x  # the same\n')
-    assert (form.tokens, form.code_lines, form.lines) == (8, 2, 7)
-    assert measure("x = 1\n").tokens == measure("x = 1; \n").tokens - 1 == 3
-    assert measure("from typing import Any\ndef f(x: Any, y: list[Any]) -> int: ...\n").anys == 2
-
-
 def test_branches_are_counted():
     for body, number in {
         "pass": 1,
@@ -175,31 +168,30 @@ def test_branches_are_counted():
     assert measure(source).branchy == [f"1 f {BRANCHY + 1}"]
 
 
-def test_attributes_set_on_other_objects_are_found():
-    for source, attributes in {
-        "self.x = cls.x = ctx.x = 1": [],
-        "parameter.grad = None": ["1 parameter.grad"],
-        "self.part.x += 1": ["1 self.part.x"],
-        "for a.b, c in pairs: pass": ["1 a.b"],
-        "print(a.b)\na['b'] = 1\ndel a.b": [],
-    }.items():
-        assert measure(source).outside == attributes, source
+MODULE = '"""Module\nof two lines."""\n\n# A comment.\ndef f(x):\n    """Returns x."""\n    return x  # the same\n'
 
 
-def test_fragments_are_found():
-    for source, comments, fragments in [
-        ("# The dtype of the tensor.", 1, 0),
-        ("# of the tensor", 1, 1),
-        ("x = 1  # by name", 1, 1),
-        ("# Its place.", 1, 1),
-        ("# Torch makes a copy\n# of the tensor.", 1, 0),
-        ("x = 1  # by name\ny = 2  # by place", 2, 2),
-        ("x = 1  # noqa: E501", 0, 0),
-        ("#\nx = '# of'", 0, 0),
-        ("# Offsets", 1, 0),
-    ]:
-        form = measure(f"{source}\n")
-        assert (form.comments, len(form.fragments)) == (comments, fragments), source
+@pytest.mark.parametrize(
+    ("source", "figures"),
+    [
+        (MODULE, {"tokens": 8, "code_lines": 2, "lines": 7, "comments": 2}),
+        ("x = 1; \n", {"tokens": 4}),
+        ("from typing import Any\ndef f(x: Any, y: list[Any]) -> int: ...\n", {"anys": 2}),
+        ("self.x = cls.x = ctx.x = 1\n", {"outside": []}),
+        ("parameter.grad = None\nself.part.x += 1\n", {"outside": ["1 parameter.grad", "2 self.part.x"]}),
+        ("for a.b, c in pairs: pass\n", {"outside": ["1 a.b"]}),
+        ("print(a.b)\na['b'] = 1\ndel a.b\n", {"outside": []}),
+        ("# The dtype of the tensor.\n\n# Offsets\n", {"comments": 2, "fragments": []}),
+        ("# of the tensor\n", {"comments": 1, "fragments": ["1 of the tensor"]}),
+        ("x = 1  # by name\ny = 2  # Its place.\n", {"comments": 2, "fragments": ["1 by name", "2 Its place."]}),
+        ("# Torch makes a copy\n# of the tensor.\n", {"comments": 1, "fragments": []}),
+        ("x = 1  # noqa: E501\n", {"comments": 0, "fragments": []}),
+        ("#\nx = '# of'\n", {"comments": 0, "fragments": []}),
+    ],
+)
+def test_figures_of_a_source(source, figures):
+    form = measure(source)
+    assert {name: getattr(form, name) for name in figures} == figures
 
 
 def test_forms_of_files_are_added_up(tmp_path):

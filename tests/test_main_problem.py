@@ -16,21 +16,6 @@ def test_problems_are_built_on_the_meta_device_if_possible(nets):
         assert next(module.parameters()).device.type == device
 
 
-def test_a_function_returns_all_four(nets):
-    problem = build_problem(nets("pair"))
-    assert isinstance(problem.criterion, nn.BCEWithLogitsLoss)
-    assert problem.rows == 6
-    problem = problem.with_rows(64)
-    inputs, targets = problem.inputs, problem.targets
-    assert (inputs.shape, targets.shape, inputs.device.type) == ((64, 4), (64, 1), "meta")
-
-
-def test_keyword_arguments_and_nested_inputs_get_the_rows(nets):
-    inputs = build_problem(nets("keywords")).with_rows(2).inputs
-    assert [tensor.shape for tensor in inputs["pair"]] == [(2, 4), (2, 4)]
-    assert (inputs["mask"].shape, inputs["extra"]["shift"].shape) == ((2,), (2, 4))
-
-
 def test_files_import_their_neighbours(tmp_path):
     (tmp_path / "neighbour_of_model.py").write_text("width = 4\n")
     (tmp_path / "types.py").write_text(  # named as a module of Python's

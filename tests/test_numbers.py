@@ -1,7 +1,7 @@
 """Measured numbers of the README and of docs/: each is on a benchmark's page to which its paragraph links, or has a month."""
 
-import importlib.util
 import re
+import runpy
 
 import pytest
 from helpers.pages import PAGES, ROOT
@@ -29,13 +29,6 @@ NOT_MEASURED = {
     "docs/quickstart.md": {"1e-4": "tolerance of a test", "1e-10": "tolerance of a test"},
     "docs/savings.md": {"1 MiB": "default of an argument"},
 }
-
-
-def load_tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def paragraphs(text):
@@ -83,7 +76,7 @@ def test_measured_numbers_stand_on_a_linked_benchmark(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- table " in PAGES[page]])
 def test_tables_are_those_of_the_benchmarks(page):
-    assert load_tables().with_tables(ROOT / page) == PAGES[page], "run python docs/tables.py"
+    assert runpy.run_path(ROOT / "docs" / "tables.py")["with_tables"](ROOT / page) == PAGES[page], "run python docs/tables.py"
 
 
 def test_no_exception_is_left_over():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from torch import nn
 
@@ -46,12 +47,8 @@ def make_update(model, criterion, micro_batches):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=1.0)
     rows = 2 * micro_batches * len(model.devices)
-    inputs, targets = torch.randn(rows, 4), torch.randint(3, (rows,))
+    inputs, targets = torch.randn(rows, 4), torch.randint(5, (rows,))
     return lambda: step(inputs, targets)
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def assert_within(numbers, budget):
@@ -60,19 +57,19 @@ def assert_within(numbers, budget):
 
 @pytest.mark.parametrize(("devices", "micro_batches", "budget"), [(1, 4, (16, 80, 260)), (2, 2, (18, 95, 260))])
 def test_update_of_replicas(devices, micro_batches, budget):
-    model = DataParallelModel(build(), ["cpu"] * devices)
+    model = DataParallelModel(build_net(), ["cpu"] * devices)
     assert_within(count(make_update(model, DataParallelCriterion(nn.CrossEntropyLoss()), micro_batches)), budget)
 
 
 def test_update_of_simulated_devices():
     with simulate(2):
-        numbers = count(make_update(DataParallelModel(build()), DataParallelCriterion(nn.CrossEntropyLoss()), 2))
+        numbers = count(make_update(DataParallelModel(build_net()), DataParallelCriterion(nn.CrossEntropyLoss()), 2))
     assert_within(numbers, (26, 148, 400))
 
 
 def count_on_rank(rank, strategy):
     torch.manual_seed(rank)
-    model, criterion = parallelize(build(), nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
     return count(make_update(model, criterion, 2))
 
 

@@ -26,7 +26,7 @@ LINKING = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in (
 
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
-SLOW = {f"docs/{name}.md" for name in ("memory", "huggingface", "libraries", "migrating", "savings")}
+SLOW = {f"docs/{name}.md" for name in ("balance", "huggingface", "libraries", "memory", "migrating", "savings", "training")}
 assert {*SLOW, "README.md", "docs/quickstart.md", "docs/exactness.md", "docs/balance.md"} <= set(WITH_BLOCKS)
 IN_A_LINE = 88
 

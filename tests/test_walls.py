@@ -1,6 +1,7 @@
 """Rules for all files: which folders they may import, names, no side effects of the import. Tables of exceptions have no rest."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def files():
 
 
 def test_all_folders_are_in_the_import_table():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"} == set(MAY_IMPORT)
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__", ".ruff_cache"} == set(MAY_IMPORT)
     assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT
 
 
@@ -107,6 +108,7 @@ def test_forbidden_imports_are_found():
         assert forbidden_imports(line, folders) == forbidden
 
 
+@functools.cache
 def imports_by_file():
     """Returns the modules of the package, each with the modules that it imports, those under ``TYPE_CHECKING`` too."""
     paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

@@ -4,11 +4,11 @@ The result of such a ``collate`` is marked with ``Whole``. The loss and the grad
 """
 
 import copy
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import Calls
 from helpers.pages import blocks
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
@@ -27,7 +27,6 @@ from balanced_parallel import (
     simulate,
 )
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 LENGTHS = [9, 3, 4, 2, 3, 7, 5, 12, 1]
 WORDS, TAGS = 37, 5
 
@@ -55,13 +54,12 @@ def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings
 
 
 def gpt2(attention="sdpa"):
-    transformers = pytest.importorskip("transformers")
-    rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    # with a cache, the mask of a packed row would be that of one long sample
-    settings = {"use_cache": False, "attn_implementation": attention, "bos_token_id": 1, "eos_token_id": 1}
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=WORDS, n_positions=32, n_embd=8, n_layer=2, n_head=2, **rates, **settings)
-    return transformers.GPT2LMHeadModel(config).double()
+    from helpers.trainers import make_model  # transformers is imported here, since ranks import this file
+
+    net = make_model("gpt2").double()
+    net.set_attn_implementation(attention)
+    net.config.use_cache = False  # with a cache, the mask of a packed row would be that of one long sample
+    return net
 
 
 def flatten(samples):
@@ -229,18 +227,6 @@ def test_rows_that_were_packed_before_run_one_by_one():
     assert_equal(make_step(net, cut, micro_batch_size=1)(rows), net, packed_program(samples))
 
 
-def test_out_of_memory_halves_the_tokens():
-    samples = make_samples([12] * 8 + [3] * 40)
-    with simulate(2) as cluster:
-        make_step(Packed().double(), ByCost(tokens_of, collate=whole, combine=sum), devices=range(2))(samples)
-        peak = max(cluster.peak)
-    with simulate(2, memory=int(0.8 * peak)):
-        net = Packed().double()
-        step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=range(2), micro_batch_size="auto")
-        assert_equal(step(samples), net, packed_program(samples))
-        assert step.micro_batch_cost == 54
-
-
 def unmarked_targets(samples):
     inputs, tags = join(samples)
     return Whole(inputs), Whole(tags)
@@ -298,18 +284,6 @@ def test_ranks_join_their_own_samples(strategy):
 # Objects: nested tensors, graphs
 
 
-class Nested(nn.Module):
-    """Works on the rows of a jagged tensor."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, TAGS))
-
-    def forward(self, rows):
-        return self.layers(rows).values()
-
-
 def join_nested(samples):
     rows = torch.nested.nested_tensor([row for row, _ in samples], layout=torch.jagged)
     return Whole((rows, torch.cat([tags for _, tags in samples])))
@@ -317,15 +291,15 @@ def join_nested(samples):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_jagged_tensors_are_made_on_each_device(double):
-    samples = [(torch.randn(length, 3), torch.randint(TAGS, (length,))) for length in LENGTHS]
-    net, plain = Nested(), Nested()
+    samples = [(torch.randn(length, 4), torch.randint(TAGS, (length,))) for length in LENGTHS]
+    net, plain = (Calls(lambda net, rows: net(rows).values()) for _ in range(2))
     rows, tags = join_nested(samples).value
     loss = F.cross_entropy(plain(rows), tags)
     loss.backward()
     cut = ByCost(lambda sample: len(sample[0]), collate=join_nested, combine=sum, limit=12)
     assert_equal(make_step(net, cut)(samples), net, (loss.detach(), gradients(plain)))
     criterion = DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows")
-    for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 3), rows)):
+    for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 4), rows)):
         with pytest.raises(TypeError, match=r"a nested tensor cannot be split by rows.*collate="):
             make_step(net, None, criterion)(inputs, targets)
 
@@ -341,19 +315,14 @@ class Movable:
         return self
 
 
-class OfObject(nn.Linear):
-    def forward(self, batch):
-        return super().forward(batch.x)
-
-
 def test_objects_are_moved_to_the_device_of_their_replica():
-    samples = [(torch.randn(3), row % TAGS) for row in range(6)]
+    samples = [(torch.randn(4), row % TAGS) for row in range(6)]
 
     def collate(samples):
         rows, targets = zip(*samples, strict=True)
         return Whole((Movable(torch.stack(rows)), torch.tensor(targets)))
 
-    batch, net = collate(samples).value[0], OfObject(3, TAGS)
+    batch, net = collate(samples).value[0], Calls(lambda net, batch: net(batch.x))
     expected = net(batch).detach()
     with simulate(2) as cluster:
         (output,) = DataParallelModel(net, cluster.devices)(Whole(batch))

@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
+from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, WeightedRandomSampler
@@ -137,43 +138,23 @@ def test_invalid_costs_raise_an_error(cost):
         BalancedBatchSampler([], 2)
 
 
-def text(length):
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(1, 50, (length + 1,), generator=generator)
-
-
-def pad(rows):
-    padded = nn.utils.rnn.pad_sequence([text(length) for length in rows], batch_first=True)
-    return padded[:, :-1], padded[:, 1:]
-
-
-def losses_of(rank, ranks):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50), Transpose()).double()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(ignore_index=0), ["cpu"])
+def losses_of(rank):
+    net, targets = build_net().double(), class_targets(20, ignored=6)
+    inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)).double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
     sampler = BalancedBatchSampler(LENGTHS[:20], 8, seed=0)
-    loader = DataLoader(LENGTHS[:20], batch_sampler=sampler, collate_fn=pad_or_none, generator=torch.Generator())
     losses = []
-    for inputs, targets in loader:
-        losses.append(step(inputs, targets).item())
+    for rows in sampler:
+        losses.append(step(inputs[rows], targets[rows]).item())
         sampler.advance()
     return losses
 
 
-def pad_or_none(rows):
-    return pad(rows) if rows else (torch.zeros(0, 1, dtype=torch.long),) * 2
-
-
-class Transpose(nn.Module):
-    def forward(self, logits):
-        return logits.transpose(1, 2)
-
-
 def test_ranks_train_as_one_process():
-    losses = losses_of(0, 1)
-    for found in run_ranks(2, losses_of, 2):
-        assert found == pytest.approx(losses, rel=1e-10)
+    losses = losses_of(0)
+    for losses_of_rank in run_ranks(2, losses_of):
+        assert losses_of_rank == pytest.approx(losses, rel=1e-10)
 
 
 @pytest.mark.parametrize("make", [RankBatchSampler, BalancedBatchSampler])

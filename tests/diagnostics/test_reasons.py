@@ -3,16 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import Calls
 from helpers.problems import build_net
+from helpers.trainers import make_model, make_rows, pad
 from helpers.verification import CPUS, check, contrastive_loss
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, verify
 
@@ -181,44 +176,20 @@ def test_state_written_by_the_criterion_is_reported_as_a_reason(kind, step, name
     assert torch.equal(criterion.center, torch.zeros(5))
 
 
-SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.02, "num_key_value_heads": 1}
-WORDS = torch.randint(40, (7, 9), generator=torch.Generator().manual_seed(0))
-LABELS = WORDS.where(torch.arange(9) < torch.tensor([[9], [2], [3], [5], [9], [2], [3]]), -100)
-STARTS, ENDS = torch.tensor([1, 2, 50, 60, 3, 9, 9]), torch.tensor([5, 4, 77, 60, 6, 2, 9])  # from 9 on, they are ignored
-
-
-def own_loss(out, *targets):
-    return out.loss
-
-
-def count_next_words(out, labels):
+def count_words(out, labels, *others):
     return (labels[:, 1:] != -100).sum()
 
 
-def mixtral():
-    net = MixtralForCausalLM(MixtralConfig(**SIZES, **ROUTERS, num_local_experts=4))
-    return net, {"labels": LABELS}, count_next_words
+def with_own_loss(head, weight, **targets):
+    """Returns a model that computes its loss, a criterion, the inputs and the targets."""
+    batch = pad(make_rows(head, 7)) | targets
+    targets = tuple(value for name, value in batch.items() if name not in ("input_ids", "attention_mask"))
+    return make_model(head).eval(), DataParallelCriterion(lambda out, *targets: out.loss, weight=weight), batch, targets
 
 
-def question_answering():
-    return BertForQuestionAnswering(BertConfig(**SIZES)), {"start_positions": STARTS, "end_positions": ENDS}, "rows"
-
-
-def pretraining():
-    def count(out, labels, following):
-        return (labels != -100).sum()
-
-    targets = {"labels": LABELS, "next_sentence_label": torch.tensor([0, 1, 1, 0, 1, 0, 0])}
-    return BertForPreTraining(BertConfig(**SIZES)), targets, count
-
-
-@pytest.mark.parametrize("make", [mixtral, question_answering, pretraining])
-def test_one_count_for_a_loss_of_several_parts_is_named(make):
-    torch.manual_seed(0)
-    net, targets, weight = make()
-    criterion = DataParallelCriterion(own_loss, weight=weight)
-    report = verify(net.eval(), criterion, {"input_ids": WORDS, **targets}, tuple(targets.values()), device_ids=CPUS)
+@pytest.mark.parametrize(("head", "weight"), [("routers", count_words), ("answers", "rows"), ("sentences", count_words)])
+def test_one_count_for_a_loss_of_several_parts_is_named(head, weight):
+    report = verify(*with_own_loss(head, weight), device_ids=CPUS)
     assert not report.equal
     assert report.reasons == (
         "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
@@ -228,22 +199,19 @@ def test_one_count_for_a_loss_of_several_parts_is_named(make):
 
 
 def test_question_answering_with_one_count_is_exact_where_it_counts_both():
-    torch.manual_seed(0)
-    net, targets, _ = question_answering()
-    targets = {"start_positions": STARTS, "end_positions": STARTS}
-    criterion = DataParallelCriterion(own_loss, weight=lambda out, starts, ends: (starts < 9).sum())
-    report = verify(net.eval(), criterion, {"input_ids": WORDS, **targets}, tuple(targets.values()), device_ids=CPUS)
+    places = torch.tensor([1, 2, 50, 60, 3, 9, 8])  # from 9 on, they are ignored
+    program = with_own_loss("answers", lambda out, starts, ends: (starts < 9).sum(), start_positions=places, end_positions=places)
+    report = verify(*program, device_ids=CPUS)
     assert report.equal, report
 
 
 def test_outputs_that_hooks_of_the_first_forward_capture_come_once():
-    torch.manual_seed(0)
-    net, _, _ = mixtral()  # transformers registers hooks when an output is first asked for
+    net, words = make_model("routers"), pad(make_rows("routers", 7))["input_ids"]
     model = DataParallelModel(net, CPUS)
-    for _ in range(2):
-        assert [len(out.router_logits) for out in model(WORDS)] == [2, 2, 2]
+    for _ in range(2):  # transformers registers hooks when an output is first asked for
+        assert [len(out.router_logits) for out in model(words)] == [2, 2, 2]
     assert len(net.model.layers[0].mlp.gate._forward_hooks) == 1
-    plain, split = net(WORDS, output_hidden_states=True), model(WORDS, output_hidden_states=True)
+    plain, split = net(words, output_hidden_states=True), model(words, output_hidden_states=True)
     for expected, found in zip(plain.hidden_states, split.hidden_states.gather(), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -272,20 +240,12 @@ def test_rows_mixed_in_forward_are_a_reason(mix):
     assert report.first_difference.startswith("second (Linear): relative error")
 
 
-class FlatTimeMajor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-
-    def forward(self, x):
-        return self.net(x).transpose(0, 1).flatten(0, 1)
-
-
 @pytest.mark.usefixtures("double")
 def test_rows_in_another_order_are_a_reason():
     inputs, targets = torch.randn(7, 3, 4), torch.randint(5, (21,))
-    report = verify(FlatTimeMajor(), nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS)
-    assert report.reasons == (f"forward mixes rows, in the model (FlatTimeMajor), or between it and net (Sequential): {MIXED}",)
+    net = Calls(lambda net, x: net(x).transpose(0, 1).flatten(0, 1))
+    report = verify(net, nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS)
+    assert report.reasons == (f"forward mixes rows, in the model (Calls), or between it and net (Sequential): {MIXED}",)
 
 
 @pytest.mark.usefixtures("double")

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import Calls
 from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
 from torch import nn
@@ -37,6 +38,14 @@ def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion, rows):
 # Losses that are sums, or means over something other than rows
 
 
+def plain_mean(output, target):
+    return F.cross_entropy(output, target)
+
+
+def sum_plus_mean(output, target):
+    return F.cross_entropy(output, target) + output.pow(2).sum()
+
+
 def variational_loss(output, target):
     cross = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
     return cross + 0.5 * torch.sum(output.pow(2))
@@ -47,25 +56,34 @@ def mean_of_few(output, target):
     return F.cross_entropy(output[counted], target[counted], reduction="sum") * counted.sum().clamp(min=1).reciprocal()
 
 
-def test_a_sum_without_reduction_is_reported_as_a_reason():
-    targets = torch.rand(9, 5)
-    assert reasons_of(variational_loss, targets=targets) == (REASON,)
-    assert reasons_of(DataParallelCriterion(variational_loss, reduction="sum"), targets=targets) == ()
+def count_of_few(output, target):
+    return (target > 1).sum()
 
 
-def test_a_mean_over_some_rows_needs_its_divisor():
-    assert reasons_of(mean_of_few) == (REASON,)
-    assert reasons_of(mean_of_few, weight="rows") == (REASON,)
-    assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
+def wrong_count(output, target):
+    return (target + 1).sum()
 
 
-def test_a_mean_over_rows_with_a_wrong_weight_is_reported_as_a_reason():
-    def loss(output, target):
-        return F.cross_entropy(output, target)
+@pytest.mark.parametrize(
+    ("criterion", "wrong", "right"),
+    [
+        (variational_loss, [{}], {"reduction": "sum"}),
+        (mean_of_few, [{}, {"weight": "rows"}], {"weight": count_of_few}),
+        (plain_mean, [{"weight": wrong_count}], {"weight": "rows"}),
+        (sum_plus_mean, [{}], {"whole": True}),
+        (nn.CrossEntropyLoss(), [{"weight": wrong_count}], {}),
+        (functools.partial(F.cross_entropy), [{"weight": wrong_count}], {}),
+    ],
+)
+def test_a_loss_needs_its_own_settings(criterion, wrong, right):
+    targets = torch.rand(9, 5) if criterion is variational_loss else class_targets(9)
+    for settings in wrong:
+        assert reasons_of(DataParallelCriterion(criterion, **settings), targets=targets) == (REASON,)
+    assert reasons_of(DataParallelCriterion(criterion, **right), targets=targets) == ()
 
-    assert reasons_of(loss, weight=lambda output, target: (target + 1).sum()) == (REASON,)
-    assert reasons_of(loss, weight="rows") == ()
-    adds_up, computed = reasons_of(loss, rows=8, weight=lambda output, target: 1)  # right for two equal parts
+
+def test_a_weight_that_does_not_add_up_is_named_too():
+    adds_up, computed = reasons_of(plain_mean, rows=8, weight=lambda output, target: 1)  # right for two equal parts
     assert adds_up.startswith("weight= does not add up: it returned 1 for 8 rows, 1 for the first of them and 1 for the others")
     assert computed == REASON
 
@@ -104,11 +122,6 @@ def test_the_loss_of_several_terms_is_their_sum():
 # Reasons that would be false
 
 
-def test_a_loss_of_torch_needs_no_weight():
-    for criterion in (nn.CrossEntropyLoss(), functools.partial(F.cross_entropy)):
-        assert reasons_of(criterion, weight=lambda output, target: (target + 1).sum()) == (REASON,)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)])
 def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
     net, inputs, targets = build_net().to(dtype), torch.randn(64, 4).to(dtype), class_targets(64)
@@ -130,10 +143,6 @@ def test_a_wrong_mean_has_no_reason_in_half_precision():
     assert report.reasons == ()
     assert "no known reason: compare in float64" in str(report)
     assert verify(build_net(), mean_of_few, inputs, targets, device_ids=CPUS).reasons == (REASON,)
-
-
-def test_a_sum_plus_a_mean_is_reported_as_a_reason():
-    assert reasons_of(lambda output, target: F.cross_entropy(output, target) + output.pow(2).sum()) == (REASON,)
 
 
 def test_a_coupled_loss_is_never_told_to_be_whole():
@@ -172,12 +181,6 @@ def test_a_loss_of_several_splits_is_refused_or_named():
 # Outputs that are tuples
 
 
-class TwoOutputs(nn.Linear):
-    def forward(self, x):
-        scores = super().forward(x)
-        return scores, scores.pow(2).mean(1)
-
-
 def two_losses(scores, norms, target):
     return F.cross_entropy(scores, target) + norms.mean()
 
@@ -188,14 +191,14 @@ def of_a_pair(output, *targets):
 
 @pytest.mark.parametrize(("rows", "equal"), [(7, False), (6, True)])
 def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
-    report = verify(TwoOutputs(4, 5), two_losses, torch.randn(rows, 4), class_targets(rows), device_ids=CPUS, weight=of_a_pair)
+    program = Calls(lambda net, x: (net(x), net(x).pow(2).mean(1))), two_losses, torch.randn(rows, 4), class_targets(rows)
+    report = verify(*program, device_ids=CPUS, weight=of_a_pair)
     reason = (
         f"weight= does not add up: it returned 5 for {rows} rows, 5 for the first of them and 5 for the others, expected the "
         "number of terms that the mean divides by; the output is a tuple, whose 2 entries fill its first 2 arguments"
     )
     assert report.equal == equal  # equal replicas hide it
     assert reason in (report.warnings if equal else report.reasons)
-    settings = {"device_ids": CPUS, "weight": lambda scores, norms, target: len(norms)}
-    report = verify(TwoOutputs(4, 5), two_losses, torch.randn(rows, 4), class_targets(rows), **settings)
+    report = verify(*program, device_ids=CPUS, weight=lambda scores, norms, target: len(norms))
     assert report.equal
     assert not report.warnings

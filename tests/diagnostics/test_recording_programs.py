@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.loops import Calls
 from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, flat_loss, time_major
 from torch import nn
@@ -45,22 +46,12 @@ def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
     assert verify(*program, device_ids=CPUS, weight=lambda loss, targets: (targets != -100).sum()).equal
 
 
-class ScaledNet(nn.Module):
-    """Has a buffer that requires a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-        self.register_buffer("scale", torch.ones(5, requires_grad=True))
-
-    def forward(self, x):
-        return self.net(x) * self.scale
-
-
 def test_gradients_of_buffers_are_compared():
-    report = check(ScaledNet())
+    model = Calls(lambda net, x: net(x) * net.scale)
+    model.net.register_buffer("scale", torch.ones(5, requires_grad=True))
+    report = check(model)
     assert report.equal
-    assert "scale" in report.gradient_errors
+    assert "net.scale" in report.gradient_errors
 
 
 class Shifted(nn.Module):
@@ -81,23 +72,12 @@ def test_the_last_layer_with_an_equal_output_is_named():
     assert report.first_difference.endswith("; equal up to 1.0.first (Linear)")
 
 
-class Mean(nn.Module):
-    def forward(self, x):
-        return x - x.mean(0)
-
-
 @pytest.mark.parametrize("after", [nn.Identity(), nn.ReLU(inplace=True)])
 def test_a_layer_whose_output_is_overwritten_is_the_cause(after):
-    report = check(nn.Sequential(nn.Linear(4, 5), Mean(), after))
-    assert report.first_difference.startswith("1 (Mean): relative error")
-
-
-class Computing(nn.Linear):
-    """Changes the rows before its product."""
-
-    def forward(self, x):
-        return super().forward(x * torch.ones_like(x).sum() / 28)
+    report = check(nn.Sequential(nn.Linear(4, 5), Calls(lambda _, x: x - x.mean(0)), after))
+    assert report.first_difference.startswith("1 (Calls): relative error")
 
 
 def test_a_difference_before_the_first_layer():
-    assert check(Computing(4, 5)).first_difference.endswith("; equal up to the inputs")
+    changing = Calls(lambda net, x: net(x * torch.ones_like(x).sum() / 28))
+    assert check(changing).first_difference.endswith("; equal up to the inputs")

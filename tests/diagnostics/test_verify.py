@@ -1,10 +1,12 @@
 """``verify``: equality with the plain program, errors, and the text of a report."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import Calls
 from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
 from torch import nn
@@ -85,15 +87,9 @@ def test_settings_of_wrappers_are_used():
     assert report.micro_batches == 3  # the first device has three quarters of the rows
 
 
-class RoundedOutput(nn.Linear):
-    """A layer whose output depends on the number of rows, with relative differences of the size of float32."""
-
-    def forward(self, x):
-        return super().forward(x) * (1 + 1e-8 * len(x))
-
-
 def test_rounding_to_float32_is_reported_as_a_reason():
-    assert check(RoundedOutput(4, 5)).reasons == (
+    rounded = Calls(lambda net, x: net(x) * (1 + 1e-8 * len(x)))  # differences of the size of float32
+    assert check(rounded).reasons == (
         "rounding: the errors are within the rounding of float64, or of a part that casts to float32: compare in float64 "
         "(model.double()), or give tolerance=",
     )
@@ -139,15 +135,11 @@ def test_programs_with_rows_in_dimension_1_are_equal():
     assert verify(*wrapped, inputs, targets).equal
 
 
-class OwnLoss(nn.Linear):
-    def forward(self, x, labels):
-        return {"loss": F.cross_entropy(super().forward(x), labels), "labels": labels}
-
-
 def test_a_model_that_computes_its_loss_needs_no_targets():
     inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
     settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
-    report = verify(OwnLoss(4, 5), lambda output: output["loss"], inputs, **settings)
+    model = Calls(lambda net, x, labels: {"loss": F.cross_entropy(net(x), labels), "labels": labels})
+    report = verify(model, lambda output: output["loss"], inputs, **settings)
     assert report.equal
     assert "labels" not in report.gradient_errors
 
@@ -158,15 +150,6 @@ def test_the_table_has_the_ten_largest_errors():
     assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients
     assert "... and 10 more" in lines
     assert len(report.gradient_errors) == 20
-
-
-class Clips(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-
-    def forward(self, clips, scale):
-        return torch.stack([self.net(clip).mean(0) * scale for clip in clips])
 
 
 def two_means(output, target):
@@ -182,22 +165,17 @@ def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_ba
     x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
     several = DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
     assert verify(DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size).equal
-    whole = DataParallelModel(Clips(), CPUS, in_dims={"scale": None})
-    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(Clips(), CPUS), Whole(torch.rand(5)))):
+    of_clips = Calls(lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips]))
+    whole = DataParallelModel(of_clips, CPUS, in_dims={1: None})
+    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(of_clips, CPUS), Whole(torch.rand(5)))):
         report = verify(model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size)
         assert report.equal, report
 
-    def flat_loss(output, target):
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
     x, target = torch.randn(5, 11, 4), torch.randint(5, (5, 11))
     explicit = DataParallelCriterion(flat_loss, in_dims=(1, 1), weight="rows")
-    for model, criterion in (
-        (DataParallelModel(build_net(), CPUS, dim=1), flat_loss),
-        (DataParallelModel(build_net(), CPUS, in_dims=1, out_dims=1), explicit),
-    ):
-        report = verify(model, criterion, x, target, micro_batch_size=micro_batch_size)
-        assert report.equal, report
+    model = DataParallelModel(build_net(), CPUS, in_dims=1, out_dims=1)
+    report = verify(model, explicit, x, target, micro_batch_size=micro_batch_size)
+    assert report.equal, report
 
 
 def test_verify_reports_equality_on_simulated_devices():
@@ -225,16 +203,10 @@ def test_the_table_of_a_report():
     assert "state norm.rows  6.0e-01  <-" in lines
 
 
-class Drawing(nn.Module):
+def draw(net, x):
     """Draws for each row, for its elements, and for weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 5)
-
-    def forward(self, x):
-        hidden = F.dropout(self.first(x), 0.3) + 0.1 * torch.randn_like(x[:, :1])
-        return F.linear(hidden, F.dropout(self.second.weight, 0.5), self.second.bias)
+    hidden = F.dropout(net[0](x), 0.3) + 0.1 * torch.randn_like(x[:, :1])
+    return F.linear(hidden, F.dropout(net[2].weight, 0.5), net[2].bias)
 
 
 def noisy_loss(output, target):
@@ -243,7 +215,7 @@ def noisy_loss(output, target):
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_random_numbers_by_row_are_compared_with_those_of_one_device(micro_batch_size):
-    program = Drawing(), DataParallelCriterion(noisy_loss, weight="rows"), torch.randn(11, 4), class_targets(11)
+    program = Calls(draw), DataParallelCriterion(noisy_loss, weight="rows"), torch.randn(11, 4), class_targets(11)
     settings = {"device_ids": CPUS, "micro_batch_size": micro_batch_size}
     before = torch.get_rng_state()
     report = verify(*program, **settings, reproducible=True)
@@ -261,22 +233,13 @@ def test_a_coupled_loss_with_dropout_is_equal_by_row():
 
 def test_random_numbers_by_row_are_not_blamed():
     def layers(function):
-        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Calls(function), nn.Linear(6, 5))
+        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Calls(lambda _, x: function(x)), nn.Linear(6, 5))
 
     (reason,) = check(layers(lambda x: x - x.mean(0)), reproducible=True).reasons
     assert reason.startswith("forward mixes rows, in 2 (Calls)")
     assert check(layers(torch.tanh), reproducible=True).reasons == ()
     with pytest.raises(NotImplementedError, match="with reproducible=True its numbers cannot follow the rows"):
         check(layers(lambda x: x + torch.poisson(x.detach().abs())), reproducible=True)
-
-
-class Calls(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def test_a_single_device_is_split_unless_it_is_given():
@@ -320,15 +283,10 @@ class AddsToGradient(torch.autograd.Function):
         return gradient, gradient.new_ones(())
 
 
-class Routed(nn.Module):
-    def __init__(self, injects):
-        super().__init__()
-        self.first, self.second, self.injects = nn.Linear(4, 6), nn.Linear(6, 5), injects
-
-    def forward(self, x):
-        features = self.first(x)
-        output = self.second(features.tanh())
-        return AddsToGradient.apply(output, features.pow(2).mean()) if self.injects else (output, features)
+def route(net, x, injects):
+    features = net[0](x)
+    output = net[1:](features)
+    return AddsToGradient.apply(output, features.pow(2).mean()) if injects else (output, features)
 
 
 def with_auxiliary_loss(output, features, target):
@@ -336,9 +294,9 @@ def with_auxiliary_loss(output, features, target):
 
 
 def test_gradients_that_the_backward_changes_are_named():
-    report = check(Routed(injects=True))
+    report = check(Calls(functools.partial(route, injects=True)))
     assert report.loss_error <= 1e-10
     assert report.reasons == (
         "loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/exactness.md)",
     )
-    assert check(Routed(injects=False), with_auxiliary_loss).equal
+    assert check(Calls(functools.partial(route, injects=False)), with_auxiliary_loss).equal

@@ -13,7 +13,6 @@ import torch
 import transformers
 from helpers import pytorch_encoding
 from helpers.ranks import run_ranks
-from helpers.slow import slow
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
@@ -118,7 +117,8 @@ def test_programs_of_one_process(name, batch_size, monkeypatch):
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", ["ddp", slow("accelerate"), slow("fabric")])
+@pytest.mark.slow  # the programs of one process have the same forms
+@pytest.mark.parametrize("name", ["ddp", "accelerate", "fabric"])
 def test_programs_of_two_ranks(name):
     ranks = {which: run_ranks(2, run_rank, str(FOLDER / name / f"{which}.py"), fresh=True) for which in ("before", "after")}
     plain = run_plain(name, tags_loss, 16)

@@ -38,7 +38,7 @@ def check_training(head, loss_of=model_loss, kind=BalancedTrainer, tolerance=1e-
     check(train(make_trainer(head, arguments, kind, rows=rows, **settings)), expected, tolerance)
 
 
-@pytest.mark.parametrize("head", slow_but(HEADS, "classes", "masked words", "gpt2", "answers", "t5"))
+@pytest.mark.parametrize("head", slow_but(HEADS, "masked words", "gpt2", "t5"))
 def test_heads(head):
     check_training(head)
 
@@ -238,6 +238,7 @@ def test_evaluation_of_two_means():
     np.testing.assert_allclose(predictions[0], logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_simulated_devices():
     with simulate(2):
         check_training("gpt2", devices=[0, 1])

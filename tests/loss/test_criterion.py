@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
-from helpers.problems import assert_exact, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import assert_exact, build_net, class_targets
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -50,51 +50,6 @@ def test_all_forms_of_outputs_equal_the_plain_program(name, ignored):
     assert_exact(shaped(form), criterion, torch.randn(7, 4), class_targets(7, ignored), plain=plain, weight=weight)
 
 
-class Focal(nn.CrossEntropyLoss):
-    """Another loss than that of its base class."""
-
-    def forward(self, output, target):
-        return (F.cross_entropy(output, target, reduction="none") ** 2).mean()
-
-
-def masked_mean(output, target, mask):
-    return ((output - target).pow(2).mean(1) * mask).sum() / mask.sum()
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, output, target):
-        return F.mse_loss(self.scale * output, target)
-
-
-def test_criteria_of_users_equal_the_plain_program():
-    net, x, values = build_net(), torch.randn(6, 4), torch.rand(6, 5)
-    assert_exact(net, Focal(), x, class_targets(6))
-    assert_exact(net, Scaled(), x, values, weight=lambda output, target: output.numel())
-    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the loss of the second of three shards is nan, of weight zero
-    assert_exact(net, masked_mean, x, values, mask, weight=lambda output, target, mask: mask.sum())
-
-
-def test_a_loss_that_couples_rows_raises_an_error_with_a_working_fix():
-    def contrastive_loss(output, target):
-        return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
-
-    net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
-    loss, expected = plain_program(net, contrastive_loss, x, target)
-    outputs = DataParallelModel(net, CPUS)(x)
-    with pytest.raises(TypeError, match=r"contrastive_loss appears to be.*criterion\(gather\(outputs\), targets\)"):
-        DataParallelCriterion(contrastive_loss)(outputs, target)
-    found = contrastive_loss(gather(outputs), target)
-    found.backward()
-    torch.testing.assert_close(found.detach(), loss)
-    assert_same_gradients(gradients(net), expected)
-    by_hand = DataParallelCriterion(contrastive_loss, weight=lambda output, target: len(output))
-    assert by_hand(DataParallelModel(net, CPUS)(x), target).isfinite()  # an explicit weight= takes precedence
-
-
 def test_reduction_none_returns_losses_for_gather():
     net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
     for criterion in (nn.CrossEntropyLoss(reduction="none"), functools.partial(F.cross_entropy, reduction="none")):
@@ -104,18 +59,11 @@ def test_reduction_none_returns_losses_for_gather():
 
 
 def test_flattened_targets_and_outputs_equal_the_plain_program():
-    class Words(nn.Module):
-        def __init__(self, flat):
-            super().__init__()
-            self.net, self.flat = build_net(), flat
-
-        def forward(self, x):
-            return self.net(x).flatten(0, 1) if self.flat else self.net(x).transpose(1, 2)
-
     x, target = torch.randn(5, 3, 4), torch.randint(5, (5, 3))
     target[:2] = -100
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    flat, deep = DataParallelModel(Words(True), CPUS), DataParallelModel(Words(False), CPUS)
+    flat = DataParallelModel(shaped(lambda out: out.flatten(0, 1)), CPUS)
+    deep = DataParallelModel(shaped(lambda out: out.transpose(1, 2)), CPUS)
     expected = F.cross_entropy(flat.module(x), target.flatten())
     torch.testing.assert_close(criterion(flat(x), target.flatten()), expected)
     torch.testing.assert_close(criterion(list(flat(x)), target.flatten()), expected)
@@ -124,30 +72,20 @@ def test_flattened_targets_and_outputs_equal_the_plain_program():
         criterion(deep(x), target[:4])
 
 
-def test_targets_are_split_like_unequal_inputs():
-    net, x, target = build_net(), torch.randn(9, 4), class_targets(9, 4)
-    model = DataParallelModel(net, CPUS, split=[5, 0, 1])
-    scalars = DataParallelModel(shaped(lambda out: out.sum()), CPUS, split=[5, 0, 1])
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    torch.testing.assert_close(criterion(model(x), target), F.cross_entropy(net(x), target))
-    by_rows = DataParallelCriterion(lambda total, target: total + target.sum(), weight=lambda total, target: len(target))
-    assert by_rows(scalars(x), torch.ones(9)).isfinite()
-
-
 def test_losses_with_an_unknown_number_of_rows_have_equal_weights():
     losses = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)]
     assert DataParallelCriterion(lambda loss: loss, weight="rows")(losses).item() == 3.0
 
 
-def test_sums_of_half_precision_losses_do_not_overflow():
-    output = torch.full((64, 4), 50.0, dtype=torch.float16)
-    target = torch.zeros(64, 4, dtype=torch.float16)
-    expected = F.mse_loss(output, target)
-    assert expected.isfinite()  # 2500, although the sum of the squares exceeds 65504
-    found = DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target)
-    assert found.item() == expected.item()
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), lambda out, target: F.mse_loss(out, target), lambda out, target: (out - target).pow(2).mean()]
+)
+def test_sums_of_half_precision_losses_do_not_overflow(loss):
+    output, target = torch.full((64, 4), 50.0, dtype=torch.float16), torch.zeros(64, 4, dtype=torch.float16)
+    halves, criterion = PerReplica([output[:40], output[40:]], [40, 24]), DataParallelCriterion(loss)
+    assert criterion(halves, target).item() == 2500  # although the sum of the squares exceeds 65504
     with torch.autocast("cpu", torch.float16):
-        assert DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target).item() == expected.item()
+        assert criterion(halves, target).item() == 2500
 
 
 def test_class_weights_in_half_precision_keep_their_dtype():

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_exact_update
+from helpers.problems import assert_exact_update, build_net
 from helpers.steps import still_step
 from torch import nn
 
@@ -35,6 +35,13 @@ def weigh(output, target):
     return (target != 0).sum()
 
 
+class Focal(nn.CrossEntropyLoss):
+    """Another loss than that of its base class."""
+
+    def forward(self, output, target):
+        return (F.cross_entropy(output, target, reduction="none") ** 2).mean()
+
+
 class Shifted(nn.Module):
     """A cross entropy with a parameter of its own."""
 
@@ -56,6 +63,7 @@ CRITERIA = {
     "two means": (lambda: two_means, {}),
     "a mean inside": (lambda: one_mean, {}),
     "a mean of a module with a parameter": (Shifted, {}),
+    "a mean of a subclass of a loss of torch": (Focal, {}),
     "a function of sums": (DiceLoss, {}),
     "a function of all rows": (lambda: spread_of_outputs, {"whole": True}),
 }
@@ -63,8 +71,7 @@ CRITERIA = {
 
 @pytest.fixture
 def net(double):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return build_net(3)
 
 
 @pytest.mark.parametrize("limit", [None, 1, 2])

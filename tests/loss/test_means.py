@@ -240,15 +240,6 @@ def fill_zeros(output):
     return losses.sum()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_losses_are_refused(name):
-    def criterion(output, values):
-        return REFUSED[name](output.requires_grad_(), values)
-
-    with pytest.raises(ValueError, match=r"is not a sum of known means.*weight=.*weight='rows'.*reduction='sum'.*whole=True"):
-        two_outputs(criterion)
-
-
 COUPLED = {
     "contrastive": lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out))),
     "all pairs": lambda out, values: (out @ out.T).pow(2).mean(),
@@ -260,30 +251,35 @@ COUPLED = {
     "a mean that one half lacks": lambda out, values: F.mse_loss(out, values) + (out.mean() if len(out) > 1 else 0),
     "more than two rows": lambda out, values: F.mse_loss(out, values) if out[2].numel() else None,
 }
+CONSTANTS = {
+    "over twelve": lambda out, values: out.sum() / 12,
+    "over the columns": lambda out, values: out.pow(2).sum() / out.size(1),
+}
+OVER_ITS_VALUE = {
+    "over its value": lambda out, values: F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values)
+}
+OF_MORE_ROWS = ("variances", "more than two rows")  # a deviation of one row is nan
+MESSAGES = [  # of an error, the losses, and the numbers of rows
+    (r"is not a sum of known means.*weight=.*weight='rows'.*reduction='sum'.*whole=True", REFUSED, (8,)),
+    (r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight=", COUPLED, (2, 6)),
+    (r"computes .* \* mse_loss, l1_loss for some rows, and .* \* mse_loss, l1_loss for others", OVER_ITS_VALUE, (2, 6)),
+    (r"number that a sum is divided by must .*clamp\(min=1\).* weight=.*reduction='sum'", CONSTANTS, (2, 6)),
+]
 
 
-ONE_ROW = [name for name in COUPLED if name not in ("variances", "more than two rows")]  # a deviation of one row is nan
-
-
-@pytest.mark.parametrize(("name", "rows"), [*[(name, 6) for name in COUPLED], *[(name, 2) for name in ONE_ROW]])
-def test_losses_that_do_not_add_up_are_refused_in_the_first_batch(name, rows):
-    with pytest.raises(ValueError, match=r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight="):
-        two_outputs(COUPLED[name], rows)
-
-
-@pytest.mark.parametrize("rows", [2, 6])
-def test_a_mean_over_its_value_is_refused(rows):
-    with pytest.raises(
-        ValueError, match=r"computes .* \* mse_loss, l1_loss for some rows, and .* \* mse_loss, l1_loss for others"
-    ):
-        two_outputs(lambda out, values: F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values), rows)
-
-
-@pytest.mark.parametrize("rows", [2, 6])
-def test_a_sum_over_a_constant_is_refused_with_its_reason(rows):
-    for loss in (lambda out, values: out.sum() / 12, lambda out, values: out.pow(2).sum() / out.size(1)):
-        with pytest.raises(ValueError, match=r"number that a sum is divided by must .*clamp\(min=1\).* weight=.*reduction='sum'"):
-            two_outputs(loss, rows)
+@pytest.mark.parametrize(
+    ("message", "loss", "rows"),
+    [
+        pytest.param(message, loss, rows, id=f"{name}-{rows}")
+        for message, losses, sizes in MESSAGES
+        for name, loss in losses.items()
+        for rows in sizes
+        if rows > 2 or name not in OF_MORE_ROWS
+    ],
+)
+def test_losses_that_are_no_sums_of_means_are_refused_in_the_first_batch(message, loss, rows):
+    with pytest.raises(ValueError, match=message):
+        two_outputs(lambda out, values: loss(out.requires_grad_(), values), rows)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
@@ -474,43 +470,30 @@ def test_verify_tells_of_a_loss_that_would_be_refused(advice):
     assert advice in report.warnings[0]
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 def test_memory_of_any_loss_is_estimated():
     criterion = DataParallelCriterion(lambda *batch: F.cross_entropy(*batch).exp())
     report = memory.estimate(build_net(), criterion, torch.randn(8, 4), class_targets(8), devices=2, layout="replicas")
     assert min(report.allocated) > 0
 
 
-def test_half_precision_does_not_overflow():
-    output, target = torch.full((64, 4), 50.0, dtype=torch.float16), torch.zeros(64, 4, dtype=torch.float16)
-    for criterion in (lambda out, target: F.mse_loss(out, target), lambda out, target: (out - target).pow(2).mean()):
-        result = DataParallelCriterion(criterion)(PerReplica([output[:40], output[40:]], [40, 24]), target)
-        assert result.item() == 2500
-
-
-def assert_no_waits_after(cluster, updates, update):
+@pytest.mark.parametrize(("by_hand", "updates"), [(False, 5), (True, 2)])
+def test_the_host_waits_for_no_device_after_the_first_updates(by_hand, updates):
     """A check of halves waits: it is the 1st, 2nd, 4th, 8th, ... computation of the loss."""
-    for _ in range(updates):
-        update()
-    before = len(cluster.waits)
-    assert before
-    update()
-    assert cluster.waits[before:] == []
-
-
-def test_the_host_waits_for_no_device_after_the_first_updates():
     net, inputs, target = build_net().float(), torch.randn(8, 4, dtype=torch.float32), class_targets(8)
-    with simulate(devices=2) as cluster:
-        batch = inputs.pin_memory(), target.pin_memory()
-        criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
-        model = DataParallelModel(net.to("sim:0"), [0, 1])
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
-        assert_no_waits_after(cluster, 5, lambda: step(*batch))
-
-
-def test_a_loop_by_hand_waits_for_no_device_after_the_first_batches():
-    net, inputs, target = build_net(), torch.randn(8, 4), class_targets(8)
     with simulate(2) as cluster:
-        model = DataParallelModel(net)
-        criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
-        batch = inputs.to("sim:0"), target.to("sim:0")
-        assert_no_waits_after(cluster, 2, lambda: criterion(model(batch[0]), batch[1]).backward())
+        model = DataParallelModel(net.to("sim:0"))
+        if by_hand:
+            criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
+            batch = inputs.to("sim:0"), target.to("sim:0")
+        else:
+            criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target))
+            batch = inputs.pin_memory(), target.pin_memory()
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
+        update = (lambda: criterion(model(batch[0]), batch[1]).backward()) if by_hand else lambda: step(*batch)
+        for _ in range(updates):
+            update()
+        before = len(cluster.waits)
+        assert before
+        update()
+        assert cluster.waits[before:] == []

@@ -7,47 +7,28 @@ import pytest
 import torch
 from helpers.problems import assert_same_gradients, gradients
 from helpers.steps import still_step
+from helpers.trainers import make_model, make_rows, pad
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, weighted_mean
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, weighted_mean
 
 pytestmark = pytest.mark.usefixtures("double")
 
 CPUS = ["cpu"] * 3
 
 
-def bert():
-    config = BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5
-    )
-    return BertForTokenClassification(config), 5, lambda labels: (labels != -100).sum()
+COUNTS = {
+    "tags": lambda labels: (labels != -100).sum(),
+    "gpt2": lambda labels: (labels[:, 1:] != -100).sum(),
+    "t5": lambda labels: (labels != -100).sum(),
+}
 
 
-def gpt2():
-    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)
-    return GPT2LMHeadModel(config), 40, lambda labels: (labels[:, 1:] != -100).sum()
-
-
-def t5():
-    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config), 40, lambda labels: (labels != -100).sum()
-
-
-def make_batch(labels):
-    ids, targets = torch.randint(40, (7, 9)), torch.randint(labels, (7, 9))
-    return {"input_ids": ids, "labels": targets, "attention_mask": torch.ones(7, 9, dtype=torch.long)}
-
-
-@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
-def test_losses_of_hugging_face_models_equal_the_plain_program(make):
-    torch.manual_seed(0)
-    net, labels, count = make()
-    net.double().eval()
-    batch = make_batch(labels)
-    for row, length in enumerate([9, 2, 1, 5, 9, 1, 3]):
-        batch["labels"][row, length:] = -100
+@pytest.mark.parametrize("head", COUNTS)
+def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head):
+    net, batch, count = make_model(head).double().eval(), pad(make_rows(head, 7)), COUNTS[head]
+    batch["labels"][2, 1:] = -100
     batch["labels"][3:5] = -100  # a replica without counted labels, whose loss is nan
     loss = net(**batch).loss
     loss.backward()
@@ -59,68 +40,19 @@ def test_losses_of_hugging_face_models_equal_the_plain_program(make):
     outputs = model(**batch)
     found = criterion(outputs, batch["labels"])
     found.backward()
-    tolerance = 1e-6 if make is gpt2 else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
+    tolerance = 1e-6 if head == "gpt2" else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
     torch.testing.assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
     assert_same_gradients(gradients(net), expected, tolerance)
     weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
     torch.testing.assert_close(weighted_mean(outputs.loss, weights), loss)
-    torch.testing.assert_close(outputs.logits.gather(), net(**batch).logits)
-
-
-@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("devices", [1, 3])
-def test_gathered_outputs_of_hugging_face_models_equal_the_plain_outputs(make, devices):
-    net, labels, _ = make()
-    net.double().eval()
-    batch = make_batch(labels)
     with torch.no_grad():
-        expected = net(**batch)
-        found = DataParallelModel(net, ["cpu"] * devices, gather_outputs=True)(**batch)
-    assert type(found) is type(expected)
-    torch.testing.assert_close(found.logits, expected.logits)
-    assert type(found.get("past_key_values")) is type(expected.get("past_key_values"))
-    if make is gpt2:  # a cache object with the tensors of each layer
-        for layer, expected_layer in zip(found.past_key_values, expected.past_key_values, strict=True):
+        plain, gathered = net(**batch), DataParallelModel(net, CPUS, gather_outputs=True)(**batch)
+    assert type(gathered) is type(plain)
+    torch.testing.assert_close([outputs.logits.gather(), gathered.logits], [plain.logits] * 2)
+    assert type(gathered.get("past_key_values")) is type(plain.get("past_key_values"))
+    if head == "gpt2":  # a cache object with the tensors of each layer
+        for layer, expected_layer in zip(gathered.past_key_values, plain.past_key_values, strict=True):
             torch.testing.assert_close(layer[:2], expected_layer[:2])
-
-
-class Detector(nn.Module):
-    """A model that returns a mapping of losses. One has its own divisor of at least 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 5)
-
-    def forward(self, images, targets):
-        scores = torch.stack([self.net(image.mean((1, 2))) for image in images])
-        boxes = [target["boxes"].sum() * score.sum() for target, score in zip(targets, scores, strict=True)]
-        return {
-            "loss_class": scores.pow(2).mean(),
-            "loss_box": torch.stack(boxes).sum() / max(sum(len(target["boxes"]) for target in targets), 1),
-        }
-
-
-@pytest.mark.parametrize("counts", [(1, 0, 3, 2), (0, 0, 0, 0), (0, 0, 5, 0)])
-def test_losses_of_a_detector_with_their_own_divisors_equal_the_plain_program(counts):
-    torch.manual_seed(0)
-    net = Detector()
-    images = [torch.rand(4, height, 5) for height in (4, 5, 6, 7)]
-    targets = [{"boxes": torch.rand(count, 4)} for count in counts]
-    losses = net(images, targets)
-    sum(losses.values()).backward()
-    expected = gradients(net)
-    net.zero_grad()
-
-    model = DataParallelModel(net, CPUS)
-    criterion = DataParallelCriterion(
-        lambda losses, targets: losses,
-        weight=lambda losses, targets: {"loss_class": len(targets), "loss_box": sum(len(target["boxes"]) for target in targets)},
-        minimum=1,
-    )
-    found = criterion(model(Rows(images), Rows(targets)), Rows(targets))
-    sum(found.values()).backward()
-    torch.testing.assert_close(found, {name: loss.detach() for name, loss in losses.items()})
-    assert_same_gradients(gradients(net), expected)
 
 
 Y, T = torch.tensor([0, 1, -100, 2, 1]), torch.rand(5, 3)
@@ -157,13 +89,6 @@ def test_functions_of_the_targets_divide_several_means():
 def test_invalid_weights_raise_an_error(weight):
     with pytest.raises(ValueError, match=r"expected a function \(output, \*targets\) -> scalar, or 'rows', or for several means"):
         DataParallelCriterion(losses, weight=weight)
-
-
-def test_divisors_that_may_depend_on_outputs_are_an_error_in_a_step():
-    split = DataParallelCriterion(losses, weight=lambda out, y, t: {name: count(y, t) for name, count in DIVISORS.items()})
-    step = still_step(nn.Linear(4, 3), split, micro_batch_size=1)
-    with pytest.raises(ValueError, match=r"before the first micro-batch: .*functions of the targets alone.*weight=\{"):
-        step(torch.randn(5, 4), (Y, T))
 
 
 def test_several_criteria_are_refused_with_the_way_to_write_them():

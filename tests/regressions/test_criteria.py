@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls, assert_equal_program
-from helpers.problems import CLASSES, build_net, class_targets
+from helpers.problems import CLASSES, assert_exact_update, build_net, class_targets
+from helpers.steps import still_step
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, weighted_mean
@@ -91,7 +92,8 @@ class TestWeight:
             return ((one - two - target).pow(2).mean(1) * mask).sum() / mask.sum()
 
         module = Calls(lambda net, x: (net(x), net(x * 2)))
-        x, target, mask = torch.randn(7, 4), torch.rand(7, CLASSES), torch.tensor([1.0, 1, 0, 0, 1, 0, 1])
+        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        mask = torch.tensor([1.0, 1, 0, 0, 0, 0, 1])  # the loss of the second of three shards is nan, of weight zero
         split = DataParallelCriterion(criterion, weight=lambda one, two, target, *, mask: mask.sum())
         call = functools.partial(split, mask=mask)
         assert_equal_program(module, call, lambda module: criterion(*module(x), target, mask=mask), [x], [target])
@@ -113,7 +115,7 @@ class TestWeight:
 
     @pytest.mark.parametrize("positives", [0, 1, 5])
     def test_minimum_bounds_the_divisor(self, positives):
-        """Detection divides by max(positives, 1), while every row has a loss."""
+        """Detection divides by max(positives, 1), while every row has a loss, at once and in micro-batches."""
 
         def count(output, target):
             return (target > 0).sum()
@@ -123,22 +125,31 @@ class TestWeight:
 
         x, target = torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
         target[:positives] = 3
-        split = DataParallelCriterion(criterion, weight=count, minimum=1)
-        assert_equal_program(build_net(), split, lambda net: criterion(net(x), target), [x], [target])
-        net = build_net()
+        net, split = build_net(), DataParallelCriterion(criterion, weight=count, minimum=1)
+        assert_equal_program(net, split, lambda net: criterion(net(x), target), [x], [target])
+        assert_exact_update(still_step(net, split, micro_batch_size=1), net, criterion, x, target)
         pieces = list(zip(net(x).split([3, 2, 2]), target.split([3, 2, 2]), strict=True))
         mean = weighted_mean([criterion(*piece) for piece in pieces], [count(*piece) for piece in pieces], minimum=1)
         torch.testing.assert_close(mean, criterion(net(x), target))
 
-    def test_several_means_have_their_own_divisors(self):
+    @pytest.mark.parametrize("kept", [(3, 4, 6), (0, 3, 4), ()])
+    def test_several_means_have_their_own_divisors(self, kept):
         def criterion(output, target):
-            kept = target > 0
-            return {"class": F.cross_entropy(output, target), "box": output[kept].pow(2).sum() / kept.sum()}
+            some = target > 0
+            return {"class": F.cross_entropy(output, target), "box": output[some].pow(2).sum() / some.sum().clamp(min=1)}
 
-        x, target = torch.randn(7, 4), torch.tensor([0, 0, 0, 1, 2, 0, 3])
-        split = DataParallelCriterion(criterion, weight=lambda output, target: {"class": len(target), "box": (target > 0).sum()})
-        plain = lambda net: sum(criterion(net(x), target).values())  # noqa: E731
-        assert_equal_program(build_net(), lambda *given: sum(split(*given).values()), plain, [x], [target])
+        def total(net):
+            return sum(criterion(net(x), target).values())
+
+        net, x, target = build_net(), torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
+        target[list(kept)] = torch.arange(1, 1 + len(kept))
+        of_targets = {"class": len, "box": lambda target: (target > 0).sum()}
+        of_outputs = lambda output, target: {name: count(target) for name, count in of_targets.items()}  # noqa: E731
+        for weight in (of_targets, of_outputs):
+            split = DataParallelCriterion(criterion, weight=weight, minimum=1)
+            assert_equal_program(build_net(), lambda *batch, split=split: sum(split(*batch).values()), total, [x], [target])
+        step = still_step(net, DataParallelCriterion(criterion, weight=of_targets, minimum=1), micro_batch_size=1)
+        assert_exact_update(step, net, lambda output, target: sum(criterion(output, target).values()), x, target)
 
     def test_weights_must_match_the_means(self):
         outputs, target = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)), torch.rand(7, CLASSES)

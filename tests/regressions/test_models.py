@@ -3,6 +3,8 @@
 Each loop equals the plain program, or the error says what to write.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,14 +78,10 @@ class TestMethods:
 
     def test_call_splits_the_arguments_of_a_method(self):
         module, x = self.TwoTowers(), torch.randn(7, 4)
-        loss = module.encode_image(x, scale=2).pow(2).mean()
-        loss.backward()
-        expected = gradients(module)
-        module.zero_grad()
-        outputs = DataParallelModel(module, CPUS).call("encode_image", x, scale=2)
-        assert outputs.sizes == (3, 2, 2)
-        DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")(outputs).backward()
-        assert_same_gradients(gradients(module), expected)
+        call = functools.partial(DataParallelModel(module, CPUS).call, "encode_image", scale=2)
+        criterion = DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")
+        assert_equal_program(module, criterion, lambda net: net.encode_image(x, scale=2).pow(2).mean(), [x], model=call)
+        assert call(x).sizes == (3, 2, 2)
 
     def test_positional_in_dims_do_not_apply_to_methods_and_missing_methods_are_an_error(self):
         module, x = self.TwoTowers(), torch.randn(7, 4)

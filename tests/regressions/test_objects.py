@@ -5,12 +5,11 @@ from collections import UserDict
 
 import pytest
 import torch
+from helpers.loops import CPUS, Calls
 from helpers.problems import build_net
 from torch import nn
 
 from balanced_parallel import DataParallelModel, Rows, Whole, scatter
-
-CPUS = ["cpu"] * 3
 
 
 class Graphs:
@@ -63,6 +62,8 @@ def test_objects_that_hold_tensors_are_refused(kind):
     model, x = DataParallelModel(Sum(), CPUS), torch.ones(6, 4)
     with pytest.raises(TypeError, match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)"):
         model(kind(x))
+    with pytest.raises(TypeError, match=f"object of type {kind.__name__}"):
+        model(torch.zeros(4, 2), function={"data": kind(x)})
     outputs = model(Rows([kind(row) for row in x]))
     assert [output.item() for output in outputs] == [8, 8, 8]
     (output,) = DataParallelModel(Sum(), ["cpu"])(Whole([kind(x)]))
@@ -70,13 +71,9 @@ def test_objects_that_hold_tensors_are_refused(kind):
 
 
 def test_functions_go_to_every_replica():
-    class Apply(nn.Module):
-        def forward(self, x, function):
-            return function(x)
-
-    weight = torch.full((4,), 2.0)
+    model, weight = DataParallelModel(Calls(lambda _, x, function: function(x)), CPUS), torch.full((4,), 2.0)
     for function in (torch.relu, lambda x: x * weight, functools.partial(torch.mul, weight), weight.mul, build_net()):
-        assert len(DataParallelModel(Apply(), CPUS)(torch.ones(6, 4), function).gather()) == 6
+        assert len(model(torch.ones(6, 4), function).gather()) == 6
 
 
 def nested_rows():
@@ -99,18 +96,14 @@ def test_tensors_of_other_kinds_are_split_or_refused(name):
     make, kind = TENSORS[name]
     x, model = make(), DataParallelModel(nn.Identity(), CPUS)
     assert DataParallelModel(nn.Identity(), ["cpu"])(x)[0] is x
-    assert all(output is x for output in DataParallelModel(Pair(), CPUS)(torch.ones(6, 4), Whole(x)).unzip()[1])
+    pair = DataParallelModel(Calls(lambda _, rows, whole: (rows, whole)), CPUS)
+    assert all(output is x for output in pair(torch.ones(6, 4), Whole(x)).unzip()[1])
     if kind is None:
         whole = model(x).gather()
         torch.testing.assert_close(*(tensor.dequantize() if x.is_quantized else tensor for tensor in (whole, x)))
         return
     with pytest.raises(TypeError, match=rf"a {kind} tensor cannot be split by rows, expected a dense one.*Whole\(\.\.\.\)"):
         model(x)
-
-
-class Pair(nn.Module):
-    def forward(self, x, whole):
-        return x, whole
 
 
 @pytest.mark.parametrize("dims", [0, (0,), ([{"x": 0}] * 3,), {0: 0}, {"input": 0}])

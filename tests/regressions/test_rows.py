@@ -131,14 +131,3 @@ class TestRowsThatAreNotTensors:
         assert [[len(target["labels"]) for target in inputs[1]] for inputs, _ in seen] == [[1, 0], [3], [2]]
         assert [[image.shape[1] for image in inputs[0]] for inputs, _ in seen] == [[4, 5], [6], [7]]
         assert [inputs[1] for inputs, _ in self.seen(torch.zeros(3, 2), Rows(ragged))] == [[[1, 2, 3]], [[4]], [[5, 6]]]
-
-    def test_objects_that_hold_tensors_raise_an_error(self):
-        class Data:
-            def __init__(self):
-                self.store = {"x": torch.zeros(4, 2)}
-
-        with pytest.raises(TypeError, match=r"inputs\[0\] is an object of type Data that holds tensors.*Whole"):
-            self.seen(Data())
-        with pytest.raises(TypeError, match="object of type Data"):
-            self.seen(torch.zeros(4, 2), extra={"data": Data()})
-        assert len(self.seen(torch.zeros(4, 2), Whole(Data()))) == 3

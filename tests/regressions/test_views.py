@@ -3,44 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.loops import CPUS, Calls
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
 from helpers.ranks import run_ranks
+from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize
+from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, parallelize
 
 pytestmark = pytest.mark.usefixtures("double")
-CPUS = ["cpu"] * 3
 ADVICE = r"2 for each.*return out\.chunk\(2\).*in_order"
 
 
-class Views(nn.Module):
-    """Two views of each row: in one output sorted by view, as DINO's multi-crop and SimCLR, or as a tuple."""
-
-    def __init__(self, form=lambda out: out):
-        super().__init__()
-        self.net, self.form = build_net(), form
-
-    def forward(self, x):
-        return self.form(self.net(torch.cat([x, x.flip(1)])))
-
-
-class Form(Views):
-    """One row for each row, and a function of all of them."""
-
-    def forward(self, x):
-        return self.form(self.net(x))
-
-
-class Tokens(nn.Module):
-    """Three tokens of each row, flattened: those of a row are beside each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = build_net()
-
-    def forward(self, x):
-        return self.net(torch.stack([x, x * 2, x * 3], 1)).flatten(0, 1)
+def views(form=lambda out: out):
+    """Returns a model of two views of each row: in one output sorted by view, as DINO's multi-crop and SimCLR, or as a tuple."""
+    return Calls(lambda net, x: form(net(torch.cat([x, x.flip(1)]))))
 
 
 def contrast(features, target):
@@ -54,32 +31,34 @@ def contrast_of_pair(first, second, target):
 
 
 def test_gather_refuses_several_rows_for_each_row():
-    outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
+    outputs = DataParallelModel(views(), CPUS)(torch.randn(7, 4))
     for given in (outputs, outputs.map(F.normalize)):
         with pytest.raises(ValueError, match=rf"output has \[6, 4, 4\] rows for \[3, 2, 2\] rows of the batch, {ADVICE}"):
             gather(given)
     with pytest.raises(TypeError, match=r"outputs of 2 calls of a model, expected those of one call: gather "):
         gather([outputs, DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))])
-    mapping = DataParallelModel(Views(lambda out: {"x": out}), CPUS)(torch.randn(7, 4))
+    mapping = DataParallelModel(views(lambda out: {"x": out}), CPUS)(torch.randn(7, 4))
     with pytest.raises(ValueError, match=r"output\['x'\] has \[6, 4, 4\] rows"):
         mapping.gather()
-    assert len(DataParallelModel(Views(), ["cpu"])(torch.randn(7, 4)).gather()) == 14
+    assert len(DataParallelModel(views(), ["cpu"])(torch.randn(7, 4)).gather()) == 14
     with pytest.raises(ValueError, match=ADVICE):
-        DataParallelModel(Views(), CPUS, gather_outputs=True)(torch.randn(7, 4))
-    assert len(DataParallelModel(Views(), ["cpu"], gather_outputs=True)(torch.randn(7, 4))) == 14
+        DataParallelModel(views(), CPUS, gather_outputs=True)(torch.randn(7, 4))
+    assert len(DataParallelModel(views(), ["cpu"], gather_outputs=True)(torch.randn(7, 4))) == 14
 
 
 def test_both_named_ways_equal_the_plain_program():
-    x, net = torch.randn(7, 4), Views()
+    x, net = torch.randn(7, 4), views()
     expected = net(x)
-    chunks = DataParallelModel(Views(lambda out: out.chunk(2)), CPUS)
+    chunks = DataParallelModel(views(lambda out: out.chunk(2)), CPUS)
     torch.testing.assert_close(torch.cat(gather(chunks(x))), expected)
     by_view = [row + 7 * view for rows in ([0, 1, 2], [3, 4], [5, 6]) for view in (0, 1) for row in rows]
     torch.testing.assert_close(DataParallelModel(net, CPUS)(x).in_order(by_view).gather(), expected)
 
 
 def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
-    x, targets, net = torch.randn(7, 4), class_targets(21), Tokens()
+    """Those of a row are beside each other."""
+    net = Calls(lambda net, x: net(torch.stack([x, x * 2, x * 3], 1)).flatten(0, 1))
+    x, targets = torch.randn(7, 4), class_targets(21)
     model = DataParallelModel(net, CPUS)
     with pytest.raises(ValueError, match=r"3 for each.*in_order\(range\(21\)\)"):
         gather(model(x))
@@ -91,33 +70,26 @@ def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
 def test_other_numbers_of_rows_are_gathered_as_they_are():
     """Boxes that a detector finds, and pooled rows: their numbers are not those of views."""
     x = torch.arange(28.0).view(7, 4)
-    for form in (lambda out: out[1:], lambda out: out.mean(0, keepdim=True)):
-        gather(DataParallelModel(Form(form), CPUS)(x))
+    for function in (lambda net, x: net(x)[1:], lambda net, x: net(x).mean(0, keepdim=True)):
+        gather(DataParallelModel(Calls(function), CPUS)(x))
 
 
-def step_of(net, criterion, devices, size):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    return TrainStep(DataParallelModel(net, devices), criterion, optimizer, micro_batch_size=size)
-
-
-@pytest.mark.parametrize(("devices", "size"), [(CPUS, None), (["cpu"], 3)], ids=["replicas", "micro-batches"])
+@pytest.mark.parametrize(("devices", "size"), [(3, None), (1, 3)], ids=["replicas", "micro-batches"])
 def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
-    x, target, net = torch.randn(6, 4), torch.randint(5, (6,)), Views()
+    x, target, net, pair = torch.randn(6, 4), torch.randint(5, (6,)), views(), views(lambda out: out.chunk(2))
     loss, expected = plain_program(net, contrast, x, target)
     with pytest.raises(ValueError, match=r"rows of the batch, 2 for each.*return out\.chunk\(2\)"):
-        step_of(net, DataParallelCriterion(contrast, whole=True), devices, size)(x, target)
-    net.form = lambda out: out.chunk(2)
-    net.zero_grad()
-    found = step_of(net, DataParallelCriterion(contrast_of_pair, whole=True), devices, size)(x, target)
+        still_step(net, DataParallelCriterion(contrast, whole=True), devices, micro_batch_size=size)(x, target)
+    found = still_step(pair, DataParallelCriterion(contrast_of_pair, whole=True), devices, micro_batch_size=size)(x, target)
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(net), expected)
-    torch.testing.assert_close(DataParallelCriterion(contrast, whole=True)(DataParallelModel(Views(), ["cpu"])(x), target), loss)
+    assert_same_gradients(gradients(pair), expected)
+    torch.testing.assert_close(DataParallelCriterion(contrast, whole=True)(DataParallelModel(views(), ["cpu"])(x), target), loss)
 
 
 def check_ranks(rank):
     """Each rank has one replica, and rank 1 no rows: all of them raise the error."""
     torch.set_default_dtype(torch.float64)
-    model, criterion = parallelize(Views(), DataParallelCriterion(contrast, whole=True))
+    model, criterion = parallelize(views(), DataParallelCriterion(contrast, whole=True))
     x = torch.randn(3 if rank == 0 else 0, 4)
     outputs = model(x)
     for use in (lambda: gather(outputs), lambda: criterion(outputs, torch.zeros(len(x), dtype=torch.long))):
@@ -134,7 +106,7 @@ def test_all_ranks_refuse_several_rows_for_each_row():
 @pytest.mark.parametrize("form", [lambda out: out.mean(0, keepdim=True), lambda out: out.mean().view(1)])
 def test_gathered_outputs_warn_of_one_row_per_replica(form):
     """``.mean()`` of a loss of shape ``[1]`` per replica is not the loss of the batch."""
-    model = DataParallelModel(Form(form), CPUS, gather_outputs=True)
+    model = DataParallelModel(Calls(lambda net, x: form(net(x))), CPUS, gather_outputs=True)
     with pytest.warns(UserWarning, match="the output has one value per replica.*weighted_mean"):
         model(torch.randn(7, 4))
     model(torch.randn(3, 4))  # one row is its own mean
@@ -142,7 +114,7 @@ def test_gathered_outputs_warn_of_one_row_per_replica(form):
 
 def test_another_model_refuses_to_cut_several_rows_for_each_row():
     """Replicas of the other model would get some of the rows only, if it splits the batch in another way."""
-    outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
+    outputs = DataParallelModel(views(), CPUS)(torch.randn(7, 4))
     same = DataParallelModel(nn.Identity(), CPUS)(outputs)
     assert [len(output) for output in same] == [6, 4, 4]
     with pytest.raises(ValueError, match="2 for each"):

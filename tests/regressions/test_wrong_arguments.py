@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 import torch
+from helpers.loops import CPUS, Calls
 from helpers.pages import PAGES
 from torch import nn
 from torch.nn import functional as F
@@ -35,7 +36,6 @@ from balanced_parallel import (
     weighted_mean,
 )
 
-CPUS = ["cpu"] * 3
 SGD = torch.optim.SGD
 
 
@@ -51,11 +51,6 @@ def make_step(model=None, criterion=None, optimizer=SGD, **settings):
 INPUTS, TARGETS = torch.ones(7, 4), torch.zeros(7, dtype=torch.int64)
 
 
-class Lists(nn.Linear):
-    def forward(self, rows):
-        return [super(Lists, self).forward(row) for row in rows]
-
-
 def criterion_on(loss, *targets, outputs=None, **settings):
     return DataParallelCriterion(loss, **settings)(make_model()(INPUTS) if outputs is None else outputs, *targets)
 
@@ -65,7 +60,8 @@ def mappings():
 
 
 def lists():
-    return DataParallelModel(Lists(4, 3), CPUS)(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
+    model = DataParallelModel(Calls(lambda net, rows: [net(row) for row in rows]), CPUS)
+    return model(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
 
 
 CE, ADAMW, PAIRS = nn.CrossEntropyLoss(), torch.optim.AdamW, [{"similarity": torch.zeros(size, size)} for size in (2, 1)]
