@@ -42,8 +42,9 @@ def peak_of_a_rank(rank, rows, precision, micro_batch_size=None, memory=None):
         return cluster.peak[rank]
 
 
+@pytest.mark.slow
 @released_at_once
-@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_estimates_of_shards_equal_the_simulated_peak(precision):
     build, batch = PROBLEMS["language model"]
     found = max(run_ranks(2, peak_of_a_rank, 3, precision))

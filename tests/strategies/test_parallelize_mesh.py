@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.fsdp import Language, language_batch
+from helpers.fsdp import Language, language_batch, whole
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
 from torch import nn
@@ -27,10 +27,6 @@ def build():
     torch.manual_seed(0)
     layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 5)
     return convert_sync_batchnorm(nn.Sequential(*layers)).double()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train(place, mesh, strategy):
@@ -80,13 +76,13 @@ def train_without_a_mesh(rank, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_ranks_that_compute_with_the_same_rows_change_no_number(strategy):
-    expected = run_ranks(2, train_without_a_mesh, strategy, fresh=True)
+    expected = run_ranks(2, train_without_a_mesh, strategy)
     found = run_ranks(4, train_on_a_mesh, strategy, fresh=True)
     for rank, result in enumerate(found):
         assert result == expected[rank // 2]
 
 
-@on_ranks(4, fresh=True)
+@on_ranks(4)
 def test_a_mesh_may_have_copies_and_shards(rank):
     """Two copies of shards over two ranks, and the whole world as one dimension."""
     words, targets = language_batch(8)
