@@ -8,6 +8,7 @@ from helpers.ddp import Partly
 from helpers.fsdp import whole, whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from helpers.ranks import on_ranks, run_ranks
+from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize, simulate
@@ -146,15 +147,18 @@ def waits_of_a_step(rank, strategy, place, precision, weights=None, rows=(5, 3))
         return waits
 
 
+WEIGHTS = torch.linspace(0.5, 2.0, 5)
+
+
 @pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize(
     ("strategy", "precision", "weights"),
     [
         ("ddp", "fp32", None),
-        ("ddp", "fp32", torch.linspace(0.5, 2.0, 5)),
-        ("ddp", "fp16", None),
-        ("ddp", "fp16", torch.linspace(0.5, 2.0, 5)),
-        ("fsdp", "fp32", None),
+        slow("ddp", "fp32", WEIGHTS),
+        slow("ddp", "fp16", None),
+        ("ddp", "fp16", WEIGHTS),
+        slow("fsdp", "fp32", None),
         ("fsdp", "bf16", None),
     ],
 )
