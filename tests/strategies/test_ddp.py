@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.ddp import WAYS, Changing, Chosen, assert_update, cut_over_ranks, make_update
+from helpers.ddp import WAYS, Chosen, assert_update, cut_over_ranks, make_update
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
@@ -284,6 +284,20 @@ def test_rows_may_lie_in_another_dimension(rank):
     output, _ = model(torch.randn(5, rows, 3)).unzip()
     assert output[0].shape == (5, rows, 2)
     assert output[0].requires_grad
+
+
+class Changing(nn.Module):
+    """Uses its second layer for a while."""
+
+    uses_second = True
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.second(hidden) if self.uses_second else hidden
 
 
 def exchanges_of(work):

@@ -119,10 +119,8 @@ def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
         assert_update(step, model.module, batch, [4, 3], rank, expected)
 
 
-@on_ranks(1)
-def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(rank):
-    """The criterion is a function that learns a parameter of its own, which no reducer knows. One rank: nothing to reduce."""
-    torch.set_default_dtype(torch.float64)
+def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(double):
+    """The criterion is a function that learns a parameter of its own, which no reducer knows. One device: nothing to reduce."""
     inputs, targets, net = torch.randn(7, 4), torch.rand(7, 5), build_net()
     scale = nn.Parameter(torch.tensor(2.0))
 
@@ -131,7 +129,7 @@ def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(rank):
 
     _, expected = plain_program(net, criterion, inputs, targets)
     expected, scale.grad = [*expected, scale.grad], None
-    model, parallel = parallelize(net, criterion, weight=lambda output, target: len(target))
+    model, parallel = parallelize(net, criterion, ["cpu"], weight=lambda output, target: len(target))
     step = TrainStep(model, parallel, torch.optim.SGD([*net.parameters(), scale], lr=0.0), micro_batch_size=3)
     step(inputs, targets)
     assert_same_gradients([*gradients(net), scale.grad], expected)

@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from helpers.ddp import Partly
 from helpers.fsdp import whole, whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from helpers.ranks import on_ranks, run_ranks
@@ -14,6 +13,20 @@ from torch import nn
 from balanced_parallel import DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize, simulate
 
 STRATEGIES = ["ddp", "fsdp"]
+
+
+class Partly(nn.Module):
+    """One layer is never used, one only where a rank has enough rows, and a buffer counts the forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.never, self.sometimes = build_net(), nn.Linear(2, 2), nn.Linear(5, 5)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.forwards += 1
+        outputs = self.net(inputs)
+        return outputs + self.sometimes(outputs) if len(inputs) > 2 else outputs
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
