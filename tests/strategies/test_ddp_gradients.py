@@ -285,15 +285,11 @@ def test_second_loss_may_use_parameters_that_the_criterion_does_not_use(rank):
 @on_ranks(2)
 def test_layers_may_be_frozen_and_unfrozen(rank):
     torch.manual_seed(1)
-    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
-    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    batch = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
     for way in WAYS:
         plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
         for frozen in (False, True, True, False):
-            plain.zero_grad()
             for net in (plain, model.module):
                 net.first.requires_grad_(not frozen)
-            nn.functional.cross_entropy(plain(inputs), targets).backward()
-            update(inputs[mine], targets[mine])
-            assert_same_gradients(gradients(model.module), gradients(plain))
+            assert_update(update, model.module, batch, [2, 4], rank, plain_program(plain, nn.CrossEntropyLoss(), *batch))
             assert [p.requires_grad for p in model.module.first.parameters()] == [not frozen] * 2
