@@ -37,7 +37,7 @@ def build(name, size):
 
 @on("one")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", slow_but(MODELS, "perceptron", "embedding"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "perceptron"))
 def test_predicted_bytes_are_those_of_the_allocator(machine, name, precision, at_most):
     if name == "LSTM" and machine.cluster:
         pytest.skip("no estimate knows the operators of an LSTM on simulated devices")

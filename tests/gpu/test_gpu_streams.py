@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.gpu import labels, make_step, networks, on, parameters_of, relative_error, sleep
 from helpers.ranks import run_ranks
+from helpers.slow import slow
 from torch import nn
 
 RACE_LIMIT = 1e-5  # relative; the same kernels run in the same order, and a race reads zeros or old values
@@ -128,7 +129,7 @@ def train(machine, net, home, *, late):
 
 
 @on("twice", "all")
-@pytest.mark.parametrize("setting", [None, *SETTINGS])
+@pytest.mark.parametrize("setting", [None, *map(slow, SETTINGS)])
 def test_bits_are_those_of_another_process(machine, setting, monkeypatch):
     """Processes that wait after each kernel, or keep no memory, have the bits of one that does neither.
 

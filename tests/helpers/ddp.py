@@ -2,7 +2,7 @@
 
 import torch
 from helpers.fsdp import whole_gradients
-from helpers.problems import CLASSES, assert_same_gradients, build_net
+from helpers.problems import CLASSES, assert_same_gradients
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
@@ -50,31 +50,3 @@ def assert_update(update, module, batch, sizes, rank, expected, tolerance=1e-10)
     found = update(*(cut_over_ranks(tensor, sizes, rank) for tensor in batch))
     torch.testing.assert_close(found, loss, rtol=tolerance, atol=tolerance)
     assert_same_gradients(whole_gradients(module), expected_gradients, tolerance)
-
-
-class Partly(torch.nn.Module):
-    """One layer is never used, one only where a rank has enough rows, and a buffer counts the forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.never, self.sometimes = build_net(), torch.nn.Linear(2, 2), torch.nn.Linear(5, 5)
-        self.register_buffer("forwards", torch.zeros(()))
-
-    def forward(self, inputs):
-        self.forwards += 1
-        outputs = self.net(inputs)
-        return outputs + self.sometimes(outputs) if len(inputs) > 2 else outputs
-
-
-class Changing(nn.Module):
-    """Uses its second layer for a while."""
-
-    uses_second = True
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
-
-    def forward(self, inputs):
-        hidden = self.first(inputs)
-        return self.second(hidden) if self.uses_second else hidden

@@ -20,7 +20,7 @@ from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataPara
 TASKS = Path(__file__).parents[2] / "scripts" / "tasks.py"
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
 LOSS_LIMIT = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # relative, over the updates
-SLOW = ["behind the CPU", "all in reverse"]  # of simulated devices; -m slow runs them
+SLOW = ["beside the CPU", "behind the CPU", "all in reverse"]  # of simulated devices; -m slow runs them
 ON_GPU = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # libraries of GPUs warn about settings of this machine
 
 

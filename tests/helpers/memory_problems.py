@@ -42,18 +42,12 @@ PROBLEMS = {
 }
 
 
-class WordModel(nn.Module):
+class WordModel(LanguageModel):
     """A language model whose blocks are perceptrons of each word."""
 
     def __init__(self, blocks=2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, 32)
+        super().__init__(layers=0)
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(blocks)])
-        self.output = nn.Linear(32, VOCABULARY)
-
-    def forward(self, tokens):
-        return self.output(self.layers(self.embedding(tokens))).transpose(1, 2)
 
 
 def words(rows):

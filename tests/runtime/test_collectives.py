@@ -11,7 +11,7 @@ from helpers.ranks import on_ranks
 
 from balanced_parallel import PerReplica, gather, parallelize, weighted_mean
 from balanced_parallel.runtime import collectives
-from balanced_parallel.runtime.collectives import by_value, compare_ranks
+from balanced_parallel.runtime.collectives import compare_ranks
 from balanced_parallel.strategies.launch import end_process_group
 
 
@@ -66,10 +66,6 @@ def test_collectives_of_a_process_group_leave_other_ranks_alone(rank):
     second = collectives.second_group("statistics")
     assert second is collectives.second_group("statistics") is not group
     assert collectives.gather_objects(rank, second) == [0, 2]
-
-
-def test_a_message_names_at_most_eight_ranks():
-    assert by_value(["a"] * 3 + ["b", None]) == "a on ranks 0, 1, 2 and b on rank 3"
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from balanced_parallel import (
     verify,
 )
 from balanced_parallel.runtime import devices
-from balanced_parallel.runtime.devices import free_bytes, move, resolve_devices, visible_devices
+from balanced_parallel.runtime.devices import free_bytes, resolve_devices, visible_devices
 
 CPU = torch.device("cpu")
 
@@ -51,11 +51,6 @@ def test_default_is_all_accelerators_or_the_cpu():
 def test_invalid_device_ids_raise_an_error_with_the_value_and_a_fix(device_ids, error, message):
     with pytest.raises(error, match=message):
         resolve_devices(device_ids)
-
-
-def test_move_to_the_same_device_returns_the_tensor_itself():
-    tensor = torch.zeros(3)
-    assert move(tensor, CPU) is tensor
 
 
 def test_gpus_hidden_by_earlier_simulated_devices_raise_an_error(monkeypatch):

@@ -130,16 +130,6 @@ def assorted():
     ]
 
 
-def test_packed_tensors_keep_their_strides():
-    tensors = assorted()
-    layouts = [transport.layout_of(tensor) for tensor in tensors]
-    flat = transport.pack(layouts, tensors, 1000)
-    assert flat.shape == (1000,)
-    for one, other in zip(transport.unpack(layouts, flat), tensors, strict=True):
-        assert torch.equal(one, other)
-        assert one.stride() == ((3, 1) if other.dim() == 2 and other.stride(1) == 2 else other.stride())
-
-
 def test_a_single_tensor_is_not_copied():
     for tensor in (torch.randn(5, 3), torch.randn(5, 3).T):
         assert transport.pack([transport.layout_of(tensor)], [tensor]).data_ptr() == tensor.data_ptr()

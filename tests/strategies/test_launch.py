@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from helpers.hosts import run_on_two_hosts
 from helpers.problems import build_net
 from helpers.ranks import on_ranks, run_ranks
-from helpers.scripts import SCRIPT, train
+from helpers.scripts import SCRIPT, TORCHRUN, train
 from helpers.slow import slow
 from torch import nn
 
@@ -78,18 +79,6 @@ def test_invalid_environment_raises_an_error(environment, changes, message):
         TorchrunEnvironment.detect()
 
 
-def test_device_follows_the_local_rank():
-    second = TorchrunEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
-    cpu = torch.device("cpu")
-    assert rank_device(second, ["cpu"]) == cpu
-    assert rank_device(second, ["cpu", "cpu"]) == cpu
-    third = TorchrunEnvironment(rank=2, world_size=3, local_rank=2, local_world_size=3)
-    with pytest.raises(
-        ValueError, match=r"started 3 processes on this machine for 2 devices \(cpu, cpu\).*lower --nproc-per-node"
-    ):
-        rank_device(third, ["cpu", "cpu"])
-
-
 @pytest.mark.parametrize(
     "environment",
     [
@@ -103,15 +92,28 @@ def test_a_rank_that_can_see_one_device_uses_it(environment, device_ids):
         assert rank_device(environment, device_ids) == torch.device("sim:0")
 
 
-def test_fewer_devices_than_ranks_are_an_error_that_names_both():
-    third = TorchrunEnvironment(rank=2, world_size=4, local_rank=2, local_world_size=4)
+def on_one_machine(rank, ranks):
+    return TorchrunEnvironment(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
+
+
+def test_device_follows_the_local_rank():
     with simulate(2):
-        with pytest.raises(ValueError, match=r"4 processes .* for 2 devices \(sim:0, sim:1\), and this is LOCAL_RANK=2"):
-            rank_device(third, None)
-        second = TorchrunEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
-        assert rank_device(second, None) == torch.device("sim:1")
-        with pytest.raises(ValueError, match=r"2 processes .* for 1 devices \(sim:0\), and this is LOCAL_RANK=1"):
-            rank_device(second, [0])  # two are visible, so the ranks would share it
+        assert rank_device(on_one_machine(1, 2), None) == torch.device("sim:1")
+        for device_ids in (["cpu"], ["cpu", "cpu"]):
+            assert rank_device(on_one_machine(1, 2), device_ids) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "device_ids", "message"),
+    [
+        (2, 3, ["cpu", "cpu"], r"started 3 processes on this machine for 2 devices \(cpu, cpu\).*lower --nproc-per-node"),
+        (2, 4, None, r"4 processes .* for 2 devices \(sim:0, sim:1\), and this is LOCAL_RANK=2"),
+        (1, 2, [0], r"2 processes .* for 1 devices \(sim:0\), and this is LOCAL_RANK=1"),  # the ranks would share it
+    ],
+)
+def test_fewer_devices_than_ranks_are_an_error_that_names_both(rank, ranks, device_ids, message):
+    with simulate(2), pytest.raises(ValueError, match=message):
+        rank_device(on_one_machine(rank, ranks), device_ids)
 
 
 TEXT = " ".join(str(number * number % 61) for number in range(2600))  # rows that differ
@@ -135,10 +137,6 @@ def test_losses_on_two_hosts_equal_those_of_one_process(tmp_path):
 
 @on_ranks(2, fresh=True)
 def test_process_group_different_from_the_environment_raises_an_error(rank):
-    import os
-
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     model, _ = parallelize(build_net(), torch.nn.MSELoss())  # the running group fits: it is used
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
@@ -172,7 +170,7 @@ def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(monkeypatch, r
             monkeypatch.setenv(name, str(value))
         start = time.monotonic()
         with pytest.raises(torch.distributed.DistError) as caught:
-            join_process_group(TorchrunEnvironment.detect(), torch.device("cpu"), timedelta(seconds=1))
+            join_process_group(TorchrunEnvironment.detect(), torch.device("cpu"), timedelta(seconds=0.1))
     expected = f"rank {rank} of 2 could not join the process group at MASTER_ADDR={address}, MASTER_PORT={port}: "
     assert re.match(f"{re.escape(expected)}.*{cause}.*{remedy.format(port=port)}.*GLOO_SOCKET_IFNAME[^\n]*$", str(caught.value))
     assert time.monotonic() - start < 30  # torch tries twice, and waits in between
@@ -192,7 +190,6 @@ def test_the_group_of_simulated_devices_ends_without_a_warning(capfd):
     assert "No backend" not in capfd.readouterr().err
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 RESTARTED = """
 import os, sys, time
 import torch
@@ -293,6 +290,8 @@ def error_of_rank(rank, folder, change):
             patch.setattr(torch, "__version__", "2.11.0")
         if change == "package" and rank == 2:
             patch.setattr(launch, "version", lambda package: "0.0.1")
+        if change == "code" and rank == 2:
+            script.write_text("# changed")
         net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 + (change == "shape" and rank == 2)))
         net[0].weight.requires_grad_(not (change == "frozen" and rank == 2))
         if change == "missing" and rank == 2:
@@ -313,6 +312,10 @@ def hosts(tmp_path):
     return tmp_path
 
 
+def digest_of(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def test_equal_ranks_agree_in_one_all_gather(hosts):
     assert run_ranks(3, error_of_rank, hosts, "nothing") == [(None, 1)] * 3
 
@@ -320,6 +323,7 @@ def test_equal_ranks_agree_in_one_all_gather(hosts):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ("code", "the script: {} on ranks 0, 1 and {} on rank 2".format(*(digest_of(text) for text in ("# train", "# changed")))),
         ("torch", f"torch: {re.escape(torch.__version__)} on ranks 0, 1 and 2.11.0 on rank 2"),
         ("package", "balanced_parallel: .* on ranks 0, 1 and 0.0.1 on rank 2"),
         (
@@ -334,11 +338,3 @@ def test_different_ranks_raise_one_error_on_all_of_them(hosts, change, message):
     errors = {error for error, _ in run_ranks(3, error_of_rank, hosts, change)}
     assert len(errors) == 1, errors
     assert re.search(f"^the ranks differ, expected the same code, versions and settings on all hosts: .*{message}$", errors.pop())
-
-
-def test_different_code_is_named_with_its_digest(hosts):
-    (hosts / "host1" / "train.py").write_text("# changed")
-    first, second = (hashlib.sha256(text).hexdigest()[:12] for text in (b"# train", b"# changed"))
-    errors = {error for error, _ in run_ranks(3, error_of_rank, hosts, "nothing")}
-    assert len(errors) == 1
-    assert errors.pop().endswith(f"hosts: the script: {first} on ranks 0, 1 and {second} on rank 2")

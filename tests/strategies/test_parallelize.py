@@ -5,7 +5,6 @@ Metrics under torchrun: with a reduction over the ranks of their own, and withou
 The strategy of ``parallelize``: what fits one device, and what is impossible.
 """
 
-import copy
 import logging
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ddp import Chosen
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
@@ -132,21 +131,19 @@ def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micr
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x, target, module = torch.randn(9, 4), torch.rand(9, 5), build_net()
-    loss = sum(two_means(module(x), target).values())
-    loss.backward()
-    expected = gradients(module)
+    loss, expected = plain_program(module, lambda *arguments: sum(two_means(*arguments).values()), x, target)
     model, criterion = parallelize(module, DataParallelCriterion(two_means, weight=COUNTS, minimum=1))
     step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
     mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
     for _ in range(2):
         found, outputs = step(mine, targets, return_outputs=True)
-        torch.testing.assert_close(found, loss.detach())
+        torch.testing.assert_close(found, loss)
         assert_same_gradients(gradients(module), expected)
         torch.testing.assert_close(outputs.gather(), module(x).detach())
     module.zero_grad()
     found = sum(criterion(model(mine), targets).values())
     found.backward()
-    torch.testing.assert_close(found.detach(), loss.detach())
+    torch.testing.assert_close(found.detach(), loss)
     assert_same_gradients(gradients(module), expected)
 
 
@@ -162,14 +159,13 @@ def test_gradients_of_custom_losses_are_reduced(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
     mine = slice(0, 2) if rank == 0 else slice(2, None)
-    plain = Chosen()
-    nn.functional.cross_entropy(plain(inputs), targets).backward()
+    _, expected = plain_program(Chosen(), nn.CrossEntropyLoss(), inputs, targets)
     for loss_of in LOSSES.values():
         model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
         for _ in range(3):
             model.zero_grad()
             loss_of(model(inputs[mine]), targets[mine]).backward()
-            assert_same_gradients(gradients(model.module), gradients(plain))
+            assert_same_gradients(gradients(model.module), expected)
 
 
 @on_ranks(2)
@@ -178,16 +174,15 @@ def test_loss_through_two_models_has_exact_gradients(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
     mine = slice(0, 2) if rank == 0 else slice(2, None)
-    plain = [nn.Linear(4, 4).double(), Chosen()]
-    nets = copy.deepcopy(plain)
-    nn.functional.cross_entropy(plain[1](plain[0](inputs)), targets).backward()
+    nets = nn.Sequential(nn.Linear(4, 4).double(), Chosen())
+    _, expected = plain_program(nets, nn.CrossEntropyLoss(), inputs, targets)
     generator, _ = parallelize(nets[0], nn.MSELoss())
     judge, criterion = parallelize(nets[1], nn.CrossEntropyLoss())
     for _ in range(3):
         generator.zero_grad()
         judge.zero_grad()
         criterion(judge(generator(inputs[mine])[0]), targets[mine]).backward()
-        assert_same_gradients(gradients(*nets), gradients(*plain))
+        assert_same_gradients(gradients(*nets), expected)
 
 
 @on_ranks(2)

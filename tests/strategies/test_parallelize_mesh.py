@@ -1,11 +1,10 @@
 """Ranks that share a batch are a dimension of a mesh: the others compute with the same rows."""
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.fsdp import Language, language_batch
+from helpers.ddp import assert_update
+from helpers.fsdp import Language, language_batch, whole
+from helpers.problems import plain_program
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
 from torch import nn
@@ -27,10 +26,6 @@ def build():
     torch.manual_seed(0)
     layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 5)
     return convert_sync_batchnorm(nn.Sequential(*layers)).double()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train(place, mesh, strategy):
@@ -80,31 +75,23 @@ def train_without_a_mesh(rank, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_ranks_that_compute_with_the_same_rows_change_no_number(strategy):
-    expected = run_ranks(2, train_without_a_mesh, strategy, fresh=True)
+    expected = run_ranks(2, train_without_a_mesh, strategy)
     found = run_ranks(4, train_on_a_mesh, strategy, fresh=True)
     for rank, result in enumerate(found):
         assert result == expected[rank // 2]
 
 
-@on_ranks(4, fresh=True)
+@on_ranks(4)
 def test_a_mesh_may_have_copies_and_shards(rank):
     """Two copies of shards over two ranks, and the whole world as one dimension."""
-    words, targets = language_batch(8)
-    plain = Language().double()
-    loss = F.cross_entropy(plain(words), targets)
-    loss.backward()
+    batch = language_batch(8)
+    expected = plain_program(Language().double(), nn.CrossEntropyLoss(), *batch)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     for dimensions, strategy in ((mesh, "auto"), (init_device_mesh("cpu", (4,)), "auto")):
-        model, criterion = parallelize(copy.deepcopy(plain), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy)
+        model, criterion = parallelize(Language().double(), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy)
         assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
-        model.zero_grad()
-        rows = words.split(2)[rank], targets.split(2)[rank]
-        found = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))(*rows)
-        torch.testing.assert_close(found, loss.detach())
-        for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
-            assert (one.grad is None) == (other.grad is None)
-            if other.grad is not None:
-                torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-10, atol=1e-10)
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+        assert_update(step, model.module, batch, [2] * 4, rank, expected)
 
 
 def test_a_mesh_in_one_process_raises_an_error():
