@@ -42,6 +42,14 @@ PROBLEMS = {
 }
 
 
+def peak_of_updates(cluster, step, *batch, updates=2):
+    """Runs updates on simulated devices. Returns the peaks of the last."""
+    for _ in range(updates):
+        cluster.reset_peak()
+        step(*batch)
+    return cluster.peak
+
+
 class WordModel(nn.Module):
     """A language model whose blocks are perceptrons of each word."""
 

@@ -1,4 +1,4 @@
-"""Estimates of modules and batches without memory, and traces in processes of their own."""
+"""Traces in processes of their own."""
 
 import contextlib
 import os
@@ -7,47 +7,13 @@ import time
 
 import pytest
 import torch
-from helpers.allocations import used
 from helpers.memory_problems import PROBLEMS
-from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory, simulate
 from balanced_parallel.memory.devices import KINDS, find_kind
 from balanced_parallel.memory.trace import tracer
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
-    build, batch = PROBLEMS["convolutions"]
-    expected = memory.estimate(build(), F.cross_entropy, *batch(6)).allocated
-    with torch.device("meta"):
-        net = build()
-    meta = [tensor.to("meta") for tensor in batch(6)]
-    assert memory.estimate(net, F.cross_entropy, *meta).allocated == expected
-    with torch._subclasses.FakeTensorMode():
-        fake = batch(6)
-    assert memory.estimate(build(), F.cross_entropy, *fake).allocated == expected
-    assert memory.estimate(net, F.cross_entropy, {"input": meta[0]}, meta[1]).allocated == expected
-
-
-NAMES = ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"]
-
-
-@pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("name", slow_but(NAMES, "NAdam", "Adafactor"))
-def test_optimizers_that_read_step_counts_equal_the_allocator(name):
-    def build():
-        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-
-    def batch():
-        return torch.zeros(32, 64), torch.zeros(32).long()
-
-    kind = getattr(torch.optim, name)
-    found = used(build, batch, kind)
-    report = memory.estimate(build(), F.cross_entropy, *batch(), optimizer=kind, device_kind="cpu")
-    assert abs(report.allocated[0] - found) <= 0.001 * found
 
 
 def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
