@@ -55,16 +55,6 @@ def assert_equals_the_allocator(build, batch, optimizer=torch.optim.AdamW, rel=0
     return report
 
 
-def assert_equals_the_allocator(build, batch, optimizer=torch.optim.AdamW, rel=0.001, criterion=F.cross_entropy, **settings):
-    """Compares the estimate of a plain program for the CPU with its allocator. Returns the report."""
-    settings = {"precision": "fp32", "micro_batch_size": None, "checkpoint": False} | settings
-    found = used(build, batch, optimizer, criterion=criterion, **settings)
-    settings |= {"optimizer": optimizer, "device_kind": "cpu", "savings": ["checkpoint_activations"] * settings.pop("checkpoint")}
-    report = memory.estimate(build(), criterion, *batch(), **settings)
-    assert abs(report.allocated[0] - found) <= rel * found
-    return report
-
-
 def run_update(net, updating, inputs, targets, micro_batch_size, precision, criterion):
     """Runs an update of the plain program."""
     size = micro_batch_size or len(inputs)

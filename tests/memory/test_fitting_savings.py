@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers.memory_problems import PROBLEMS
+from helpers.memory_problems import PROBLEMS, peak_of_updates
 from torch import nn
 
 from balanced_parallel import memory, simulate
@@ -29,15 +29,16 @@ def measure(pieces):
     """Returns the peak of the second of two plain steps."""
     build, batch = PROBLEMS["convolutions"]
     with simulate(1) as cluster:
-        net, (inputs, targets) = build().to("sim:0"), (tensor.to("sim:0") for tensor in batch(16))
+        net = build().to("sim:0")
         optimizer = torch.optim.SGD(net.parameters())
-        for _ in range(2):
-            cluster.reset_peak()
+
+        def step(inputs, targets):
             optimizer.zero_grad()
             for rows, classes in zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True):
                 nn.functional.cross_entropy(net(rows), classes).backward()
             optimizer.step()
-        return cluster.peak[0]
+
+        return peak_of_updates(cluster, step, *[tensor.to("sim:0") for tensor in batch(16)])[0]
 
 
 def test_every_saving_that_suits_the_step_is_traced_and_bytes_are_those_of_simulated_devices():
