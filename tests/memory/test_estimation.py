@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers.allocations import assert_equals_the_allocator, tracked
-from helpers.memory_problems import PROBLEMS
+from helpers.memory_problems import PROBLEMS, estimated
 from helpers.slow import slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,8 +47,7 @@ def test_peak_equals_the_tracker_of_torch(problem, precision):
     build, batch = PROBLEMS[problem]
     with FakeTensorMode():
         expected = tracked(build, lambda: batch(24), torch.optim.AdamW, precision)
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu", precision=precision)
-    assert report.allocated == (expected,)
+    assert estimated(problem, 24, device_kind="cpu", precision=precision).allocated == (expected,)
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -67,7 +66,7 @@ def test_estimate_does_not_change_the_module_or_random_state():
 @pytest.mark.usefixtures("one_trace")
 def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
     build, batch = PROBLEMS["convolutions"]
-    expected = memory.estimate(build(), F.cross_entropy, *batch(6)).allocated
+    expected = estimated("convolutions").allocated
     with torch.device("meta"):
         net = build()
     meta = [tensor.to("meta") for tensor in batch(6)]
@@ -80,13 +79,12 @@ def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
 
 def test_traces_visit_no_older_objects_of_the_process():
     """A collection of all objects takes seconds in a notebook, and a plan has tens of traces."""
-    build, batch = PROBLEMS["perceptron"]
-    memory.estimate(build(), F.cross_entropy, *batch(6))  # imports and caches
+    estimated("perceptron")  # imports and caches
     generations = []
     gc.disable()
     gc.callbacks.append(lambda phase, info: generations.append(info["generation"]))
     try:
-        memory.estimate(build(), F.cross_entropy, *batch(6))
+        estimated("perceptron")
     finally:
         gc.callbacks.pop()
         gc.enable()
@@ -108,9 +106,8 @@ BAD = {
 
 @pytest.mark.parametrize("said", BAD)
 def test_invalid_settings_of_estimate_raise_an_error(said):
-    build, batch = PROBLEMS["convolutions"]
     with pytest.raises(ValueError, match=said):
-        memory.estimate(build(), F.cross_entropy, *batch(6), **BAD[said])
+        estimated("convolutions", **BAD[said])
 
 
 def test_errors_of_the_module_are_raised():
@@ -120,4 +117,4 @@ def test_errors_of_the_module_are_raised():
     with pytest.raises(ValueError, match="no rows"):
         memory.estimate(build(), F.cross_entropy, torch.zeros(()), batch(6)[1])
     with pytest.raises(ValueError, match="rows="):
-        memory.estimate(build(), F.cross_entropy, *batch(6)).at(0)
+        estimated("perceptron").at(0)

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 from helpers.allocations import AllocatorProfile, used_by_shards
-from helpers.memory_problems import PROBLEMS, LanguageModel, peak_of_updates
+from helpers.memory_problems import PROBLEMS, LanguageModel, estimated, peak_of_updates
 from helpers.ranks import run_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow, slow_but
@@ -107,9 +107,8 @@ SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
 @pytest.mark.parametrize(("rows", "precision", "accumulate"), [slow(*case) for case in SHARDED])
 def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
     used = run_ranks(2, used_by_shards, "language model", rows, precision, accumulate)
-    build, batch = PROBLEMS["language model"]
     settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "micro_batch_size": rows}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows * accumulate), **settings)
+    report = estimated("language model", rows * accumulate, nn.CrossEntropyLoss(), **settings)
     # in bf16 the products of oneDNN take memory for themselves, which depends on the processor and is not counted
     assert report.allocated[0] == pytest.approx(max(used), rel=0.025 if precision == "fp32" else 0.08)
 
@@ -141,18 +140,15 @@ def test_reserved_bytes_of_fsdp_fall_with_the_ranks_as_the_allocated_do():
 
 @pytest.mark.usefixtures("one_trace")
 def test_ddp_adds_communication_buckets_to_the_plain_program():
-    build, batch = PROBLEMS["perceptron"]
-    settings = {"device_kind": "cpu"}
-    plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
-    size = sum(parameter.nbytes for parameter in build().parameters())
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, **settings)
+    make = functools.partial(estimated, "perceptron", 24, device_kind="cpu")
+    plain, report = make(), make(layout="ddp", devices=2)
+    size = sum(parameter.nbytes for parameter in PROBLEMS["perceptron"][0]().parameters())
     assert report.parts[0]["communication buckets"] + report.parts[0]["gradients"] == size
     assert plain.allocated[0] < report.allocated[0] <= plain.allocated[0] + size
-    alone = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", **settings)
-    assert alone.allocated == plain.allocated
-    spread = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, balanced_optimizer=True, **settings)
+    assert make(layout="ddp").allocated == plain.allocated
+    spread = make(layout="ddp", devices=2, balanced_optimizer=True)
     assert report.allocated[0] - spread.allocated[0] == pytest.approx(size, rel=0.05)  # half of two states
-    sharded = memory.estimate(build(), F.cross_entropy, *batch(24), layout="fsdp", devices=2, **settings)
+    sharded = make(layout="fsdp", devices=2)
     assert sharded.allocated[0] < report.allocated[0]
     assert len(sharded.allocated) == 2
     assert not torch.distributed.is_initialized()

@@ -40,12 +40,14 @@ REFUSED = {
 }
 
 
+def estimate_sum(function, make=memory.estimate, **settings):
+    return make(Applying(function), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), **settings)
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_unsupported_data_dependent_operators_raise_an_error_with_their_name(message):
     with pytest.raises(ValueError, match=message):
-        memory.estimate(
-            Applying(REFUSED[message]), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu"
-        )
+        estimate_sum(REFUSED[message], device_kind="cpu")
 
 
 class Lookup(nn.Module):
@@ -70,11 +72,10 @@ def test_optimizers_that_merge_the_rows_of_sparse_gradients_raise_an_error(optim
 
 
 def test_scalar_sets_the_result_of_item():
-    net = Applying(lambda h: h[: h.sum().int().item()] * 2)
-    report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), scalar=3)
-    assert report.allocated
+    function = lambda h: h[: h.sum().int().item()] * 2  # noqa: E731
+    assert estimate_sum(function, scalar=3).allocated
     with pytest.raises(ValueError, match="scalar="):
-        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
+        estimate_sum(function)
 
 
 SELECTIONS = {
@@ -156,14 +157,14 @@ def test_ctc_loss_equals_the_peak_of_the_allocator(criterion):
 
 
 def test_module_with_a_fixed_batch_size_is_not_extrapolated():
-    net = Applying(lambda h: h.view(6, 8))
+    function = lambda h: h.view(6, 8)  # noqa: E731
     with pytest.warns(UserWarning, match="with 12 rows the module raises RuntimeError: shape"):
-        report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")
+        report = estimate_sum(function, device_kind="cpu")
     assert report.at(6) == report.allocated
     with pytest.raises(RuntimeError, match="shape"):
         report.at(7)
     with pytest.raises(ValueError, match=r"RuntimeError: shape.*any number of rows"):
-        memory.plan(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), batch_size=6, capacity="1GiB")
+        estimate_sum(function, memory.plan, batch_size=6, capacity="1GiB")
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
@@ -205,14 +206,12 @@ def test_products_of_groups_equal_the_allocator(precision):
 
 
 def test_an_error_after_a_selection_names_what_was_assumed():
-    net = Applying(lambda h: h[h[:, 0] > 0] + torch.zeros(2, 8))
     message = (
         r"broadcast.* Before it, \S+test_operators_values.py:\d+ was assumed to select all \(aten.index.Tensor\), in the shape "
+        r"\(6, 8\): if training selects fewer, give memory.estimate a module without it"
     )
-    with pytest.raises(
-        ValueError, match=message + r"\(6, 8\): if training selects fewer, give memory.estimate a module without it"
-    ):
-        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")
+    with pytest.raises(ValueError, match=message):
+        estimate_sum(lambda h: h[h[:, 0] > 0] + torch.zeros(2, 8), device_kind="cpu")
 
 
 ROWS, STEPS, WIDTH = 8, 50, 64

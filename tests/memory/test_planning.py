@@ -305,11 +305,7 @@ def test_settings_of_the_user_stay(make):
     ("make", "balanced"), [(torch.optim.Muon, True), (torch.optim.Adafactor, True), (torch.optim.SGD, False)]
 )
 def test_matrices_of_shards_are_updated_whole(make, balanced):
-    problem = Problem(nn.Linear(4, 4, bias=False), nn.MSELoss(), torch.zeros(4, 4), torch.zeros(4, 4))
-    request = estimation.make_request(problem, optimizer=make, layout="replicas", devices=2)
-    assert with_savings(request, [SHARDS]).balanced == balanced
-    option = candidates.Option((SHARDS,), with_savings(request, [SHARDS]), (2**20,) * 2, 4)
-    assert option.name == ("FSDP2, BalancedOptimizer" if balanced else "FSDP2")
+    assert options_of("layout", make, layout="replicas", devices=2)[SHARDS.saving.name].balanced == balanced
 
 
 @pytest.mark.slow

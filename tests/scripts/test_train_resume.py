@@ -41,7 +41,7 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.parametrize(("place", "step"), [("between", 15), ("checkpoint", 3), ("checkpoint-complete", 4)])
+@pytest.mark.parametrize(("place", "step"), [("between", 15), slow("checkpoint", 3), slow("checkpoint-complete", 4)])
 def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, place, step):
     done = run_fault(place, step, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
