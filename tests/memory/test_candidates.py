@@ -153,7 +153,10 @@ def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity, 
         first, _, second, *_ = text.splitlines()
         assert max(map(len, text.splitlines())) <= 100
         if plan.fits:
-            assert first.startswith("fits: yes, 32 rows per device in 1 micro-batch, ") or "micro-batches" in first
+            assert (
+                first.startswith(f"fits: yes, {plan.batch_size // 2} rows per device in 1 micro-batch, ")
+                or "micro-batches" in first
+            )
             assert second.strip() == plan.lines[0]
         else:
             assert first.startswith("does not fit: needs ")

@@ -123,21 +123,6 @@ def test_whole_parameters_of_fsdp_are_not_reserved():
     assert report.reserved[0] < 80 * 2**20
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_trace")
-def test_reserved_bytes_of_fsdp_fall_with_the_ranks_as_the_allocated_do():
-    """Each of 24 layers has 8 MiB. Its parts with gradients and state are 4 MiB on a rank of 8, and 0.5 MiB on one of 64."""
-    net = nn.Sequential(*[nn.Linear(1448, 1448, bias=False) for _ in range(24)])
-    few, many = (
-        memory.estimate(net, torch.sum, torch.zeros(2, 1448), (), layout="fsdp", devices=devices, device_kind="a100")
-        for devices in (8, 64)
-    )
-    fall = few.allocated[0] - many.allocated[0]
-    assert fall == pytest.approx(24 * 3.5 * 2**20, rel=0.1)
-    assert few.reserved[0] - many.reserved[0] == pytest.approx(fall, rel=0.4)  # segments of 20 MiB are partly empty
-    assert all(report.reserved[0] < 1.5 * report.allocated[0] for report in (few, many))
-
-
 @pytest.mark.usefixtures("one_trace")
 def test_ddp_adds_communication_buckets_to_the_plain_program():
     make = functools.partial(estimated, "perceptron", 24, device_kind="cpu")
