@@ -37,7 +37,7 @@ SETTINGS = [  # tests/memory/test_estimation.py has all combinations for network
 ]
 
 
-@pytest.mark.parametrize(("name", "precision", "checkpoint"), slow_but(SETTINGS, SETTINGS[0], SETTINGS[1], SETTINGS[3]))
+@pytest.mark.parametrize(("name", "precision", "checkpoint"), slow_but(SETTINGS, SETTINGS[0]))
 def test_estimate_equals_the_peak_of_the_allocator(benchmark, name, precision, checkpoint):
     if "transformers" in name:
         pytest.importorskip("transformers")
@@ -47,12 +47,13 @@ def test_estimate_equals_the_peak_of_the_allocator(benchmark, name, precision, c
     assert abs(error) <= benchmark.LIMITS[benchmark.MODELS[name].group]
 
 
+@pytest.mark.slow
 def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
     assert benchmark.rows_error("MLP", "h200", (1, 17)) <= 1e-4
 
 
 @released_at_once
-@pytest.mark.parametrize(("layout", "balanced"), [slow("replicas", True), ("torch_data_parallel", False)])
+@pytest.mark.parametrize(("layout", "balanced"), [slow("replicas", True), slow("torch_data_parallel", False)])
 def test_estimate_of_replicas_equals_the_simulated_peak(benchmark, layout, balanced):
     problem = benchmark.build("MLP", rows=64)
     used = benchmark.layouts.simulated_peaks(problem, layout, balanced, "fp32")

@@ -16,7 +16,7 @@ def layouts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["MLP", "mixed", slow("VAE"), slow("DDPM"), slow("BERT eager"), slow("BERT sdpa"), slow("GPT-2")]
+    "name", ["MLP", slow("mixed"), slow("VAE"), slow("DDPM"), slow("BERT eager"), slow("BERT sdpa"), slow("GPT-2")]
 )
 def test_dropout_is_that_of_one_device_in_layouts_of_one_process(layouts, name):
     expected = layouts.train(name, layouts.WHOLE)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
-from balanced_parallel import parallelize
+from balanced_parallel import memory, parallelize
 from balanced_parallel.savings import checkpoint_activations
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -43,6 +43,16 @@ def tracked(build, batch, optimizer, precision="fp32", criterion=F.cross_entropy
             tracker.reset_mod_stats()
             run_update(net, updating, inputs, targets, None, precision, criterion)
     return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
+
+
+def assert_equals_the_allocator(build, batch, optimizer=torch.optim.AdamW, rel=0.001, criterion=F.cross_entropy, **settings):
+    """Compares the estimate of a plain program for the CPU with its allocator. Returns the report."""
+    settings = {"precision": "fp32", "micro_batch_size": None, "checkpoint": False} | settings
+    found = used(build, batch, optimizer, criterion=criterion, **settings)
+    settings |= {"optimizer": optimizer, "device_kind": "cpu", "savings": ["checkpoint_activations"] * settings.pop("checkpoint")}
+    report = memory.estimate(build(), criterion, *batch(), **settings)
+    assert abs(report.allocated[0] - found) <= rel * found
+    return report
 
 
 def run_update(net, updating, inputs, targets, micro_batch_size, precision, criterion):

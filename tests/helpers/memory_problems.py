@@ -4,6 +4,9 @@ import functools
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import memory
 
 VOCABULARY, LENGTH = 600, 16
 
@@ -40,6 +43,20 @@ PROBLEMS = {
     "language model": (functools.partial(LanguageModel, layers=2), lambda rows: (tokens(rows), tokens(rows))),
     "convolutions": (conv_net, lambda rows: (torch.zeros(rows, 3, 16, 16), torch.zeros(rows, dtype=torch.int64))),
 }
+
+
+def estimated(problem, rows=6, criterion=F.cross_entropy, **settings):
+    """Returns the estimate of a model and a batch of so many rows."""
+    build, batch = PROBLEMS[problem]
+    return memory.estimate(build(), criterion, *batch(rows), **settings)
+
+
+def peak_of_updates(cluster, step, *batch, updates=2):
+    """Runs updates on simulated devices. Returns the peaks of the last."""
+    for _ in range(updates):
+        cluster.reset_peak()
+        step(*batch)
+    return cluster.peak
 
 
 class WordModel(LanguageModel):

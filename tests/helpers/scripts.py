@@ -1,14 +1,12 @@
 """Runs ``scripts/train.py`` as a user runs it."""
 
 import json
-import sys
 from pathlib import Path
 
 from .processes import run_script
 from .torchrun import run_torchrun
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SENTENCES = "the cat sat on the mat . the dog ate the cat ; " * 200
 
 

@@ -16,8 +16,13 @@ from helpers.processes import enter_environment, run_script
 
 def run_torchrun(*arguments, timeout=200, **environment):
     """Runs a script with two forked ranks, or as many as the flags say. Returns a ``subprocess.CompletedProcess``."""
+    return run_script(*ranks_of(*arguments), timeout=timeout, **environment)
+
+
+def ranks_of(*arguments):
+    """Returns the script and the arguments of :class:`helpers.processes.Script` with which a script runs on ranks."""
     alone = "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"  # as --standalone
-    return run_script(Path(__file__), *alone, "--nproc-per-node=2", *arguments, timeout=timeout, **environment)
+    return Path(__file__), *alone, "--nproc-per-node=2", *arguments
 
 
 def launch(arguments):

@@ -1,13 +1,14 @@
 """``memory.estimate``: peaks of the CPU's allocator and of torch's tracker, to the byte."""
 
 import functools
+import gc
 import itertools
 
 import pytest
 import torch
-from helpers.allocations import tracked, used
-from helpers.memory_problems import PROBLEMS
-from helpers.slow import slow, slow_but
+from helpers.allocations import assert_equals_the_allocator, tracked
+from helpers.memory_problems import PROBLEMS, estimated
+from helpers.slow import slow_but
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -15,20 +16,25 @@ from torch.nn import functional as F
 from balanced_parallel import memory
 from balanced_parallel.memory.report import PARTS
 
+READING_STEP_COUNTS = ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"]
+CASES = {
+    "perceptron, checkpointed": {"checkpoint": True},
+    "perceptron": {},
+    "language model": {},
+    "language model, checkpointed": {"checkpoint": True},
+    "language model, accumulated": {"micro_batch_size": 8, "optimizer": functools.partial(torch.optim.SGD, momentum=0.9)},
+} | {f"perceptron, {name}": {"optimizer": getattr(torch.optim, name)} for name in READING_STEP_COUNTS}
+BY_DEFAULT = ["perceptron, checkpointed", "language model, accumulated", "perceptron, NAdam", "perceptron, Adafactor"]
 
-@pytest.mark.parametrize(
-    ("problem", "checkpoint"),
-    [("perceptron", True), ("language model", False), slow("perceptron", False), slow("language model", True)],
-)
+
+@pytest.mark.parametrize("name", slow_but(list(CASES), *BY_DEFAULT))
 @pytest.mark.usefixtures("one_trace")
-def test_peak_equals_the_allocator(problem, checkpoint):
-    build, batch = PROBLEMS[problem]
-    found = used(build, lambda: batch(24), torch.optim.AdamW, checkpoint=checkpoint)
-    savings = ["checkpoint_activations"] * checkpoint
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu", savings=savings)
-    assert abs(report.allocated[0] - found) <= 0.001 * found
+def test_peak_equals_the_allocator(name):
+    build, batch = PROBLEMS[name.partition(",")[0]]
+    report = assert_equals_the_allocator(build, lambda: batch(24), **CASES[name])
     assert sum(report.parts[0].values()) == report.allocated[0] == report.reserved[0]
     assert set(report.parts[0]) == set(PARTS)
+    assert report.rows * report.micro_batches == 24
 
 
 @pytest.mark.parametrize(
@@ -41,19 +47,7 @@ def test_peak_equals_the_tracker_of_torch(problem, precision):
     build, batch = PROBLEMS[problem]
     with FakeTensorMode():
         expected = tracked(build, lambda: batch(24), torch.optim.AdamW, precision)
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu", precision=precision)
-    assert report.allocated == (expected,)
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_micro_batches_include_accumulated_gradients():
-    build, batch = PROBLEMS["language model"]
-    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
-    found = used(build, lambda: batch(24), momentum, micro_batch_size=8)
-    settings = {"optimizer": momentum, "device_kind": "cpu", "micro_batch_size": 8}
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
-    assert abs(report.allocated[0] - found) <= 0.001 * found
-    assert (report.rows, report.micro_batches) == (8, 3)
+    assert estimated(problem, 24, device_kind="cpu", precision=precision).allocated == (expected,)
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -69,6 +63,34 @@ def test_estimate_does_not_change_the_module_or_random_state():
     assert "to" not in net.__dict__
 
 
+@pytest.mark.usefixtures("one_trace")
+def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
+    build, batch = PROBLEMS["convolutions"]
+    expected = estimated("convolutions").allocated
+    with torch.device("meta"):
+        net = build()
+    meta = [tensor.to("meta") for tensor in batch(6)]
+    assert memory.estimate(net, F.cross_entropy, *meta).allocated == expected
+    with torch._subclasses.FakeTensorMode():
+        fake = batch(6)
+    assert memory.estimate(build(), F.cross_entropy, *fake).allocated == expected
+    assert memory.estimate(net, F.cross_entropy, {"input": meta[0]}, meta[1]).allocated == expected
+
+
+def test_traces_visit_no_older_objects_of_the_process():
+    """A collection of all objects takes seconds in a notebook, and a plan has tens of traces."""
+    estimated("perceptron")  # imports and caches
+    generations = []
+    gc.disable()
+    gc.callbacks.append(lambda phase, info: generations.append(info["generation"]))
+    try:
+        estimated("perceptron")
+    finally:
+        gc.callbacks.pop()
+        gc.enable()
+    assert set(generations) == {0, 1}
+
+
 BAD = {
     "layout='dp', expected one of": {"layout": "dp"},
     "device_kind='h900', expected one of": {"device_kind": "h900"},
@@ -78,15 +100,14 @@ BAD = {
     "balanced_optimizer=True with layout='single'": {"balanced_optimizer": True},
     "micro_batch_size=-1": {"micro_batch_size": -1},
     "whole_gradients=True with layout='ddp', expected layout='fsdp'": {"whole_gradients": True, "layout": "ddp"},
-    "savings has 'nothing', expected functions of": {"savings": ["nothing"]},
+    "savings has 'nothing', expected functions of balanced_parallel.savings: offload_opt": {"savings": ["nothing"]},
 }
 
 
 @pytest.mark.parametrize("said", BAD)
 def test_invalid_settings_of_estimate_raise_an_error(said):
-    build, batch = PROBLEMS["convolutions"]
     with pytest.raises(ValueError, match=said):
-        memory.estimate(build(), F.cross_entropy, *batch(6), **BAD[said])
+        estimated("convolutions", **BAD[said])
 
 
 def test_errors_of_the_module_are_raised():
@@ -96,4 +117,4 @@ def test_errors_of_the_module_are_raised():
     with pytest.raises(ValueError, match="no rows"):
         memory.estimate(build(), F.cross_entropy, torch.zeros(()), batch(6)[1])
     with pytest.raises(ValueError, match="rows="):
-        memory.estimate(build(), F.cross_entropy, *batch(6)).at(0)
+        estimated("perceptron").at(0)

@@ -1,4 +1,4 @@
-"""Estimates of modules and batches without memory, and traces in processes of their own."""
+"""Traces in processes of their own."""
 
 import contextlib
 import os
@@ -7,9 +7,7 @@ import time
 
 import pytest
 import torch
-from helpers.allocations import used
-from helpers.memory_problems import PROBLEMS
-from helpers.slow import slow_but
+from helpers.memory_problems import estimated
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,62 +16,42 @@ from balanced_parallel.memory.devices import KINDS, find_kind
 from balanced_parallel.memory.trace import tracer
 
 
-@pytest.mark.usefixtures("one_trace")
-def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
-    build, batch = PROBLEMS["convolutions"]
-    expected = memory.estimate(build(), F.cross_entropy, *batch(6)).allocated
-    with torch.device("meta"):
-        net = build()
-    meta = [tensor.to("meta") for tensor in batch(6)]
-    assert memory.estimate(net, F.cross_entropy, *meta).allocated == expected
-    with torch._subclasses.FakeTensorMode():
-        fake = batch(6)
-    assert memory.estimate(build(), F.cross_entropy, *fake).allocated == expected
-    assert memory.estimate(net, F.cross_entropy, {"input": meta[0]}, meta[1]).allocated == expected
-
-
-NAMES = ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"]
-
-
-@pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("name", slow_but(NAMES, "NAdam", "Adafactor"))
-def test_optimizers_that_read_step_counts_equal_the_allocator(name):
-    def build():
-        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-
-    def batch():
-        return torch.zeros(32, 64), torch.zeros(32).long()
-
-    kind = getattr(torch.optim, name)
-    found = used(build, batch, kind)
-    report = memory.estimate(build(), F.cross_entropy, *batch(), optimizer=kind, device_kind="cpu")
-    assert abs(report.allocated[0] - found) <= 0.001 * found
-
-
 def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
     """Autograd refuses to run in a process that is forked then: the trace is made in this one."""
-    build, batch = PROBLEMS["perceptron"]
-    before = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").allocated
+    before = estimated("perceptron", device_kind="sim").allocated
     with simulate(2):
         net = nn.Linear(4, 4).to("sim:0")
         net(torch.zeros(2, 4, device="sim:0")).sum().backward()
-        assert memory.estimate(build(), F.cross_entropy, *batch(6)).allocated == before
+        assert estimated("perceptron").allocated == before
         assert find_kind(None) is KINDS["sim"]
     resize = torch.UntypedStorage.resize_
-    assert memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").allocated == before
+    assert estimated("perceptron", device_kind="sim").allocated == before
     assert torch.UntypedStorage.resize_ is resize
     logits = torch.zeros(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.softmax(logits.bfloat16(), 0).dtype == torch.bfloat16  # the CPU's own choice is back
 
 
-def test_killed_child_process_raises_an_error():
-    class Dying(nn.Linear):
-        def forward(self, inputs):
-            os._exit(3)
+class Odd(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
 
-    net = Dying(8, 8)
-    with pytest.raises(RuntimeError, match="without a result"):
+
+def die(inputs):
+    os._exit(3)
+
+
+def refuse(inputs):
+    raise Odd("not", "here")
+
+
+@pytest.mark.parametrize(
+    ("forward", "kind", "message"), [(die, RuntimeError, "without a result"), (refuse, Exception, "^Odd: not here$")]
+)
+def test_a_killed_child_process_or_an_error_that_cannot_be_sent_raises_a_built_in_error(forward, kind, message):
+    net = nn.Linear(8, 8)
+    net.forward = forward
+    with pytest.raises(kind, match=message):
         memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
 
 
@@ -117,20 +95,6 @@ def test_processes_that_hang_are_replaced_by_this_process(processes):
 def test_processes_that_work_are_waited_for(processes):
     first, second = processes.run([(REQUEST, 0.7), (REQUEST, 0)], work_for)
     assert HERE != first == second
-
-
-class Odd(Exception):
-    def __init__(self, first, second):
-        super().__init__(f"{first} {second}")
-
-
-def test_an_error_that_cannot_be_sent_is_raised_as_a_built_in_one():
-    class Refusing(nn.Linear):
-        def forward(self, inputs):
-            raise Odd("not", "here")
-
-    with pytest.raises(Exception, match="Odd: not here"):
-        memory.estimate(Refusing(8, 8), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
 
 
 def test_options_of_a_plan_are_traced_in_the_same_processes(monkeypatch):

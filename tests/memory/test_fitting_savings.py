@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-from helpers.memory_problems import PROBLEMS
+from helpers.memory_problems import PROBLEMS, estimated, peak_of_updates
 from torch import nn
 
-from balanced_parallel import memory, simulate
+from balanced_parallel import simulate
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory.fitting import saved_bytes
 from balanced_parallel.memory.savings import PLANNED, savings_of
@@ -16,10 +16,8 @@ from balanced_parallel.memory.savings import PLANNED, savings_of
 
 def table_of(problem, savings, devices=1, **settings):
     """Returns the peak of a step, and by name the bytes that each saving takes off it."""
-    build, batch = PROBLEMS[problem]
     layout = "single" if devices == 1 else "replicas"
-    settings |= {"devices": devices, "layout": layout, "device_kind": "sim"}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(16), **settings)
+    report = estimated(problem, 16, nn.CrossEntropyLoss(), devices=devices, layout=layout, device_kind="sim", **settings)
     peak = max(report.allocated)
     saved = saved_bytes(report.batches.request, 16, peak, savings)
     return peak, {planned.saving.name: size for planned, size in saved.items()}
@@ -29,15 +27,16 @@ def measure(pieces):
     """Returns the peak of the second of two plain steps."""
     build, batch = PROBLEMS["convolutions"]
     with simulate(1) as cluster:
-        net, (inputs, targets) = build().to("sim:0"), (tensor.to("sim:0") for tensor in batch(16))
+        net = build().to("sim:0")
         optimizer = torch.optim.SGD(net.parameters())
-        for _ in range(2):
-            cluster.reset_peak()
+
+        def step(inputs, targets):
             optimizer.zero_grad()
             for rows, classes in zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True):
                 nn.functional.cross_entropy(net(rows), classes).backward()
             optimizer.step()
-        return cluster.peak[0]
+
+        return peak_of_updates(cluster, step, *[tensor.to("sim:0") for tensor in batch(16)])[0]
 
 
 def test_every_saving_that_suits_the_step_is_traced_and_bytes_are_those_of_simulated_devices():

@@ -6,10 +6,10 @@ import gc
 import pytest
 import torch
 from helpers.allocations import AllocatorProfile, used_by_shards
-from helpers.memory_problems import PROBLEMS, LanguageModel
+from helpers.memory_problems import PROBLEMS, LanguageModel, estimated, peak_of_updates
 from helpers.ranks import run_ranks
 from helpers.releases import released_at_once
-from helpers.slow import slow_but
+from helpers.slow import slow, slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +19,6 @@ from balanced_parallel import (
     DataParallelModel,
     DiceLoss,
     TrainStep,
-    convert_sync_batchnorm,
     memory,
     parallelize,
     simulate,
@@ -27,15 +26,11 @@ from balanced_parallel import (
 from balanced_parallel.replicas import buckets
 
 
-def run_updates(cluster, build, batch, loss, optimizer=torch.optim.AdamW, balanced=False, precision="fp32"):
-    """Runs two updates on the devices of a cluster, whose peak is that of the second."""
-    model, criterion = DataParallelModel(build(), precision=precision), DataParallelCriterion(loss, precision=precision)
-    updating = BalancedOptimizer(model, optimizer) if balanced else optimizer(model.parameters())
-    for _ in range(2):
-        cluster.reset_peak()
-        updating.zero_grad()
-        criterion(model(batch[0]), batch[1]).backward()
-        updating.step()
+def make_step(net, loss, optimizer=torch.optim.AdamW, precision="fp32", balanced_optimizer=False, **settings):
+    model = DataParallelModel(net, precision=precision)
+    criterion = loss if isinstance(loss, DataParallelCriterion) else DataParallelCriterion(loss, precision=precision)
+    updating = BalancedOptimizer(model, optimizer) if balanced_optimizer else optimizer(model.parameters())
+    return TrainStep(model, criterion, updating, **settings)
 
 
 class Repeated(nn.Module):
@@ -55,38 +50,32 @@ def matrices():
     return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
 
 
-WORDS = PROBLEMS["language model"][1](24)
-MODELS = {  # devices, relative tolerance, model, batch, loss, settings
-    "plain": (3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss(), {}),
-    "bf16": (3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss(), {"precision": "bf16"}),
-    "balanced": (3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss(), {"balanced": True}),
-    "balanced, bf16": (
-        *(3, 0.02, PROBLEMS["language model"][0], WORDS, nn.CrossEntropyLoss()),
-        {"balanced": True, "precision": "bf16"},
-    ),
-    "dropout": (2, 0.005, functools.partial(LanguageModel, 0.1, 1), WORDS, nn.CrossEntropyLoss(), {}),
+WORDS = PROBLEMS["language model"][0], PROBLEMS["language model"][1](24), nn.CrossEntropyLoss()
+REPEATED = Repeated, (torch.randn(1024, 128), torch.randint(128, (1024,))), nn.CrossEntropyLoss()
+MODELS = {  # devices, relative tolerance, (model, batch, loss), settings
+    "plain": (3, 0.02, WORDS, {}),
+    "bf16": (3, 0.02, WORDS, {"precision": "bf16"}),
+    "balanced": (3, 0.02, WORDS, {"balanced_optimizer": True}),
+    "balanced, bf16": (3, 0.02, WORDS, {"balanced_optimizer": True, "precision": "bf16"}),
+    "dropout": (2, 0.005, (functools.partial(LanguageModel, 0.1, 1), *WORDS[1:]), {}),
     "whole parameters": (
-        *(2, 0.02, matrices, torch.randn(2, 16, 64), nn.MSELoss()),
-        {"optimizer": torch.optim.Muon, "balanced": True},
+        *(2, 0.02, (matrices, torch.randn(2, 16, 64), nn.MSELoss())),
+        {"optimizer": torch.optim.Muon, "balanced_optimizer": True},
     ),
-    "repeated": (
-        *(2, 0.02, Repeated, (torch.randn(1024, 128), torch.randint(128, (1024,))), nn.CrossEntropyLoss()),
-        {"optimizer": torch.optim.SGD, "precision": "bf16"},
-    ),
+    "repeated": (2, 0.02, REPEATED, {"optimizer": torch.optim.SGD, "precision": "bf16"}),
 }
 
 
 @released_at_once
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("name", slow_but(list(MODELS), "balanced, bf16", "dropout", "whole parameters", "repeated"))
+@pytest.mark.parametrize("name", slow_but(list(MODELS), "balanced, bf16", "whole parameters", "repeated"))
 def test_replicas_equal_the_simulated_peak(name):
-    devices, tolerance, build, batch, loss, settings = MODELS[name]
+    devices, tolerance, (build, batch, loss), settings = MODELS[name]
     layout = {"layout": "replicas", "devices": devices, "device_kind": "sim"}
-    layout |= {"balanced_optimizer" if key == "balanced" else key: value for key, value in settings.items()}
-    report = memory.estimate(build(), loss, *batch, **layout)
+    report = memory.estimate(build(), loss, *batch, **layout, **settings)
     with simulate(devices) as cluster:
-        run_updates(cluster, build, batch, loss, **settings)
-        assert report.allocated == pytest.approx(cluster.peak, rel=tolerance)
+        peaks = peak_of_updates(cluster, make_step(build(), loss, **settings), *batch)
+        assert report.allocated == pytest.approx(peaks, rel=tolerance)
 
 
 @released_at_once
@@ -100,17 +89,12 @@ def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
         return nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
 
     batch = torch.ones(12, 64), torch.ones(12, 64)
-    settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
-    report = memory.estimate(build(), nn.MSELoss(), *batch, micro_batch_size=2, **settings)
+    settings = {"balanced_optimizer": balanced, "micro_batch_size": 2}
+    report = memory.estimate(build(), nn.MSELoss(), *batch, layout="replicas", devices=3, device_kind="sim", **settings)
     with simulate(3) as cluster:
-        model, criterion = DataParallelModel(build()), DataParallelCriterion(nn.MSELoss())
-        optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(model.parameters())
-        step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
-        for _ in range(2):
-            cluster.reset_peak()
-            step(*batch)
-        assert len(model.replicas.gradients.buckets) == 3
-        assert report.allocated == pytest.approx(cluster.peak, abs=300 * 2**10)
+        step = make_step(build(), nn.MSELoss(), **settings)
+        assert report.allocated == pytest.approx(peak_of_updates(cluster, step, *batch), abs=300 * 2**10)
+        assert len(step.model.replicas.gradients.buckets) == 3
     # Side streams have what they received until it is added, and no gradient.
     beside = {block.kind for block in report.batches.exact.first.blocks if block.stream}
     assert beside == {"temporaries"}
@@ -120,12 +104,11 @@ SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
 
 
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize(("rows", "precision", "accumulate"), slow_but(SHARDED, SHARDED[0]))
+@pytest.mark.parametrize(("rows", "precision", "accumulate"), [slow(*case) for case in SHARDED])
 def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
     used = run_ranks(2, used_by_shards, "language model", rows, precision, accumulate)
-    build, batch = PROBLEMS["language model"]
     settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "micro_batch_size": rows}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows * accumulate), **settings)
+    report = estimated("language model", rows * accumulate, nn.CrossEntropyLoss(), **settings)
     # in bf16 the products of oneDNN take memory for themselves, which depends on the processor and is not counted
     assert report.allocated[0] == pytest.approx(max(used), rel=0.025 if precision == "fp32" else 0.08)
 
@@ -140,51 +123,20 @@ def test_whole_parameters_of_fsdp_are_not_reserved():
     assert report.reserved[0] < 80 * 2**20
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_trace")
-def test_reserved_bytes_of_fsdp_fall_with_the_ranks_as_the_allocated_do():
-    """Each of 24 layers has 8 MiB. Its parts with gradients and state are 4 MiB on a rank of 8, and 0.5 MiB on one of 64."""
-    net = nn.Sequential(*[nn.Linear(1448, 1448, bias=False) for _ in range(24)])
-    few, many = (
-        memory.estimate(net, torch.sum, torch.zeros(2, 1448), (), layout="fsdp", devices=devices, device_kind="a100")
-        for devices in (8, 64)
-    )
-    fall = few.allocated[0] - many.allocated[0]
-    assert fall == pytest.approx(24 * 3.5 * 2**20, rel=0.1)
-    assert few.reserved[0] - many.reserved[0] == pytest.approx(fall, rel=0.4)  # segments of 20 MiB are partly empty
-    assert all(report.reserved[0] < 1.5 * report.allocated[0] for report in (few, many))
-
-
 @pytest.mark.usefixtures("one_trace")
 def test_ddp_adds_communication_buckets_to_the_plain_program():
-    build, batch = PROBLEMS["perceptron"]
-    settings = {"device_kind": "cpu"}
-    plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
-    size = sum(parameter.nbytes for parameter in build().parameters())
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, **settings)
+    make = functools.partial(estimated, "perceptron", 24, device_kind="cpu")
+    plain, report = make(), make(layout="ddp", devices=2)
+    size = sum(parameter.nbytes for parameter in PROBLEMS["perceptron"][0]().parameters())
     assert report.parts[0]["communication buckets"] + report.parts[0]["gradients"] == size
     assert plain.allocated[0] < report.allocated[0] <= plain.allocated[0] + size
-    alone = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", **settings)
-    assert alone.allocated == plain.allocated
-    spread = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, balanced_optimizer=True, **settings)
+    assert make(layout="ddp").allocated == plain.allocated
+    spread = make(layout="ddp", devices=2, balanced_optimizer=True)
     assert report.allocated[0] - spread.allocated[0] == pytest.approx(size, rel=0.05)  # half of two states
-    sharded = memory.estimate(build(), F.cross_entropy, *batch(24), layout="fsdp", devices=2, **settings)
+    sharded = make(layout="fsdp", devices=2)
     assert sharded.allocated[0] < report.allocated[0]
     assert len(sharded.allocated) == 2
     assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_replicas_with_checkpointing_and_sync_batch_norm():
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
-    plain, less = (
-        memory.estimate(LanguageModel(layers=2), F.cross_entropy, *WORDS, savings=names, **settings)
-        for names in ((), ["checkpoint_activations"])
-    )
-    assert less.allocated < plain.allocated
-    assert less.flops > plain.flops
-    build, batch = PROBLEMS["convolutions"]
-    assert memory.estimate(convert_sync_batchnorm(build()), F.cross_entropy, *batch(6), **settings).allocated
 
 
 ROWS, WIDTH = 192, 64
@@ -209,20 +161,14 @@ def batch(rows=ROWS):
 
 def simulated_peak(criterion, devices, size):
     with simulate(devices) as cluster:
-        model = DataParallelModel(build())
-        criterion = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
-        step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=size)
-        for _ in range(3):  # the first two compare rows with halves, whose memory estimates do not count
-            cluster.reset_peak()
-            step(*batch())
-        return cluster.peak
+        step = make_step(build(), criterion, micro_batch_size=size)
+        return peak_of_updates(cluster, step, *batch(), updates=3)  # two compare rows with halves, which estimates do not count
 
 
 @released_at_once
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize(
-    ("kind", "size"), slow_but([(kind, size) for kind in CRITERIA for size in (None, 4)], ("all outputs", 4))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind in CRITERIA for size in (None, 4)])
 def test_estimates_equal_the_simulated_peak(kind, size):
     settings = {"layout": "replicas", "devices": 3, "device_kind": "sim"}
     report = memory.estimate(build(), CRITERIA[kind](), *batch(), micro_batch_size=size, **settings)
@@ -243,13 +189,13 @@ def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     assert max(found) <= capacity
 
 
+@pytest.mark.slow
 @released_at_once
 def test_fit_knows_the_outputs_of_all_rows():
     criterion = CRITERIA["all outputs"]
     capacity = int(0.8 * simulated_peak(criterion(), 2, None)[0])
     with simulate(2):
-        model = DataParallelModel(build())
-        step = TrainStep(model, criterion(), torch.optim.AdamW(model.parameters()))
+        step = make_step(build(), criterion())
         report = memory.fit(step, *batch(), capacity=capacity)
     assert step.micro_batch_size <= ROWS // 4
     assert report.allocated == pytest.approx(simulated_peak(criterion(), 2, step.micro_batch_size), rel=0.02)
@@ -291,6 +237,7 @@ def peak_of_third_update(micro_batch_size):
     return profile.peak
 
 
+@pytest.mark.slow
 def test_peak_of_ddp_equals_the_allocator_with_and_without_accumulation():
     sizes = [12, 4]
     measured = [max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes, fresh=True), strict=True)]

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from helpers.memory_problems import PROBLEMS
+from helpers.memory_problems import PROBLEMS, estimated
 from helpers.slow import slow, slow_but
 from torch import nn
-from torch.nn import functional as F
 
 from balanced_parallel import memory, savings
 from balanced_parallel.memory.lines import most_that_fit
@@ -25,19 +24,17 @@ def test_rows_that_need_no_memory_have_no_largest_number():
 CASES = [(problem, kind) for problem in PROBLEMS for kind in ("cpu", "h200")]
 
 
-@pytest.mark.parametrize(("problem", "kind"), slow_but(CASES, ("perceptron", "h200"), ("convolutions", "h200")))
+@pytest.mark.parametrize(("problem", "kind"), slow_but(CASES, ("perceptron", "h200")))
 def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
-    build, batch = PROBLEMS[problem]
-    report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")
+    report = estimated(problem, device_kind=kind, precision="bf16")
     assert report.affine
     for rows in (1, 301):
         assert report.at(rows)[0] == pytest.approx(report.batches.trace(rows).allocated_by_device(rows)[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "sim", "h200"])
+@pytest.mark.parametrize("kind", ["sim", slow("cpu"), slow("h200")])
 def test_largest_batch_fits_and_one_more_row_does_not(kind):
-    build, batch = PROBLEMS["perceptron"]
-    report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind)
+    report = estimated("perceptron", device_kind=kind)
     capacity = report.nvidia_smi[0] * 3
     rows = report.largest(capacity)
     assert rows > 18
@@ -50,9 +47,8 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
 
 @pytest.mark.slow
 def test_extrapolation_with_unequal_splits():
-    build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(20), **settings)
+    report = estimated("language model", 20, nn.CrossEntropyLoss(), **settings)
     assert report.at(33) == pytest.approx(report.batches.trace(33).allocated_by_device(33), rel=1e-4)
     capacity = report.at(29)
     assert report.largest(capacity) == 29

@@ -1,8 +1,12 @@
-"""Operators whose memory depends on values: an exact rule, the worst case, or an error that names them."""
+"""Operators whose memory depends on values: an exact rule, the worst case, or an error that names them.
+
+Results that take the memory of an argument: torch runs these operators in place, but not under a dispatch mode.
+"""
 
 import pytest
 import torch
-from helpers.allocations import used
+from helpers.allocations import assert_equals_the_allocator, used
+from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -11,12 +15,14 @@ from balanced_parallel import memory
 
 
 class Applying(nn.Module):
-    def __init__(self, function):
+    """A function of a layer's results."""
+
+    def __init__(self, function, *layers, width=8):
         super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
+        self.first, self.function, self.layers = nn.Linear(width, width), function, nn.ModuleList(layers)
 
     def forward(self, inputs):
-        return self.function(self.layer(inputs))
+        return self.function(self.first(inputs), *self.layers)
 
 
 @torch.library.custom_op("test_memory::without_a_fake", mutates_args=())
@@ -34,12 +40,14 @@ REFUSED = {
 }
 
 
+def estimate_sum(function, make=memory.estimate, **settings):
+    return make(Applying(function), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), **settings)
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_unsupported_data_dependent_operators_raise_an_error_with_their_name(message):
     with pytest.raises(ValueError, match=message):
-        memory.estimate(
-            Applying(REFUSED[message]), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu"
-        )
+        estimate_sum(REFUSED[message], device_kind="cpu")
 
 
 class Lookup(nn.Module):
@@ -64,11 +72,10 @@ def test_optimizers_that_merge_the_rows_of_sparse_gradients_raise_an_error(optim
 
 
 def test_scalar_sets_the_result_of_item():
-    net = Applying(lambda h: h[: h.sum().int().item()] * 2)
-    report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), scalar=3)
-    assert report.allocated
+    function = lambda h: h[: h.sum().int().item()] * 2  # noqa: E731
+    assert estimate_sum(function, scalar=3).allocated
     with pytest.raises(ValueError, match="scalar="):
-        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
+        estimate_sum(function)
 
 
 SELECTIONS = {
@@ -77,15 +84,6 @@ SELECTIONS = {
     "masked_select": lambda h: h.masked_select(h > 0).sum() + h.sum(),
     "unique": lambda h: torch.unique(h.long()).sum() + h.sum(),
 }
-
-
-def equals_the_allocator(build, batch, optimizer=torch.optim.AdamW, precision="fp32", criterion=F.cross_entropy, rel=0.001):
-    """Compares an estimate for the CPU with its allocator. Returns the report."""
-    found = used(build, batch, optimizer, precision, criterion=criterion)
-    settings = {"optimizer": optimizer, "precision": precision, "device_kind": "cpu"}
-    report = memory.estimate(build(), criterion, *batch(), **settings)
-    assert abs(report.allocated[0] - found) <= rel * found
-    return report
 
 
 def ones():
@@ -115,7 +113,7 @@ def fill(h):
 
 def test_a_number_for_a_mask_equals_the_allocator(one_trace):
     """torch fills the mask: it makes no indices. Rprop sets the signs of gradients by masks."""
-    equals_the_allocator(lambda: Applying(fill), ones, torch.optim.Rprop, criterion=first, rel=0.002)
+    assert_equals_the_allocator(lambda: Applying(fill), ones, torch.optim.Rprop, criterion=first, rel=0.002)
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -123,7 +121,7 @@ def test_sparse_gradients_equal_the_allocator():
     def batch():
         return torch.randint(0, 500, (40, 30)), torch.zeros(40, dtype=torch.int64)
 
-    equals_the_allocator(Lookup, batch, torch.optim.SGD, rel=0.002)
+    assert_equals_the_allocator(Lookup, batch, torch.optim.SGD, rel=0.002)
 
 
 class Spelling(nn.Module):
@@ -155,18 +153,18 @@ def test_ctc_loss_equals_the_peak_of_the_allocator(criterion):
     def batch():
         return torch.zeros(6, 50, 8), torch.ones(6, 20, dtype=torch.int64)
 
-    equals_the_allocator(Spelling, batch, criterion=criterion)
+    assert_equals_the_allocator(Spelling, batch, criterion=criterion)
 
 
 def test_module_with_a_fixed_batch_size_is_not_extrapolated():
-    net = Applying(lambda h: h.view(6, 8))
+    function = lambda h: h.view(6, 8)  # noqa: E731
     with pytest.warns(UserWarning, match="with 12 rows the module raises RuntimeError: shape"):
-        report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")
+        report = estimate_sum(function, device_kind="cpu")
     assert report.at(6) == report.allocated
     with pytest.raises(RuntimeError, match="shape"):
         report.at(7)
     with pytest.raises(ValueError, match=r"RuntimeError: shape.*any number of rows"):
-        memory.plan(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), batch_size=6, capacity="1GiB")
+        estimate_sum(function, memory.plan, batch_size=6, capacity="1GiB")
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
@@ -180,7 +178,7 @@ def test_scalar_loss_that_keeps_its_elements_equals_the_allocator(loss):
     def batch():
         return torch.zeros(400, 16), torch.zeros(400, 32)
 
-    equals_the_allocator(build, batch, torch.optim.SGD, criterion=loss, rel=0.002)
+    assert_equals_the_allocator(build, batch, torch.optim.SGD, criterion=loss, rel=0.002)
 
 
 class Experts(nn.Module):
@@ -203,16 +201,49 @@ def test_products_of_groups_equal_the_allocator(precision):
     def batch():
         return torch.zeros(64, 64), torch.zeros(64, 64)
 
-    report = equals_the_allocator(Experts, batch, precision=precision, criterion=F.mse_loss)
+    report = assert_equals_the_allocator(Experts, batch, precision=precision, criterion=F.mse_loss)
     assert report.flops == 5 * 2 * 64 * 64 * 256  # two products, and the gradients of both matrices and of what is between them
 
 
 def test_an_error_after_a_selection_names_what_was_assumed():
-    net = Applying(lambda h: h[h[:, 0] > 0] + torch.zeros(2, 8))
     message = (
         r"broadcast.* Before it, \S+test_operators_values.py:\d+ was assumed to select all \(aten.index.Tensor\), in the shape "
+        r"\(6, 8\): if training selects fewer, give memory.estimate a module without it"
     )
-    with pytest.raises(
-        ValueError, match=message + r"\(6, 8\): if training selects fewer, give memory.estimate a module without it"
-    ):
-        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")
+    with pytest.raises(ValueError, match=message):
+        estimate_sum(lambda h: h[h[:, 0] > 0] + torch.zeros(2, 8), device_kind="cpu")
+
+
+ROWS, STEPS, WIDTH = 8, 50, 64
+EVERY_SECOND = torch.arange(0, STEPS, 2)
+IN_PLACE = {  # functions of results that are as large as the peak of the step, and the sizes of layers in them
+    "a sum of gradients": (lambda h: h[:, 1:] - h[:, :-1],),
+    "a sum of gradients of one operator": (lambda h: torch.stack([h[:, 1], h[:, 1]], -1),),
+    "a tied weight": (lambda h, tied: tied(tied(h.flatten(1)) @ tied.weight), (3200, 400)),
+    "a sum within an operator": (lambda h: sum(torch.var_mean(h, 1)),),
+    "maximum": (lambda h: h.max(1)[0],),
+    "largest": (lambda h: h.topk(4, 1)[0],),
+    "gather": (lambda h: h.gather(1, EVERY_SECOND[None, :, None].expand(ROWS, -1, WIDTH)),),
+    "index": (lambda h: h[:, EVERY_SECOND],),
+    "index_select": (lambda h: h.index_select(1, EVERY_SECOND),),
+    "not contiguous": (lambda h, project: project(h.transpose(1, 2)), (STEPS, 400)),
+}
+BY_DEFAULT = ["a sum of gradients", "a tied weight", "a sum within an operator", "maximum", "index"]
+
+
+def of_ten_classes(output, targets):
+    return F.cross_entropy(output.flatten(1)[:, :10], targets)
+
+
+@pytest.mark.parametrize("name", slow_but(IN_PLACE, *BY_DEFAULT))
+@pytest.mark.usefixtures("one_trace")
+def test_results_in_the_memory_of_an_argument_equal_the_allocator(name):
+    function, *sizes = IN_PLACE[name]
+
+    def build():
+        return Applying(function, *[nn.Linear(*size) for size in sizes], width=WIDTH)
+
+    def batch():
+        return torch.zeros(ROWS, STEPS, WIDTH), torch.zeros(ROWS, dtype=torch.int64)
+
+    assert_equals_the_allocator(build, batch, torch.optim.SGD, criterion=of_ten_classes)

@@ -9,20 +9,20 @@ import re
 
 import pytest
 import torch
-from helpers.memory_problems import PROBLEMS
+from helpers.memory_problems import estimated
 from torch import nn
-from torch.nn import functional as F
 
 from balanced_parallel import memory
 from balanced_parallel.memory.report import holders_table
 from balanced_parallel.runtime.values import format_bytes
 
+REPLICAS = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
+SMALL = nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long()
+
 
 @pytest.mark.usefixtures("one_trace")
 def test_report_has_timeline_phases_and_source_lines():
-    build, batch = PROBLEMS["language model"]
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
-    report = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
+    report = estimated("language model", 24, **REPLICAS)
     assert max(report.timeline[0]) == report.allocated[0]
     assert 0 < report.phases["backward"] < report.phases["update"] < len(report.timeline[0])
     sizes = [holder.bytes for holder in report.where[0]]
@@ -39,8 +39,7 @@ def test_report_has_timeline_phases_and_source_lines():
 
 @pytest.fixture(scope="module")
 def report():
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
-    return memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
+    return memory.estimate(*SMALL, **REPLICAS)
 
 
 def test_another_number_of_rows_says_whether_it_fits(report):
@@ -99,8 +98,7 @@ def test_page_has_model_versions_and_date_and_a_meaning_for_each_colour(report, 
 
 
 def test_page_of_a_plan_has_its_options(tmp_path):
-    settings = {"batch_size": 8, "capacity": "1GiB", "devices": 2, "device_kind": "sim"}
-    plan = memory.plan(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
+    plan = memory.plan(*SMALL, batch_size=8, capacity="1GiB", devices=2, device_kind="sim")
     plan.save_html(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
     assert all(html.escape(choice.name) in text for choice in plan.choices)
@@ -111,8 +109,7 @@ def test_page_of_a_plan_has_its_options(tmp_path):
 
 
 def test_page_names_the_capacity_of_each_unequal_device_and_the_last_backward(tmp_path):
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu", "micro_batch_size": 2}
-    report = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
+    report = memory.estimate(*SMALL, **REPLICAS, micro_batch_size=2)
     report.save_html(tmp_path / "page.html", ["2MiB", "1MiB"])
     assert peak_of(tmp_path / "page.html").endswith("fits in 2.00 MiB + 1.00 MiB")
     assert "last backward" in (tmp_path / "page.html").read_text()

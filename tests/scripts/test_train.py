@@ -80,7 +80,7 @@ def test_custom_text_with_a_short_last_batch_and_simulated_gpus_of_all_ranks(tmp
     assert output.count("balanced_parallel, this rank ") == 1
 
 
-@pytest.mark.parametrize("table", [[], ["--table"]], ids=["line", "table"])
+@pytest.mark.parametrize("table", [slow([]), ["--table"]], ids=["line", "table"])
 def test_out_of_memory_prints_one_line_and_the_table_if_asked(tmp_path, table):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)

@@ -3,16 +3,15 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
 from helpers.processes import Script, run_script
-from helpers.scripts import SCRIPT, TORCHRUN, run, train
+from helpers.scripts import SCRIPT, run, train
 from helpers.slow import slow
-from helpers.torchrun import run_torchrun
+from helpers.torchrun import ranks_of, run_torchrun
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
 FLAGS = ["--task", "digits", "--steps", 30, "--batch-size", 100, "--checkpoint-every", 4]
@@ -41,7 +40,7 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.parametrize(("place", "step"), [("between", 15), ("checkpoint", 3), ("checkpoint-complete", 4)])
+@pytest.mark.parametrize(("place", "step"), [("between", 15), slow("checkpoint", 3), slow("checkpoint-complete", 4)])
 def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, place, step):
     done = run_fault(place, step, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -52,15 +51,15 @@ def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, 
     assert lines_of(tmp_path) == undisturbed
 
 
-def signalled(number, step, *arguments, **settings):
-    """Runs a script until it prints a step, sends a signal to its session, and returns the end."""
-    script = Script(*arguments, session=True, **settings)
+def signalled(number, step, *arguments, send=os.killpg):
+    """Runs a script until it prints a step, sends a signal to its session, and returns its number and the end."""
+    script = Script(*arguments, session=True)
     deadline = time.monotonic() + 100
     while f"step {step}/" not in script.texts[0]:
         assert script.process.is_alive(), script.texts
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.killpg(script.process.pid, number)
+    send(script.process.pid, number)
     return script.process.pid, script.wait()
 
 
@@ -79,11 +78,7 @@ def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_pa
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
-    command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS]))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        wait_for_step(3, process)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+    signalled(signal.SIGTERM, 3, *ranks_of(SCRIPT, "--out", tmp_path, *FLAGS), send=os.kill)
     saved = [int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()]
     assert len(lines_of(tmp_path)) == max(saved)  # the ranks may have passed step 4, whose checkpoint stays
     train(tmp_path, *FLAGS, "--resume")  # in one process
@@ -136,23 +131,11 @@ def test_ctrl_c_without_checkpoints_says_in_one_line_that_nothing_was_saved(tmp_
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
-    command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
-        wait_for_step(3, process)
-        os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
+    session, _ = signalled(signal.SIGINT, 3, *ranks_of(SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1))
     deadline = time.monotonic() + 10
-    while processes_of(process.pid) and time.monotonic() < deadline:
+    while processes_of(session) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert processes_of(process.pid) == []
-
-
-def wait_for_step(step, process):
-    for line in process.stdout:
-        if line.startswith(f"step {step}/"):
-            return
-    raise AssertionError(f"the run ended with exit code {process.wait()}")
+    assert processes_of(session) == []
 
 
 def processes_of(session):

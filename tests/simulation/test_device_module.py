@@ -1,4 +1,4 @@
-"""Random states and streams of ``torch.sim``."""
+"""Random states of ``torch.sim``."""
 
 import torch
 from torch import nn
@@ -33,16 +33,3 @@ def test_manual_seed_before_the_block_seeds_the_devices():
         with simulate(1):
             drawn.append(torch.rand(5, device="sim:0").cpu())
     assert drawn[0].equal(drawn[1])
-
-
-def test_streams_are_those_of_torch():
-    with simulate(2):
-        own = torch.sim.Stream(device=1, priority=-1)
-        assert own.device == torch.device("sim:1")
-        with torch.sim.stream(own), torch.sim.stream(None):
-            assert torch.sim.current_stream(1) == own
-            written = torch.ones(3, device="sim:1")
-            event = torch.sim.Event()
-            event.record(own)
-        torch.sim.current_stream("sim:1").wait_event(event)
-        assert written.sum().item() == 3

@@ -50,6 +50,16 @@ def test_resize_and_set_change_the_counted_bytes():
         torch.mul(torch.ones(2000, device="sim:0"), 2, out=tensor.resize_(0))
         assert cluster.live == [8192]
         assert tensor.eq(2).all()
+        storage = tensor.untyped_storage()
+        storage.resize_(16384)
+        assert tensor.eq(2).all()
+        assert cluster.live == [16384]
+        storage.resize_(0)
+        assert (storage.size(), cluster.live) == (0, [0])
+        storage.resize_(8192)
+        assert tensor.fill_(3).sum().item() == 6000
+        assert cluster.live == [8192]
+        del storage
         tensor.set_()
         assert cluster.live == [0]
 
@@ -100,7 +110,7 @@ def test_out_of_memory_in_backward_keeps_parameters_and_a_smaller_batch_runs():
         assert cluster.peak[0] <= 3 * MIB
 
 
-def test_moved_bytes_are_counted_by_source_and_target():
+def test_moved_bytes_are_counted_by_source_and_target_and_copies_are_listed_in_order():
     with simulate(2) as cluster:
         x = torch.ones(1000, dtype=torch.float64).to("sim:0")
         y = x.to("sim:1")
@@ -116,20 +126,14 @@ def test_moved_bytes_are_counted_by_source_and_target():
             ("sim:1", "sim:0"): 8000,
             ("sim:0", "cpu"): 40,
         }
-        before = cluster.moved
-        x.to("sim:1")
-        assert cluster.moved - before == {("sim:0", "sim:1"): 8000}
-
-
-def test_copies_are_listed_in_order():
-    with simulate(2) as cluster:
-        x = torch.ones(1000).to("sim:0")
+        before, copies = cluster.moved, len(cluster.copies)
         x.to("sim:1").cpu()
         x.to("sim:0", copy=True)
         torch.empty(0, device="sim:0").to("sim:1")
-        expected = [("cpu", "sim:0"), ("sim:0", "sim:1"), ("sim:1", "cpu")]
-        assert cluster.copies == expected
-    assert cluster.copies == expected
+        assert cluster.moved - before == {("sim:0", "sim:1"): 8000, ("sim:1", "cpu"): 8000}
+        expected = [("sim:0", "sim:1"), ("sim:1", "cpu")]
+        assert cluster.copies[copies:] == expected
+    assert cluster.copies[copies:] == expected
     with simulate(1) as cluster:
         assert cluster.copies == []
 
@@ -142,8 +146,6 @@ def test_the_allocation_that_is_asked_to_fail_raises_an_error_and_those_after_it
             floats(1, "sim:1")
         assert (cluster.live, cluster.allocations - before) == ([MIB, MIB], 3)
         kept.append(floats(1, "sim:1"))
-        with pytest.raises(ValueError, match=r"fail_allocation\(0\), expected 1"):
-            cluster.fail_allocation(0)
     assert cluster.allocations - before == 4
     with pytest.raises(RuntimeError, match="can be read, but not changed"):
         cluster.fail_allocation(1)
@@ -163,16 +165,6 @@ def test_tensors_can_be_copied_saved_and_printed():
         assert torch.ones(2).pin_memory().to("sim:0", non_blocking=True).device == torch.device("sim:0")
 
 
-def test_pinned_memory_is_known():
-    with simulate(1):
-        pinned = torch.ones(2).pin_memory()
-        assert pinned.is_pinned()
-        assert pinned[1:].is_pinned()
-        assert torch.empty(3, pin_memory=True).is_pinned()
-        assert not pinned.clone().is_pinned()
-        assert not torch.ones(2).is_pinned()
-
-
 def test_moving_a_module_keeps_tied_parameters():
     with simulate(1):
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -181,17 +173,3 @@ def test_moving_a_module_keeps_tied_parameters():
         net.to("sim:0")
         assert net[0].weight is before is net[1].weight
         assert before.device == torch.device("sim:0")
-
-
-def test_memory_of_a_resized_storage_is_freed_and_allocated_again():
-    with simulate(2) as cluster:
-        tensor = torch.arange(256.0).to("sim:1")
-        storage = tensor.untyped_storage()
-        storage.resize_(2048)
-        assert tensor.cpu().equal(torch.arange(256.0))
-        assert cluster.live == [0, 2048]
-        storage.resize_(0)
-        assert (storage.size(), cluster.live) == (0, [0, 0])
-        storage.resize_(1024)
-        assert tensor.fill_(3).sum().item() == 768
-        assert cluster.live == [0, 1024]

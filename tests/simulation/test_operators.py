@@ -148,15 +148,6 @@ def test_gradient_scaler_scales_unscales_and_skips_steps():
         assert scaler.get_scale() == 512
 
 
-def test_backward_crosses_devices():
-    with simulate(3) as cluster:
-        x = torch.ones(4, device="sim:0", requires_grad=True)
-        (x.to("sim:1") * 2).to("sim:2").pow(2).sum().backward()
-        moved = cluster.moved
-        assert x.grad.eq(8).all()
-        assert moved == {("sim:0", "sim:1"): 16, ("sim:1", "sim:2"): 16, ("sim:2", "sim:1"): 16, ("sim:1", "sim:0"): 16}
-
-
 def test_inference_mode_and_double_backward_work():
     with simulate(1):
         net = nn.LSTM(3, 3).to("sim:0")
