@@ -173,11 +173,6 @@ def test_interrupted_checkpoint_does_not_count_and_is_removed(three):
     assert names(three) == ["step-00000002"]
 
 
-def test_only_the_newest_are_kept(three):
-    save(three, 10, keep=2, step=make_step())
-    assert sorted(path.name for path in three.iterdir()) == ["step-00000003", "step-00000010"]
-
-
 def test_full_disk_is_one_clear_error_and_leaves_the_last_good_checkpoint(three, monkeypatch):
     from torch.distributed.checkpoint.filesystem import FileSystem
 

@@ -174,20 +174,21 @@ def test_rows_added_after_a_failed_add_run_again_as_they_ran_first():
     torch.testing.assert_close(*losses)
 
 
-@pytest.mark.parametrize("bad", [0, -3, 1.5, True, "auto", "4"])
-def test_bad_sizes_that_are_set_later_raise_the_error_of_the_constructor(bad):
-    step, _ = make_step(nn.Identity())
-    with pytest.raises(ValueError, match="micro_batch_size=.*, expected a positive number of rows per device, or None"):
-        step.micro_batch_size = bad
-    assert step.micro_batch_size is None
+BAD = [
+    *(("micro_batch_size", bad, ValueError, " of rows per device, or None") for bad in (0, -3, 1.5, True, "auto", "4")),
+    *(("micro_batch_cost", bad, ValueError, "") for bad in (0, -3.0, float("nan"))),
+    ("micro_batch_cost", "4", TypeError, ""),
+]
 
 
-@pytest.mark.parametrize(("bad", "error"), [(0, ValueError), (-3.0, ValueError), (float("nan"), ValueError), ("4", TypeError)])
-def test_bad_costs_that_are_set_later_raise_the_error_of_the_constructor(bad, error):
-    step, _ = make_step(nn.Identity(), micro_batch_size=None, cut=ByCost(lambda inputs: [1] * len(inputs), limit=4))
-    with pytest.raises(error, match="micro_batch_cost=.*, expected a positive number"):
-        step.micro_batch_cost = bad
-    assert step.micro_batch_cost == 4
+@pytest.mark.parametrize(("name", "bad", "error", "expected"), BAD)
+def test_bad_limits_that_are_set_later_raise_the_error_of_the_constructor(name, bad, error, expected):
+    cut = {"micro_batch_size": None, "cut": ByCost(lambda inputs: [1] * len(inputs), limit=4)}
+    step, _ = make_step(nn.Identity(), **(cut if name == "micro_batch_cost" else {}))
+    before = getattr(step, name)
+    with pytest.raises(error, match=f"{name}=.*, expected a positive number{expected}"):
+        setattr(step, name, bad)
+    assert getattr(step, name) == before
 
 
 class FailsOnce(TorchDispatchMode):
@@ -254,19 +255,14 @@ def test_parameters_that_the_forward_writes_first_are_an_error():
     with pytest.raises(RuntimeError, match=WRITTEN):  # before any update
         step(*make_batch())
     assert step(*make_batch()).isfinite()
-    step, _ = make_step(Momentum(), micro_batch_size=2, whole=True)
-    with pytest.raises(RuntimeError, match=WRITTEN):  # in the first of two passes
-        step(*make_batch())
-    step, _ = make_step(Momentum(), micro_batch_size=None, reproducible=True)
-    with pytest.raises(RuntimeError, match=WRITTEN):  # in the small forwards
-        step(*make_batch())
+    two_passes, small_forwards = {"micro_batch_size": 2, "whole": True}, {"micro_batch_size": None, "reproducible": True}
+    for settings in (two_passes, small_forwards):
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            make_step(Momentum(), **settings)[0](*make_batch())
 
 
 def test_rows_that_are_rescaled_run_again():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 5), OutOfMemoryOnce())
-    criterion, optimizer = DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1)
-    step = TrainStep(DataParallelModel(net, ["cpu"]), criterion, optimizer, micro_batch_size="auto")
+    step, net = make_step(nn.Embedding(8, 4, max_norm=0.5))
     net[2].fails = True
     assert step(torch.arange(8), class_targets(8)).isfinite()
     assert step.micro_batch_size == 4

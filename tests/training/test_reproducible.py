@@ -92,6 +92,8 @@ LAYOUTS = {
     "3 replicas": {"devices": ["cpu"] * 3},
     "uneven replicas": {"devices": ["cpu"] * 3, "split": [5, 1, 1]},
     "auto": {"devices": ["cpu"] * 2, "micro_batch_size": "auto"},
+    "added": {"devices": ["cpu"] * 2, "add": 3},
+    "simulated": {"devices": ["sim:0", "sim:1", "sim:2"], "micro_batch_size": 2},
     "by cost": {"devices": ["cpu"] * 2, "cut": ByCost(lambda words: (words > 0).sum(1), trim=1), "micro_batch_size": 2},
     "checkpointed": {
         "devices": ["cpu"] * 2,
@@ -102,16 +104,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_draw_the_numbers_of_one_device(name, expected):
-    assert_equal(train(make_step(**LAYOUTS[name])), expected)
-
-
-def test_batches_that_are_added_draw_the_numbers_of_one_batch(expected):
-    assert_equal(train(make_step(["cpu"] * 2), add=3), expected)
-
-
-def test_simulated_devices_draw_the_numbers_of_one_device(expected):
+    settings = dict(LAYOUTS[name])
     with simulate(3):
-        assert_equal(train(make_step(["sim:0", "sim:1", "sim:2"], micro_batch_size=2)), expected)
+        assert_equal(train(add=settings.pop("add", None), step=make_step(**settings)), expected)
 
 
 class DrawsOnTheHost(nn.Module):

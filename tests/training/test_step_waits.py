@@ -45,7 +45,7 @@ CRITERIA = {
 
 def make_net(norm=False):
     net = build_net()
-    return convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), *net[1:])) if norm else net
+    return convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), nn.Dropout(0.3), *net[1:])) if norm else net
 
 
 def make_step(net, criterion, *, balanced=False, **settings):
@@ -66,6 +66,8 @@ SETTINGS = {
     "clipping": {"max_grad_norm": 0.1},
     "balanced": {"balanced": True, "max_grad_norm": 0.1},
     "norm": {"norm": True},
+    "auto": {"norm": True, "micro_batch_size": "auto"},
+    "auto, bf16": {"norm": True, "micro_batch_size": "auto", "precision": "bf16"},
     "bf16": {"precision": "bf16", "micro_batch_size": 2},
 }
 
