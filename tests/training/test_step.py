@@ -187,14 +187,18 @@ def test_copies_of_a_step_train_like_the_original(ranks, whole, duplicate, preci
     run(ranks, check_copied, duplicate, whole, precision)
 
 
-def test_copy_of_a_step_does_not_share_the_accumulation(double):
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+@pytest.mark.parametrize("micro_batch_size", [None, "auto"])
+def test_copy_of_a_step_does_not_share_the_accumulation(double, micro_batch_size, duplicate):
     net = build_net()
-    step = make_step(net, lr=0.0)
-    step.add(torch.randn(5, 4), class_targets(5))
-    copied = copy.deepcopy(step)
-    inputs, targets = torch.randn(7, 4), class_targets(7)
-    torch.testing.assert_close(copied(inputs, targets), F.cross_entropy(net(inputs), targets).detach())
-    assert step._update is not None
+    step = DUPLICATES[duplicate](make_step(net, lr=0.0, micro_batch_size=micro_batch_size))
+    first, second = batch(0), batch(1)
+    step.add(*first)
+    copied = DUPLICATES[duplicate](step)
+    for one, (inputs, targets) in ((copied, second), (step, first)):
+        loss = copied(inputs, targets) if one is copied else step.apply()
+        torch.testing.assert_close(loss, F.cross_entropy(net(inputs), targets).detach())
+        assert one.micro_batch_size is None
 
 
 class Fails(nn.Module):

@@ -63,6 +63,7 @@ def batch(place):
 SETTINGS = {
     "plain": {},
     "micro-batches": {"micro_batch_size": 2},
+    "added": {"rows": [3, 1, 7]},
     "clipping": {"max_grad_norm": 0.1},
     "balanced": {"balanced": True, "max_grad_norm": 0.1},
     "norm": {"norm": True},
@@ -74,13 +75,14 @@ SETTINGS = {
 
 WAYS = list(itertools.product(["host", "device"], CRITERIA, SETTINGS))
 # each criterion with the targets on the host and on a device, and each of these with all settings of the first criterion
-IN_ALL_RUNS = [way for way in WAYS if way[1] == "cross entropy" or way[2] == "micro-batches"]
+IN_ALL_RUNS = [way for way in WAYS if way[1] == "cross entropy" or way[2] in ("micro-batches", "added")]
 
 
 @pytest.mark.parametrize(("place", "name", "settings"), slow_but(WAYS, *IN_ALL_RUNS))
 def test_a_step_waits_only_where_the_caller_reads_its_loss(place, name, settings):
     with simulate(3) as cluster:
         options = dict(SETTINGS[settings])
+        rows = options.pop("rows", None)
         step = make_step(make_net(options.pop("norm", False)), CRITERIA[name](), **options)
         inputs, targets = batch(place)
         step(inputs, targets)  # the criterion moves its weights
@@ -88,8 +90,13 @@ def test_a_step_waits_only_where_the_caller_reads_its_loss(place, name, settings
         reads = name == "a weight" and place == "device"  # a mean of nothing may be nan: one look at the counts of all replicas
         for _ in range(4):  # checksums are compared in the windows 2 and 4
             with contextlib.nullcontext() if reads else cluster.forbidding_waits():
-                loss = step(inputs, targets)
-        calls = 2 if step.micro_batch_size else 1
+                if rows is None:
+                    loss = step(inputs, targets)
+                else:
+                    for part in zip(inputs.split(rows), targets.split(rows), strict=True):
+                        step.add(*part)
+                    loss = step.apply()
+        calls = len(rows) if rows else 2 if step.micro_batch_size else 1
         assert len(cluster.waits) - before == (4 * calls if reads else 0)
         assert loss.item() > 0
         assert cluster.waits[-1].file == __file__
@@ -124,22 +131,6 @@ def test_half_precision_without_autocast_waits_nowhere(place, weights):
             for _ in range(3):
                 loss = step(inputs, targets)
         assert loss.isfinite()
-
-
-@pytest.mark.parametrize("name", ["cross entropy", "class weights", "a weight"])
-@pytest.mark.parametrize("place", ["host", "device"])
-def test_windows_that_are_added_wait_nowhere(place, name):
-    with simulate(3) as cluster:
-        step = make_step(build_net(), CRITERIA[name]())
-        inputs, targets = batch(place)
-        step(inputs, targets)
-        before = len(cluster.waits)
-        for rows in (slice(0, 3), slice(3, 4), slice(4, 11)):
-            step.add(inputs[rows], targets[rows])
-        loss = step.apply()
-        reads = name == "a weight" and place == "device"  # the counts of all replicas, in each call of the criterion
-        assert len(cluster.waits) - before == (3 if reads else 0)
-        assert loss.item() > 0
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "class weights", "a weight"])
