@@ -9,11 +9,12 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainSte
 
 
 def make_step(net, criterion=None, optimizer=None, *, devices=2, lr=0.1, split=None, **settings):
-    """Returns a step of some replicas on the CPU. The optimizer is a plain SGD if none is given."""
+    """Returns a step of some replicas on the CPU, or on devices. The optimizer is a plain SGD if none is given."""
     if not isinstance(criterion, DataParallelCriterion):
         criterion = DataParallelCriterion(criterion or nn.CrossEntropyLoss())
     optimizer = torch.optim.SGD(net.parameters(), lr=lr) if optimizer is None else optimizer
-    return TrainStep(DataParallelModel(net, ["cpu"] * devices, split=split), criterion, optimizer, **settings)
+    devices = ["cpu"] * devices if isinstance(devices, int) else list(devices)
+    return TrainStep(DataParallelModel(net, devices, split=split), criterion, optimizer, **settings)
 
 
 def still_step(net, criterion, devices=3, **settings):

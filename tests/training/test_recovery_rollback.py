@@ -46,7 +46,7 @@ class WritesInPlace(nn.Module):
 def make_step(layer, *, devices=("cpu",), whole=False, in_dims=None, **settings):
     torch.manual_seed(0)
     net = nn.Sequential(layer, nn.Linear(4, 5), OutOfMemoryOnce()).to(devices[0])
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **({"whole": True} if whole else {}))
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), whole=whole)
     model = DataParallelModel(net, list(devices), in_dims=in_dims)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     return TrainStep(model, criterion, optimizer, **{"micro_batch_size": "auto", **settings}), net

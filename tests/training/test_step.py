@@ -356,8 +356,7 @@ def test_outputs_stay_on_their_devices():
     with simulate(devices=3):
         net, inputs, targets = build_net(), torch.randn(11, 4), class_targets(11)
         expected = net(inputs).detach()
-        model, criterion = parallelize(net, nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
+        step = make_step(net, devices=range(3), micro_batch_size=2)
         _, outputs = step(inputs, targets, return_outputs=True)
         assert [str(output.device) for output in outputs] == ["sim:0", "sim:1", "sim:2"] * 2
         torch.testing.assert_close(gather(outputs, "cpu"), expected)
