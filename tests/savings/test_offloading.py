@@ -9,7 +9,7 @@ import torch
 from helpers.problems import assert_same_gradients, gradients
 from helpers.releases import released_at_once
 from helpers.savings import assert_unchanged
-from helpers.slow import slow_but
+from helpers.slow import slow, slow_but
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, savings, simulate
@@ -28,10 +28,11 @@ def offload_checkpointed(net):
 
 
 WAYS = list(itertools.product([1, 2], ["residual", "convolutions", "encoder"], [offload, offload_checkpointed], [False, True]))
-IN_ALL_RUNS = [way for way in WAYS if way[3] and (way[0] == 1 or way[1] == "residual")]
+IN_ALL_RUNS = [(1, name, offload, True) for name in ("residual", "convolutions", "encoder")]
+IN_ALL_RUNS += [(1, "residual", offload, False), (2, "residual", offload_checkpointed, True)]
 
 
-@pytest.mark.parametrize(("ranks", "name", "saving", "simulated"), slow_but(WAYS, *IN_ALL_RUNS, (1, "residual", offload, False)))
+@pytest.mark.parametrize(("ranks", "name", "saving", "simulated"), slow_but(WAYS, *IN_ALL_RUNS))
 def test_loss_and_gradients_are_those_without_it(ranks, name, saving, simulated):
     assert_unchanged(ranks, name, saving, simulated)
 
@@ -152,8 +153,7 @@ def differentiate(net, x, hidden, loss):
     yield from gradients(net)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("stream", ["default", "other"])
+@pytest.mark.parametrize(("inside", "stream"), [(False, "other"), (True, "default"), slow(False, "default"), slow(True, "other")])
 def test_double_backward_retained_graphs_and_parts_of_graphs(double, inside, stream):
     x = torch.randn(5, 256)
     expected = all_gradients(deep_net(), x, None)

@@ -116,6 +116,7 @@ def test_parameters_without_gradients_stay_and_written_ones_count():
         del net, optimizer
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 def test_devices_hold_no_state_and_an_estimate_knows_it():
     torch.manual_seed(0)
     net, batch = nn.Linear(1024, 1024), (torch.zeros(4, 1024), torch.zeros(4, 1024))
@@ -135,6 +136,7 @@ def test_devices_hold_no_state_and_an_estimate_knows_it():
     del net
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 def test_a_plan_for_one_device_chooses_it_and_runs():
     def make():
         return nn.Sequential(nn.Linear(512, 512))

@@ -51,7 +51,7 @@ def save_until(folder, number, value, keep, limit):
     save(folder, number, value, keep=keep)
 
 
-@pytest.mark.parametrize(("number", "keep", "every"), [(2, 3, 5), (3, 1, 6), slow(2, 3, 1), slow(3, 1, 1)])
+@pytest.mark.parametrize(("number", "keep", "every"), [(2, 3, 6), (3, 1, 8), slow(2, 3, 1), slow(3, 1, 1)])
 def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(tmp_path, number, keep, every):
     """35 of 150 kills lost the checkpoint that was to be replaced."""
     outcomes = []

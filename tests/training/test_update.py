@@ -257,7 +257,7 @@ def check_shared(rank, ranks, precision, given):
 
 
 SHARED = list(itertools.product([1, 2, 3], ["fp32", "fp16"], ["once", "outside", "twice"]))
-SHARED_IN_ALL_RUNS = [(1, "fp32", "twice"), (1, "fp16", "outside"), (2, "fp16", "once"), (2, "fp32", "outside")]
+SHARED_IN_ALL_RUNS = [(1, "fp32", "twice"), (1, "fp16", "outside"), (2, "fp16", "once"), (3, "fp32", "outside")]
 
 
 @pytest.mark.parametrize(("ranks", "precision", "given"), slow_but(SHARED, *SHARED_IN_ALL_RUNS))
