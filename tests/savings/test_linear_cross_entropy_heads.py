@@ -8,9 +8,8 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.allocations import AllocatorProfile
 from helpers.problems import assert_same_gradients, gradients
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks
 from helpers.slow import slow
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate
@@ -122,38 +121,23 @@ def own_loss():
     return DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels[:, 1:] != -100).sum())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_replicas_equal_the_plain_model(name):
-    model, (tokens, labels) = MODELS[name](), batch()
-    loss, expected = expected_of(model, tokens, labels)
-    replace_lm_head(model)
-    outputs = DataParallelModel(model, ["cpu"] * 2)(tokens, labels=labels)
-    assert [output.logits for output in outputs] == [None, None]
-    found = own_loss()(outputs, labels)
-    found.backward()
-    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(model), expected)
-
-
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
 def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
     model, (tokens, labels) = gpt2(), batch()
     loss, expected = expected_of(model, tokens, labels)
     replace_lm_head(model)
     with simulate(2) as cluster:
-        step = TrainStep(
-            DataParallelModel(model, cluster.devices),
-            own_loss(),
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            micro_batch_size=micro_batch_size,
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = TrainStep(DataParallelModel(model, cluster.devices), own_loss(), optimizer, micro_batch_size=micro_batch_size)
         found = step({"input_ids": tokens, "labels": labels}, labels).cpu()
         model.cpu()
         torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
         assert_same_gradients([gradient.cpu() for gradient in gradients(model)], expected)
 
 
-def check_ranks(rank, name):
+@pytest.mark.parametrize("name", ["gpt2, tied", slow("llama")])
+@on_ranks(2)
+def test_ranks_equal_the_plain_model(rank, name):
     model, (tokens, labels) = MODELS[name](), batch()
     loss, expected = expected_of(model, tokens, labels)
     replace_lm_head(model)
@@ -163,50 +147,21 @@ def check_ranks(rank, name):
     found.backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(model), expected)
-    return True
 
 
-@pytest.mark.parametrize("name", ["gpt2, tied", "llama"])
-def test_ranks_equal_the_plain_model(name):
-    assert run_ranks(2, check_ranks, name) == [True, True]
-
-
-OTHERS = {
-    "checkpoint_activations": lambda model, tokens: savings.checkpoint_activations(model),
-    "offload_activations": lambda model, tokens: None,
-}
-
-
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("other", OTHERS)
-def test_other_savings_apply_too(other, first):
+@pytest.mark.parametrize("changes", [["checkpoint", "replace"], ["replace", "checkpoint"], ["replace"]], ids=" and ".join)
+def test_other_savings_apply_too(changes):
     model, (tokens, labels) = llama(), batch()
     loss, expected = expected_of(model, tokens, labels)
-    changes = [lambda: OTHERS[other](model, tokens), lambda: replace_lm_head(model)]
-    for change in changes if first else reversed(changes):
-        change()
-    around = savings.offload_activations(min_bytes=1) if other == "offload_activations" else contextlib.nullcontext()
-    with around:
+    for change in changes:
+        {"checkpoint": savings.checkpoint_activations, "replace": replace_lm_head}[change](model)
+    with contextlib.nullcontext() if "checkpoint" in changes else savings.offload_activations(min_bytes=1):
         outputs = DataParallelModel(model, ["cpu"] * 2)(tokens, labels=labels)
+        assert [output.logits for output in outputs] == [None, None]
         found = own_loss()(outputs, labels)
         found.backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(model), expected)
-
-
-def test_logits_never_exist():
-    words, peaks = 8192, []
-    tokens = torch.randint(words, (8, 32))
-    for replace in (False, True):
-        model = llama(vocab_size=words).float()
-        if replace:
-            replace_lm_head(model)
-        profile = AllocatorProfile()
-        with profile.recorded():
-            model(tokens, labels=tokens).loss.backward()
-        peaks.append(profile.peak)
-    assert peaks[0] >= 2 * tokens.numel() * words * 4
-    assert peaks[1] <= 0.6 * peaks[0]  # 256 rows are one chunk
 
 
 @pytest.mark.parametrize(
@@ -272,12 +227,8 @@ def test_models_of_peft_equal_the_plain_model(name, first):
     model = adapted(PEFT[name], first=first)
     replace_lm_head(model)
     assert model(tokens, labels=labels).logits is None
-    step = TrainStep(
-        DataParallelModel(model, ["cpu"] * 2),
-        own_loss(),
-        torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0),
-        micro_batch_size=1,
-    )
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
+    step = TrainStep(DataParallelModel(model, ["cpu"] * 2), own_loss(), optimizer, micro_batch_size=1)
     torch.testing.assert_close(step({"input_ids": tokens, "labels": labels}, labels), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(model), expected)
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=0, atol=0)

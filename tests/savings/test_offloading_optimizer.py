@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
 from balanced_parallel import (
@@ -43,13 +43,13 @@ OPTIMIZERS = {
 }
 
 
-def train(net, make, batches, device="cpu", *, offloaded=False, devices=None, **settings):
+def train(net, make, batches, device="cpu", *, decay=0.5, offloaded=False, devices=None, **settings):
     """Trains with clipping and a scheduler. Returns the optimizer."""
     net.to(device)
     optimizer = make(list(net.parameters()))
     if offloaded:
         savings.offload_optimizer(optimizer)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     model = DataParallelModel(net, devices or [device])
     step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, max_grad_norm=0.3, **settings)
     for inputs, targets in batches:
@@ -116,6 +116,7 @@ def test_parameters_without_gradients_stay_and_written_ones_count():
         del net, optimizer
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 def test_devices_hold_no_state_and_an_estimate_knows_it():
     torch.manual_seed(0)
     net, batch = nn.Linear(1024, 1024), (torch.zeros(4, 1024), torch.zeros(4, 1024))
@@ -135,6 +136,7 @@ def test_devices_hold_no_state_and_an_estimate_knows_it():
     del net
 
 
+@pytest.mark.usefixtures("trace_in_this_process")
 def test_a_plan_for_one_device_chooses_it_and_runs():
     def make():
         return nn.Sequential(nn.Linear(512, 512))
@@ -169,24 +171,17 @@ def train_on_ranks(rank):
 
 def test_ranks_of_ddp_are_updated_with_reduced_gradients():
     plain = make_net()
-    reference = OPTIMIZERS["adamw"](list(plain.parameters()))
-    model, criterion = DataParallelModel(plain, ["cpu"]), DataParallelCriterion(nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, reference, max_grad_norm=0.3)
-    for batch in batches():
-        step(*batch)
+    train(plain, OPTIMIZERS["adamw"], batches(), decay=1.0)
     for parameters in run_ranks(2, train_on_ranks):
         torch.testing.assert_close(parameters, list(plain.parameters()), rtol=0, atol=2e-6)
 
 
-def refusal_of_shards(rank):
+@on_ranks(2)
+def test_shards_are_refused(rank):
     with simulate(2):
         model = parallelize(make_net(), strategy="fsdp")
         with pytest.raises(TypeError, match="shards of FSDP2, expected whole ones: the ranks share the state already"):
             savings.offload_optimizer(torch.optim.AdamW(model.parameters()))
-
-
-def test_shards_are_refused():
-    run_ranks(2, refusal_of_shards)
 
 
 def test_a_closure_and_other_optimizers_are_refused():

@@ -1,6 +1,7 @@
 """Saves and loads that fail: nothing is silent, nothing is loaded in part, nobody waits longer than the group's timeout."""
 
 import datetime
+import functools
 import os
 import signal
 import subprocess
@@ -11,10 +12,11 @@ import time
 import pytest
 import torch
 from helpers.checkpoints import load, names, save
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
+from helpers.steps import make_step as make_any_step
 from torch import nn
 
-from balanced_parallel import Checkpoints, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import Checkpoints, parallelize
 from balanced_parallel.training import checkpoint
 
 PROGRAM = """
@@ -126,12 +128,12 @@ def test_save_by_one_rank_alone_ends_after_the_timeout_of_the_group(tmp_path):
     assert notes == ["Checkpoints: every rank must call save() and load_latest(), and at the same steps"]
 
 
-def read_error_on_rank_1(rank, folder, numbers):
+@on_ranks(2)
+def test_failure_of_one_rank_is_that_of_all(rank, tmp_path):
     model, _ = parallelize(nn.Linear(4, 3), nn.MSELoss())
-    checkpoints = Checkpoints(folder, net=model)
-    if numbers:
-        with pytest.raises(ValueError, match=r"ranks save with the numbers \[1, 2\], expected the same on all"):
-            checkpoints.save(rank + 1)
+    checkpoints = Checkpoints(tmp_path, net=model)
+    with pytest.raises(ValueError, match=r"ranks save with the numbers \[1, 2\], expected the same on all"):
+        checkpoints.save(rank + 1)
     checkpoints.save(3)
     checkpoints.wait()
 
@@ -146,27 +148,17 @@ def read_error_on_rank_1(rank, folder, numbers):
     assert checkpoints.load_latest() == 3
 
 
-@pytest.mark.parametrize("numbers", [False, True], ids=["read error", "other numbers"])
-def test_failure_of_one_rank_is_that_of_all(tmp_path, numbers):
-    run_ranks(2, read_error_on_rank_1, tmp_path, numbers)
-
-
 def make_step(optimizer=torch.optim.AdamW, width=3, scheduler=None):
     torch.manual_seed(width)
-    model = DataParallelModel(nn.Linear(4, width), ["cpu"])
-    own = optimizer(model.parameters(), lr=0.1)
-    schedulers = {} if scheduler is None else {"scheduler": scheduler(own)}
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), own, **schedulers)
+    net = nn.Linear(4, width)
+    own = optimizer(net.parameters(), lr=0.1)
+    step = make_any_step(net, optimizer=own, devices=1, scheduler=scheduler and scheduler(own))
     step(torch.ones(2, 4), torch.tensor([0, 1]))
     return step
 
 
-def stepped(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-
-def cosine(optimizer):
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)
+STEPPED = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=2)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +166,7 @@ def cosine(optimizer):
     [
         ({"optimizer": torch.optim.SGD}, {}, ValueError, r"the state has the optimizers \['SGD'\], expected \['AdamW'\]"),
         ({}, {"optimizer": torch.optim.Adam}, ValueError, r"the optimizers \['AdamW'\], expected \['Adam'\]"),
-        ({"scheduler": stepped}, {"scheduler": cosine}, ValueError, r"the schedulers \['StepLR'\], expected \['CosineAnn"),
+        ({"scheduler": STEPPED}, {"scheduler": COSINE}, ValueError, r"the schedulers \['StepLR'\], expected \['CosineAnn"),
         ({"width": 5}, {}, RuntimeError, r"weight of model was saved with shape \[5, 4\], expected \[3, 4\]"),
     ],
     ids=["another optimizer", "its base class", "another scheduler", "another width"],
@@ -220,10 +212,11 @@ def test_state_that_is_not_a_steps_is_refused():
         make_step().load_state_dict({})
 
 
-def see_other_folders(rank, folder):
+@on_ranks(2, timeout=60)
+def test_ranks_that_see_different_folders_are_told(rank, tmp_path):
     """Rank 1 has a folder of its own, as on a disk of its host."""
     parallelize(nn.Linear(4, 3), strategy="ddp")
-    shared, alone = (Checkpoints(path, net=nn.Linear(4, 3)) for path in (folder / "shared", folder / f"alone{rank}"))
+    shared, alone = (Checkpoints(path, net=nn.Linear(4, 3)) for path in (tmp_path / "shared", tmp_path / f"alone{rank}"))
     alone.save(1)
     with pytest.raises(OSError, match="rank 1 has written to another folder, expected one folder that all ranks see"):
         alone.wait()
@@ -232,7 +225,3 @@ def see_other_folders(rank, folder):
     other = shared if rank == 0 else alone
     with pytest.raises(OSError, match="ranks see different checkpoints in .*: step-00000001 on rank 0 and none on rank 1$"):
         other.load_latest()
-
-
-def test_ranks_that_see_different_folders_are_told(tmp_path):
-    run_ranks(2, see_other_folders, tmp_path, timeout=60)

@@ -25,6 +25,11 @@ def save(folder, number, value=None, **settings):
     save_parts(folder, number, part=Part({"value": value, "tensor": torch.full((3,), float(value))}), **settings)
 
 
+def save_two(folder):
+    save(folder, 1)
+    save(folder, 2)
+
+
 def load(folder):
     part = Part({"value": 0, "tensor": torch.zeros(3)})
     number = load_parts(folder, part=part)
@@ -51,14 +56,13 @@ def save_until(folder, number, value, keep, limit):
     save(folder, number, value, keep=keep)
 
 
-@pytest.mark.parametrize(("number", "keep", "every"), [(2, 3, 3), (3, 1, 4), slow(2, 3, 1), slow(3, 1, 1)])
+@pytest.mark.parametrize(("number", "keep", "every"), [(2, 3, 6), (3, 1, 8), slow(2, 3, 1), slow(3, 1, 1)])
 def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(tmp_path, number, keep, every):
     """35 of 150 kills lost the checkpoint that was to be replaced."""
     outcomes = []
     for limit in range(1, 60, every):
         folder = tmp_path / str(limit)
-        save(folder, 1)
-        save(folder, 2)
+        save_two(folder)
         process = PROCESSES.Process(target=save_until, args=(folder, number, 20, keep, limit))
         process.start()
         process.join(60)
@@ -130,8 +134,7 @@ def test_all_damaged_raises_at_each_start(tmp_path):
 )
 def test_file_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, code, place):
     """The good newest checkpoint was renamed for ever."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
+    save_two(tmp_path)
 
     def fail(*arguments, **kwargs):
         raise OSError(code, os.strerror(code))
@@ -161,8 +164,7 @@ LISTED = {  # additions to the files of a manifest, and the error
 @pytest.mark.parametrize("name", LISTED)
 def test_manifest_of_other_files_is_damage(tmp_path, name):
     """A device or a pipe was read for ever, and a manifest of no files was good."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
+    save_two(tmp_path)
     os.mkfifo(tmp_path / "step-00000002" / "pipe")
     os.symlink("/dev/zero", tmp_path / "step-00000002" / "link")
     path = tmp_path / "step-00000002" / "checkpoint.json"
@@ -177,8 +179,7 @@ def test_manifest_of_other_files_is_damage(tmp_path, name):
     "harm", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "folder", "link"]
 )
 def test_manifest_that_is_not_a_plain_file_is_damage(tmp_path, harm):
-    save(tmp_path, 1)
-    save(tmp_path, 2)
+    save_two(tmp_path)
     path = tmp_path / "step-00000002" / "checkpoint.json"
     path.unlink()
     harm(path)
@@ -221,8 +222,7 @@ def test_files_that_others_have_left_disturb_neither_saving_nor_loading(tmp_path
 
 def test_folder_that_is_read_only_loads_the_one_before_a_damaged_one(tmp_path, monkeypatch):
     """Renaming the damaged one failed."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
+    save_two(tmp_path)
     damage(tmp_path, 2)
 
     def refuse(*arguments, **kwargs):

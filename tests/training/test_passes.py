@@ -17,14 +17,14 @@ from helpers.coupled import (
 )
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
-from helpers.slow import slow
+from helpers.slow import slow, slow_but
+from helpers.steps import make_step, run
 from torch import nn
 
 from balanced_parallel import (
     AdditiveLoss,
     ByCost,
     DataParallelCriterion,
-    DataParallelModel,
     DiceLoss,
     TrainStep,
     gather,
@@ -41,36 +41,34 @@ def test_replicas_and_micro_batches_give_the_update_of_the_plain_program(kind, d
     assert_same_update(split_update(kind, ["cpu"] * devices, micro_batch_size, adds), plain_update(kind))
 
 
-@pytest.mark.parametrize("kind", ["pairs", "correlation"])
+RANKS = [
+    ("ddp", [4, 4, 3], None, "at once"),
+    ("ddp", [7, 0, 4], 2, "at once"),
+    ("ddp", [7, 1, 3], None, "by hand"),
+    ("ddp", [7, 0, 4], 2, "added"),
+    ("fsdp", [6, 5], None, "at once"),
+    ("fsdp", [11, 0], 4, "at once"),
+    ("fsdp", [11, 0], 2, "added"),
+]
+WAYS = [(kind, *way) for kind in ("pairs", "correlation") for way in RANKS]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "micro_batch_size", "way"),
-    [([4, 4, 3], None, "at once"), ([7, 0, 4], 2, "at once"), ([7, 1, 3], None, "by hand"), ([7, 0, 4], 2, "added")],
+    ("kind", "strategy", "sizes", "micro_batch_size", "way"), slow_but(WAYS, *WAYS[:4], *WAYS[8:11], WAYS[12])
 )
-def test_ranks_give_the_update_of_the_plain_program(kind, sizes, micro_batch_size, way):
-    for found in run_ranks(3, rank_update, kind, sizes, micro_batch_size, "ddp", way):
+def test_ranks_give_the_update_of_the_plain_program(kind, strategy, sizes, micro_batch_size, way):
+    for found in run_ranks(len(sizes), rank_update, kind, sizes, micro_batch_size, strategy, way):
         assert_same_update(found, plain_update(kind))
-
-
-@pytest.mark.parametrize("kind", ["correlation", slow("pairs")])
-def test_shards_give_the_update_of_the_plain_program(kind):
-    for sizes, micro_batch_size, way in (([6, 5], None, "at once"), ([11, 0], 4, "at once"), ([11, 0], 2, "added")):
-        for found in run_ranks(2, rank_update, kind, sizes, micro_batch_size, "fsdp", way):
-            assert_same_update(found, plain_update(kind))
 
 
 @pytest.mark.parametrize("kind", ["pairs", "correlation"])
 def test_rows_that_are_cut_by_cost_keep_their_targets(kind):
     module, criterion, inputs, targets = coupled_problem(kind)
-    step = TrainStep(
-        DataParallelModel(module, ["cpu"] * 2),
-        criterion,
-        torch.optim.SGD(module.parameters(), 0.0),
-        micro_batch_size=2,
-        cut=ByCost(
-            lambda sample: float(1 + sample[1]),
-            collate=lambda samples: (torch.stack([row for row, _ in samples]), torch.tensor([label for _, label in samples])),
-        ),
+    cut = ByCost(
+        lambda sample: float(1 + sample[1]),
+        collate=lambda samples: (torch.stack([row for row, _ in samples]), torch.tensor([label for _, label in samples])),
     )
+    step = make_step(module, criterion, lr=0.0, micro_batch_size=2, cut=cut)
     loss = step(list(zip(inputs, targets.tolist(), strict=True)))
     assert_same_update((loss, gradients_of(module, criterion)), plain_update(kind))
 
@@ -97,7 +95,7 @@ def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
         plain.zero_grad()
         loss.backward()
         after = torch.rand(1), random.random()
-        step = TrainStep(DataParallelModel(net, ["cpu"]), criterion, torch.optim.SGD(net.parameters(), 0.0), micro_batch_size=4)
+        step = make_step(net, criterion, devices=1, lr=0.0, micro_batch_size=4)
         torch.manual_seed(seed), random.seed(seed)
         found, outputs = step(inputs, targets, return_outputs=True)
         assert (torch.rand(1), random.random()) == after
@@ -108,22 +106,13 @@ def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
             torch.testing.assert_close(mine, expected)
 
 
-def counted(net):
-    """Returns the list of the rows of each forward of a module, which grows."""
+@pytest.mark.parametrize(("size", "expected"), [(None, [11]), (6, [6, 5] * 2)])
+def test_one_micro_batch_takes_one_pass(size, expected):
+    module, criterion, inputs, targets = coupled_problem("correlation")
     rows = []
-    net.register_forward_hook(lambda module, arguments, output: rows.append(len(arguments[0])))
-    return rows
-
-
-def test_one_micro_batch_takes_one_pass():
-    for size, expected in ((None, [11]), (6, [6, 5] * 2)):
-        module, criterion, inputs, targets = coupled_problem("correlation")
-        rows = counted(module)
-        step = TrainStep(
-            DataParallelModel(module, ["cpu"]), criterion, torch.optim.SGD(module.parameters(), 0.1), micro_batch_size=size
-        )
-        step(inputs, targets)
-        assert rows == expected
+    module.register_forward_hook(lambda module, arguments, output: rows.append(len(arguments[0])))
+    make_step(module, criterion, devices=1, micro_batch_size=size)(inputs, targets)
+    assert rows == expected
 
 
 SMALL = {
@@ -140,51 +129,56 @@ def test_small_derivatives_do_not_underflow_in_float16(name, size):
     found = {}
     for precision in ("fp32", "fp16"):
         net = build_net()
-        step = TrainStep(
-            DataParallelModel(net, ["cpu"] * 2),
-            SMALL[name],
-            torch.optim.SGD(net.parameters(), 0.0),
-            micro_batch_size=size,
-            precision=precision,
-        )
+        step = make_step(net, SMALL[name], lr=0.0, micro_batch_size=size, precision=precision)
         step(torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7))
         found[precision] = gradients(net)
     assert_same_gradients([one * 1e7 for one in found["fp16"]], [one * 1e7 for one in found["fp32"]], tolerance=2e-2)
 
 
-def simulated_update(kind, size, fail=None):
-    """Returns an update of two steps on two simulated devices, the micro-batch size in the end, and the allocations."""
-    module, criterion, inputs, targets = coupled_problem(kind)
-    with simulate(devices=2) as cluster:
-        module.to("sim:0"), criterion.to("sim:0")
-        parameters = [*module.parameters(), *criterion.parameters()]
-        step = TrainStep(DataParallelModel(module, [0, 1]), criterion, torch.optim.SGD(parameters, 0.1), micro_batch_size=size)
-        step(inputs, targets)
-        before = cluster.allocations
-        if fail is not None:
-            cluster.fail_allocation(fail)
-        loss = step(inputs, targets)
-        count = cluster.allocations - before  # of the update alone
-        gradients = {name: one.cpu() for name, one in gradients_of(module, criterion).items()}
-        return loss.cpu(), gradients, step.micro_batch_size, count
+def faulty_updates(rank, ranks, kind, faults):
+    """Returns the second updates of some steps: of two undisturbed ones, and of those with one rank out of memory somewhere."""
+    found = []
+    with simulate(2) as cluster:
+        for size, fault, part in [(None, None, 0), (4, None, 0), *(("auto", *one) for one in faults)]:
+            module, criterion, inputs, targets = coupled_problem(kind)
+            if ranks == 1:
+                module.to("sim:0"), criterion.to("sim:0")
+            model, criterion = parallelize(module, criterion, cluster.devices if ranks == 1 else None)
+            parameters = [*model.parameters(), *criterion.parameters()]
+            step = TrainStep(model, criterion, torch.optim.SGD(parameters, 0.1), micro_batch_size=size)
+            mine = slice(None) if ranks == 1 else [slice(7), slice(7, 11)][rank]
+            step(inputs[mine], targets[mine])
+            before = cluster.allocations
+            if rank == fault:
+                cluster.fail_allocation(1 + int(part * found[0][-1]))
+            loss = step(inputs[mine], targets[mine]).cpu()
+            gradients = {name: one.cpu() for name, one in gradients_of(module, criterion).items()}
+            found.append((loss, gradients, step.micro_batch_size, cluster.allocations - before))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["pairs", slow("dice")])
-def test_an_out_of_memory_runs_the_window_again_in_smaller_micro_batches(kind):
-    *expected, _, _ = simulated_update(kind, 3)
-    *_, count = simulated_update(kind, None)
-    sizes = []
-    for fail in range(1, count, count // 8):
-        *found, size, _ = simulated_update(kind, "auto", fail)
-        sizes.append(size)
-        assert_same_update(found, expected)
-    assert sizes[0] == 3
-    assert set(sizes) <= {None, 3}
+FAULTS = [
+    (1, "pairs", range(8)),
+    slow(1, "dice", range(8)),
+    (2, "correlation", (0, 4)),
+    slow(2, "correlation", (2, 6)),
+    slow(2, "pairs", (0, 2, 4, 6)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "kind", "parts"), FAULTS)
+def test_an_out_of_memory_runs_the_window_again_in_smaller_micro_batches(ranks, kind, parts):
+    faults = [(rank, part / 8) for part in parts for rank in range(ranks)]
+    for updates in run(ranks, faulty_updates, kind, faults):
+        sizes = [size for _, _, size, _ in updates[2:]]
+        assert {3 if ranks == 1 else 4} <= set(sizes) <= ({None, 3} if ranks == 1 else {None, 4, 2})
+        for *found, _size, _ in updates[1:]:
+            assert_same_update(found, updates[0][:2])
 
 
 def test_a_window_without_rows_changes_nothing_and_one_failure_is_forgotten():
     module, criterion, inputs, targets = coupled_problem("dice")
-    step = TrainStep(DataParallelModel(module, ["cpu"]), criterion, torch.optim.SGD(module.parameters(), 0.1), micro_batch_size=4)
+    step = make_step(module, criterion, devices=1, micro_batch_size=4)
     with pytest.warns(UserWarning, match="no target of this batch was counted"):
         assert step(inputs[:0], targets[:0]).isnan()
     step.add(inputs, targets[:3])
@@ -193,35 +187,6 @@ def test_a_window_without_rows_changes_nothing_and_one_failure_is_forgotten():
     with pytest.raises(ValueError, match="the targets have 3 rows, but the inputs have 11"):
         step.apply()
     assert_same_update((step(inputs, targets), gradients_of(module, criterion)), plain_update("dice"))
-
-
-def faulty_update(rank, kind, faults):
-    """Rank ``fault`` is out of memory somewhere in a second update, whose rows are 7 on rank 0 and 4 on rank 1."""
-    found = []
-    with simulate(2) as cluster:
-        for size, fault, part in [(None, None, 0), (4, None, 0), *(("auto", *one) for one in faults)]:
-            module, criterion, inputs, targets = coupled_problem(kind)
-            model, criterion = parallelize(module, criterion, strategy="ddp")
-            parameters = [*model.parameters(), *criterion.parameters()]
-            step = TrainStep(model, criterion, torch.optim.SGD(parameters, 0.1), micro_batch_size=size)
-            batch = inputs.split([7, 4])[rank], targets.split([7, 4])[rank]
-            step(*batch)
-            before = cluster.allocations
-            if rank == fault:
-                cluster.fail_allocation(1 + int(part * found[0][-1]))
-            loss = step(*batch).cpu()
-            gradients = {name: one.cpu() for name, one in gradients_of(module, criterion).items()}
-            found.append((loss, gradients, step.micro_batch_size, cluster.allocations - before))
-    return found
-
-
-@pytest.mark.parametrize(("kind", "parts"), [("correlation", (0, 4)), slow("correlation", (2, 6)), slow("pairs", (0, 2, 4, 6))])
-def test_ranks_agree_on_smaller_micro_batches(kind, parts):
-    faults = [(rank, part / 8) for part in parts for rank in range(2)]
-    for rank in run_ranks(2, faulty_update, kind, faults):
-        assert len({size for _, _, size, _ in rank}) > 1
-        for *found, _size, _ in rank[1:]:
-            assert_same_update(found, rank[0][:2])
 
 
 class Scaled(nn.Linear):

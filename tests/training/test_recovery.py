@@ -1,21 +1,20 @@
 """``micro_batch_size="auto"``: after an out of memory, the run is that of smaller micro-batches from the start.
 
-``micro_batch_size="auto"`` under torchrun: ranks agree, and none of them waits forever.
+Under torchrun, ranks agree, and none of them waits forever.
 """
 
-import copy
 import gc
 import itertools
 import logging
-import pickle
 import random
 
 import pytest
 import torch
 from helpers.problems import CLASSES, class_targets
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.releases import released_at_once
 from helpers.slow import slow_but
+from helpers.steps import run
 from torch import nn
 
 from balanced_parallel import (
@@ -28,7 +27,7 @@ from balanced_parallel import (
     simulate,
 )
 
-ROWS, STEPS = 11, 4
+ROWS = 11
 ADAM = {"lr": 0.1, "weight_decay": 0.1}
 
 
@@ -95,48 +94,49 @@ class Run:
         return [torch.tensor(self.losses), *tensors, torch.get_rng_state(), *map(torch.sim.get_rng_state, devices)]
 
 
-def assert_equal(one, other):
-    assert len(one.result()) == len(other.result())
-    assert all(map(torch.equal, one.result(), other.result()))
-
-
-WAYS = list(itertools.product([False, True], ["fp32", "fp16", "bf16"], [False, True]))
-IN_ALL_RUNS = (True, "fp16", True), (False, "fp32", False)
-
-
-@pytest.mark.parametrize(("balanced", "precision", "add"), slow_but(WAYS, *IN_ALL_RUNS))
-def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(balanced, precision, add):
-    """Whatever fails, the result is that of some micro-batch size from that step on, bit for bit."""
+def check_faults(rank, ranks, balanced, precision, add, faults):
+    """Whatever fails on one rank, the result is that of some micro-batch size from that step on, bit for bit."""
     choose, seen = random.Random(0), set()
     with simulate(2) as cluster:
-        devices = cluster.devices
+        place = {"devices": cluster.devices} if ranks == 1 else {"rank": rank, "build": build}
 
-        def run(sizes):
-            some = Run(devices, balanced=balanced, precision=precision)
+        def train(sizes, fault=None, allocation=0):
+            some = Run(**place, balanced=balanced, precision=precision)
             for number, size in enumerate(sizes):
-                some.step.micro_batch_size = size
+                if size != "auto":
+                    some.step.micro_batch_size = size
+                if number == 2 and fault == rank:
+                    cluster.fail_allocation(allocation)
                 some.train(number, add)
             return some
 
-        expected = {size: run([None] * 2 + [size] * 2) for size in (None, 3, 2, 1)}
-        undisturbed = Run(devices, balanced=balanced, precision=precision)
-        for number in range(2):
-            undisturbed.train(number, add)
+        expected = {size: train([None] * 2 + [size] * 2).result() for size in (None, 4, 3, 2, 1)}
+        some = train([None] * 2)
         before = cluster.allocations
-        undisturbed.train(2, add)
+        some.train(2, add)
         count = cluster.allocations - before
-        assert_equal(undisturbed.train(3, add), expected[None])
-        for _ in range(9):
-            some = Run(devices, balanced=balanced, precision=precision)
-            for number in range(2):
-                some.train(number, add)
-            cluster.fail_allocation(choose.randrange(1, count + 1))
-            for number in (2, 3):
-                some.train(number, add)
+        for _ in range(faults):
+            fault = choose.randrange(ranks)
+            allocation = 1 + int(choose.random() * count)
+            some = train(["auto"] * 4, fault, allocation)
             size = some.step.micro_batch_size
-            assert_equal(some, expected[size])
+            assert all(map(torch.equal, some.result(), expected[size])), (fault, allocation, count, size)
             seen.add(size)
-    assert {2 if add else 3} <= seen <= {None, 2 if add else 3}
+    return seen
+
+
+WAYS = list(itertools.product([1, 2], [False, True], ["fp32", "fp16", "bf16"], [False, True]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "balanced", "precision", "add"), slow_but(WAYS, (1, True, "fp16", True), (2, True, "fp16", True))
+)
+def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(ranks, balanced, precision, add):
+    seen = run(ranks, check_faults, balanced, precision, add, 9 if ranks == 1 else 5)
+    assert all(each == seen[0] for each in seen)
+    assert len(seen[0]) > 1
+    half = {3} if ranks == 1 else {4, 2}  # of the rows of the rank that failed
+    assert seen[0] <= {None, *({2} if add else half)}
 
 
 def wide():
@@ -242,72 +242,8 @@ def test_what_was_tried_is_one_line_of_the_log(caplog):
     ]
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))], ids=["copied", "pickled"])
-def test_copies_recover_too(duplicate):
-    run = Run(["cpu"] * 2)
-    step = duplicate(run.step)
-    step.add(*run.batch(0))
-    again = duplicate(step)
-    loss, other = step.apply(), again(*run.batch(0))
-    assert loss.isfinite()
-    assert other.isfinite()
-    assert again.micro_batch_size is None
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_auto_waits_for_no_device(precision):
-    with simulate(2) as cluster:
-        run = Run(cluster.devices, precision=precision)
-        inputs, targets = (tensor.pin_memory() for tensor in run.batch(0))
-        for _ in range(2):
-            run.step(inputs, targets)
-        with cluster.forbidding_waits():
-            loss = run.step(inputs, targets)
-        assert loss.isfinite()
-
-
-RANK_WAYS = list(itertools.product([False, True], ["fp32", "fp16"], [False, True]))
-
-
-def check_faults(rank, balanced, precision, add, faults):
-    choose, seen = random.Random(0), set()
-    with simulate(2) as cluster:
-
-        def run(sizes, fault=None):
-            some = Run(rank=rank, balanced=balanced, build=build, precision=precision)
-            for number, size in enumerate(sizes):
-                if size != "auto":
-                    some.step.micro_batch_size = size
-                if number == 2 and fault == rank:
-                    cluster.fail_allocation(allocation)
-                some.train(number, add)
-            return some
-
-        sizes = (None, 4, 2, 1)
-        expected = {size: run([None] * 2 + [size] * 2).result() for size in sizes}
-        some = run([None] * 2)
-        before = cluster.allocations
-        some.train(2, add)
-        count = cluster.allocations - before
-        for _ in range(faults):
-            fault, part = choose.randrange(2), choose.random()
-            allocation = 1 + int(part * count)
-            some = run(["auto"] * 4, fault)
-            size = some.step.micro_batch_size
-            assert all(map(torch.equal, some.result(), expected[size])), (fault, allocation, count, size)
-            seen.add(size)
-    return seen
-
-
-@pytest.mark.parametrize(("balanced", "precision", "add"), slow_but(RANK_WAYS, (True, "fp16", True)))
-def test_any_failed_allocation_of_one_rank_leaves_the_run_of_smaller_micro_batches(balanced, precision, add):
-    seen = run_ranks(2, check_faults, balanced, precision, add, 7)
-    assert seen[0] == seen[1]
-    assert len(seen[0]) > 1
-    assert seen[0] <= {None, 2} if add else seen[0] <= {None, 4, 2}  # half of the rows of the rank that failed
-
-
-def check_rank_without_rows(rank):
+@on_ranks(2)
+def test_rank_without_rows_follows_the_others(rank):
     """Rank 1 has no rows, and rank 0 is out of memory. Buffers and random numbers of rank 1 are put back too."""
     found = []
     with simulate(2) as cluster:
@@ -325,11 +261,7 @@ def check_rank_without_rows(rank):
             run.train(2)
             assert run.step.micro_batch_size == 4
             found.append(run.result())
-    return all(map(torch.equal, *found))
-
-
-def test_rank_without_rows_follows_the_others():
-    assert run_ranks(2, check_rank_without_rows) == [True, True]
+    assert all(map(torch.equal, *found))
 
 
 def check_capacity(rank):
@@ -350,12 +282,8 @@ def test_capacity_of_one_rank_decides_for_all():
     assert sizes[0] == sizes[1] < 1000
 
 
-def check_refusal(rank):
+@on_ranks(2)
+def test_batch_norm_over_all_ranks_is_refused(rank):
     model, criterion = parallelize(convert_sync_batchnorm(build()), nn.CrossEntropyLoss(), ["cpu"])
     with pytest.raises(ValueError, match="micro_batch_size='auto' with batch norm over all ranks"):
         TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size="auto")
-    return True
-
-
-def test_batch_norm_over_all_ranks_is_refused():
-    assert run_ranks(2, check_refusal) == [True, True]

@@ -38,6 +38,20 @@ class SetsBuffers(nn.Module):
         return (inputs - self.mean) / self.scale
 
 
+class Momentum(nn.Module):
+    """A layer that follows another one in each forward, as in MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.key.weight.lerp_(self.query.weight, 0.5)
+        return self.query(inputs) - self.key(inputs)
+
+
 class WritesInPlace(nn.Module):
     def forward(self, inputs):
         return inputs.mul_(2) + 0
@@ -46,7 +60,7 @@ class WritesInPlace(nn.Module):
 def make_step(layer, *, devices=("cpu",), whole=False, in_dims=None, **settings):
     torch.manual_seed(0)
     net = nn.Sequential(layer, nn.Linear(4, 5), OutOfMemoryOnce()).to(devices[0])
-    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **({"whole": True} if whole else {}))
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), whole=whole)
     model = DataParallelModel(net, list(devices), in_dims=in_dims)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     return TrainStep(model, criterion, optimizer, **{"micro_batch_size": "auto", **settings}), net
@@ -57,13 +71,18 @@ def make_batch(number=0):
     return torch.randn(8, 4), class_targets(8)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_buffers_that_the_first_forward_makes_are_those_of_the_last_attempt(devices):
+@pytest.mark.parametrize(("layer", "devices", "before"), [(SetsBuffers, 1, 0), (SetsBuffers, 2, 0), (Momentum, 1, 1)])
+def test_what_a_forward_writes_is_that_of_the_last_attempt(layer, devices, before):
+    """Buffers were put back, parameters that a forward had written were not. The first forward makes buffers."""
     results = []
     for fails in (False, True):
-        step, net = make_step(SetsBuffers(), devices=["cpu"] * devices, micro_batch_size="auto" if fails else 4 // devices)
+        step, net = make_step(layer(), devices=["cpu"] * devices)
+        for number in range(before):
+            step(*make_batch(number))
         net[2].fails = fails
-        losses = [step(*make_batch(number)) for number in range(2)]
+        if not fails:
+            step.micro_batch_size = 4 // devices
+        losses = [step(*make_batch(number)) for number in (1, 2)]
         assert step.micro_batch_size == 4 // devices
         results.append([*losses, *net.state_dict().values()])
     assert all(map(torch.equal, *results))
@@ -174,20 +193,21 @@ def test_rows_added_after_a_failed_add_run_again_as_they_ran_first():
     torch.testing.assert_close(*losses)
 
 
-@pytest.mark.parametrize("bad", [0, -3, 1.5, True, "auto", "4"])
-def test_bad_sizes_that_are_set_later_raise_the_error_of_the_constructor(bad):
-    step, _ = make_step(nn.Identity())
-    with pytest.raises(ValueError, match="micro_batch_size=.*, expected a positive number of rows per device, or None"):
-        step.micro_batch_size = bad
-    assert step.micro_batch_size is None
+BAD = [
+    *(("micro_batch_size", bad, ValueError, " of rows per device, or None") for bad in (0, -3, 1.5, True, "auto", "4")),
+    *(("micro_batch_cost", bad, ValueError, "") for bad in (0, -3.0, float("nan"))),
+    ("micro_batch_cost", "4", TypeError, ""),
+]
 
 
-@pytest.mark.parametrize(("bad", "error"), [(0, ValueError), (-3.0, ValueError), (float("nan"), ValueError), ("4", TypeError)])
-def test_bad_costs_that_are_set_later_raise_the_error_of_the_constructor(bad, error):
-    step, _ = make_step(nn.Identity(), micro_batch_size=None, cut=ByCost(lambda inputs: [1] * len(inputs), limit=4))
-    with pytest.raises(error, match="micro_batch_cost=.*, expected a positive number"):
-        step.micro_batch_cost = bad
-    assert step.micro_batch_cost == 4
+@pytest.mark.parametrize(("name", "bad", "error", "expected"), BAD)
+def test_bad_limits_that_are_set_later_raise_the_error_of_the_constructor(name, bad, error, expected):
+    cut = {"micro_batch_size": None, "cut": ByCost(lambda inputs: [1] * len(inputs), limit=4)}
+    step, _ = make_step(nn.Identity(), **(cut if name == "micro_batch_cost" else {}))
+    before = getattr(step, name)
+    with pytest.raises(error, match=f"{name}=.*, expected a positive number{expected}"):
+        setattr(step, name, bad)
+    assert getattr(step, name) == before
 
 
 class FailsOnce(TorchDispatchMode):
@@ -213,36 +233,6 @@ def test_state_without_room_for_its_copies_is_copied_again():
     assert step.micro_batch_size is None
 
 
-class Momentum(nn.Module):
-    """A layer that follows another one in each forward, as in MoCo."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, inputs):
-        with torch.no_grad():
-            self.key.weight.lerp_(self.query.weight, 0.5)
-        return self.query(inputs) - self.key(inputs)
-
-
-def test_parameters_that_the_forward_writes_are_put_back():
-    """The failed attempt's write stayed: buffers were put back, parameters were not."""
-    results = []
-    for fails in (False, True):
-        step, net = make_step(Momentum())
-        step(*make_batch())
-        if not fails:
-            step.micro_batch_size = 4
-        net[2].fails = fails
-        losses = [step(*make_batch(number)) for number in (1, 2)]
-        assert step.micro_batch_size == 4
-        results.append([*losses, *net.state_dict().values()])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 WRITTEN = (
     r"a parameter \(torch.float32, shape \(4, 4\)\) was changed in place by a forward that has to run again, expected a change"
 )
@@ -254,19 +244,14 @@ def test_parameters_that_the_forward_writes_first_are_an_error():
     with pytest.raises(RuntimeError, match=WRITTEN):  # before any update
         step(*make_batch())
     assert step(*make_batch()).isfinite()
-    step, _ = make_step(Momentum(), micro_batch_size=2, whole=True)
-    with pytest.raises(RuntimeError, match=WRITTEN):  # in the first of two passes
-        step(*make_batch())
-    step, _ = make_step(Momentum(), micro_batch_size=None, reproducible=True)
-    with pytest.raises(RuntimeError, match=WRITTEN):  # in the small forwards
-        step(*make_batch())
+    two_passes, small_forwards = {"micro_batch_size": 2, "whole": True}, {"micro_batch_size": None, "reproducible": True}
+    for settings in (two_passes, small_forwards):
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            make_step(Momentum(), **settings)[0](*make_batch())
 
 
 def test_rows_that_are_rescaled_run_again():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 5), OutOfMemoryOnce())
-    criterion, optimizer = DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1)
-    step = TrainStep(DataParallelModel(net, ["cpu"]), criterion, optimizer, micro_batch_size="auto")
+    step, net = make_step(nn.Embedding(8, 4, max_norm=0.5))
     net[2].fails = True
     assert step(torch.arange(8), class_targets(8)).isfinite()
     assert step.micro_batch_size == 4

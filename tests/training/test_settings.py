@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from helpers.problems import CLASSES, build_net, class_targets
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -16,9 +16,10 @@ from balanced_parallel.runtime import collectives
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 
 
-def make_step(kind=SGD, lr=0.1, loss=nn.CrossEntropyLoss, strategy="ddp", balanced=False, groups=1, schedule=None, **settings):
-    own = {name: settings.pop(name) for name in ("out_dims",) if name in settings}
-    model, criterion = parallelize(build_net().double(), loss(), strategy=strategy, **own)
+def make_step(
+    kind=SGD, lr=0.1, loss=nn.CrossEntropyLoss, strategy="ddp", balanced=False, groups=1, schedule=None, out_dims=None, **settings
+):
+    model, criterion = parallelize(build_net().double(), loss(), strategy=strategy, out_dims=out_dims)
     parameters = list(model.parameters())
     params = [{"params": parameters[: len(parameters) // groups]}, {"params": parameters[len(parameters) // groups :]}][:groups]
     optimizer = BalancedOptimizer(model, kind, lr=lr) if balanced else kind(params, lr=lr)
@@ -33,38 +34,26 @@ def train(step, rank, number=0, rows=5):
     return step(inputs[mine], targets[mine])
 
 
-def error_of(rank, first, second):
+def error_of(call):
+    """Returns the error that names how the ranks differ."""
+    with pytest.raises(ValueError, match="^the ranks differ, expected the same ") as caught:
+        call()
+    return str(caught.value)
+
+
+def error_of_settings(rank, name):
     """Returns the error of an update in which rank 1 has settings of its own."""
-    try:
-        train(make_step(**(second if rank else first)), rank)
-    except ValueError as error:
-        return str(error)
+    return error_of(lambda: train(make_step(**SETTINGS[name][rank]), rank))
 
 
-def smoothed():
-    return nn.CrossEntropyLoss(label_smoothing=0.1)
-
-
-def weighted():
-    return nn.CrossEntropyLoss(torch.arange(1.0, CLASSES + 1, dtype=torch.float64))
-
-
-def summed():
-    return nn.CrossEntropyLoss(reduction="sum")
-
-
-def whole():
-    return DataParallelCriterion(nn.CrossEntropyLoss(), whole=True)
-
-
-def half():
-    return DataParallelCriterion(nn.CrossEntropyLoss(), precision="bf16")
-
-
-def function():
-    return nn.functional.cross_entropy
-
-
+LOSSES = {  # beside nn.CrossEntropyLoss()
+    "smoothed": lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
+    "weighted": lambda: nn.CrossEntropyLoss(torch.arange(1.0, CLASSES + 1, dtype=torch.float64)),
+    "summed": lambda: nn.CrossEntropyLoss(reduction="sum"),
+    "whole": lambda: DataParallelCriterion(nn.CrossEntropyLoss(), whole=True),
+    "half": lambda: DataParallelCriterion(nn.CrossEntropyLoss(), precision="bf16"),
+    "function": lambda: nn.functional.cross_entropy,
+}
 SETTINGS = {
     "lr": ({}, {"lr": 0.2}, "lr of param group 0: 0.1 on rank 0 and 0.2 on rank 1"),
     "optimizer": ({"kind": torch.optim.Adam}, {"kind": ADAM}, "optimizer: Adam on rank 0 and AdamW on rank 1"),
@@ -73,20 +62,16 @@ SETTINGS = {
     "clip": ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}, "max_grad_norm: 1.0 on rank 0 and 2.0 on rank 1"),
     "no clip": ({}, {"max_grad_norm": 2.0}, "max_grad_norm: None on rank 0 and 2.0 on rank 1"),
     "precision": ({}, {"precision": "bf16"}, "precision: fp32 on rank 0 and bf16 on rank 1"),
-    "auto": (
-        {"micro_batch_size": 2},
-        {"micro_batch_size": "auto"},
-        "micro_batch_size='auto': False on rank 0 and True on rank 1",
-    ),
+    "auto": ({}, {"micro_batch_size": "auto"}, "micro_batch_size='auto': False on rank 0 and True on rank 1"),
     "cost": ({}, {"cut": ByCost(len, limit=3)}, "unit of the micro-batches: rows on rank 0 and cost on rank 1"),
     "scheduler": ({}, {"schedule": 2}, "scheduler: none on rank 0 and StepLR on rank 1"),
     "loss": ({}, {"loss": nn.MultiMarginLoss}, "criterion: CrossEntropyLoss on rank 0 and MultiMarginLoss on rank 1"),
-    "smoothing": ({}, {"loss": smoothed}, "label_smoothing of the criterion: 0.0 on rank 0 and 0.1 on rank 1"),
-    "weights": ({}, {"loss": weighted}, r"weight of the criterion: None on rank 0 and \[1.0, 2.0, .* on rank 1"),
-    "reduction": ({}, {"loss": summed}, "reduction: mean on rank 0 and sum on rank 1"),
-    "whole": ({}, {"loss": whole}, "whole: False on rank 0 and True on rank 1"),
-    "half": ({}, {"loss": half}, "precision of the criterion: fp32 on rank 0 and bf16 on rank 1"),
-    "function": ({}, {"loss": function}, "criterion: CrossEntropyLoss on rank 0 and cross_entropy on rank 1"),
+    "smoothing": ({}, {"loss": LOSSES["smoothed"]}, "label_smoothing of the criterion: 0.0 on rank 0 and 0.1 on rank 1"),
+    "weights": ({}, {"loss": LOSSES["weighted"]}, r"weight of the criterion: None on rank 0 and \[1.0, 2.0, .* on rank 1"),
+    "reduction": ({}, {"loss": LOSSES["summed"]}, "reduction: mean on rank 0 and sum on rank 1"),
+    "whole": ({}, {"loss": LOSSES["whole"]}, "whole: False on rank 0 and True on rank 1"),
+    "half": ({}, {"loss": LOSSES["half"]}, "precision of the criterion: fp32 on rank 0 and bf16 on rank 1"),
+    "function": ({}, {"loss": LOSSES["function"]}, "criterion: CrossEntropyLoss on rank 0 and cross_entropy on rank 1"),
     "strategy": ({}, {"strategy": "fsdp"}, "strategy: 'ddp' on rank 0 and 'fsdp' on rank 1"),
     "out_dims": ({}, {"out_dims": 1}, "out_dims: None on rank 0 and 1 on rank 1"),
     "reproducible": ({}, {"reproducible": True}, "reproducible: False on rank 0 and True on rank 1"),
@@ -100,8 +85,7 @@ def assert_same_error(errors, message):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_different_settings_raise_one_error_on_all_ranks(name):
-    first, second, message = SETTINGS[name]
-    assert_same_error(run_ranks(2, error_of, first, second, timeout=60), f"^the ranks differ, expected .*{message}")
+    assert_same_error(run_ranks(2, error_of_settings, name, timeout=60), SETTINGS[name][2])
 
 
 def check_equal(rank, strategy):
@@ -130,12 +114,8 @@ def test_equal_settings_are_compared_in_one_exchange(strategy):
 def check_sampler(rank, other):
     settings = {"batch_size": 4, "seed": 0, **(other if rank else {})}
     step = make_step()
-    sampler = RankBatchSampler(range(16), **settings)
-    next(iter(sampler))
-    try:
-        train(step, rank)
-    except ValueError as error:
-        return str(error)
+    next(iter(RankBatchSampler(range(16), **settings)))
+    return error_of(lambda: train(step, rank))
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 8}, {"seed": 1}], ids=lambda other: next(iter(other)))
@@ -177,7 +157,7 @@ def test_failure_in_the_optimizer_of_one_rank_is_told_to_the_others(strategy):
     assert losses[0] == losses[1]
 
 
-def check_common_failure(rank):
+def fail_alike(rank):
     """All ranks fail alike, as at an out of memory that is undone on all, and go on."""
     step = make_step()
     hook = step.optimizer.register_step_pre_hook(lambda *arguments: 1 / 0)
@@ -185,11 +165,6 @@ def check_common_failure(rank):
         train(step, rank)
     hook.remove()
     return [train(step, rank, number).item() for number in range(2)]
-
-
-def test_failure_of_all_ranks_alike_lets_them_go_on():
-    losses = run_ranks(2, check_common_failure)
-    assert losses[0] == losses[1]
 
 
 def make_layers(strategy="ddp"):
@@ -217,102 +192,91 @@ def load_weights(step):
         step.model.module[0].weight[[0, 1]] = step.model.module[0].weight[[1, 0]]  # the sum stays the same
 
 
-ALONE = {
-    "weights": (
-        load_weights,
-        r"the first difference: model.0.weight with checksum -?\d+ trained on rank 0 and model.0.weight with",
+ALONE = {  # what rank 1 does with a step and its state, and what the error says
+    "lr": (
+        lambda step, _: step.optimizer.param_groups[0].update(lr=0.3),
+        "lr of param group 0: 0.1 on rank 0 and 0.3 on rank 1",
     ),
-    "nan": (lambda step: nn.init.constant_(step.model.module[3].bias, torch.nan), "the first difference: model.3.bias with"),
-    "buffers": (
-        lambda step: step.model.module[1].running_mean.add_(1),
-        "the first difference: model.1.running_mean with checksum 0 on",
-    ),
-    "state": (load_state, "the first difference: nothing more on rank 0 and exp_avg of model.0.bias with checksum"),
-    "p": (
-        lambda step: setattr(step.model.module[2], "p", 0.3),
-        "the first difference: p of model.2 0.1 on rank 0 and p of model.2 0.3",
-    ),
-    "momentum": (lambda step: setattr(step.model.module[1], "momentum", 0.2), "momentum of model.1 0.1 on rank 0"),
-    "eval": (lambda step: step.model.module[2].eval(), "training of model.2 True on rank 0 and training of model.2 False"),
-    "frozen": (
-        lambda step: step.model.module[0].bias.requires_grad_(False),
-        r"model.0.bias with checksum -?\d+ trained on rank 0 and model.0.bias with checksum -?\d+ on",
-    ),
-}
-
-
-def check_alone(rank, name, strategy="ddp"):
-    step = make_layers(strategy)
-    if rank:
-        ALONE[name][0](step)
-    with pytest.raises(ValueError, match="^the ranks differ, expected the same settings") as caught:
-        train(step, rank)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"), [*((name, "ddp") for name in ALONE), *((name, "fsdp") for name in ("buffers", "p", "eval"))]
-)
-def test_what_one_rank_has_loaded_or_set_alone_is_refused_by_all(name, strategy):
-    assert_same_error(run_ranks(2, check_alone, name, strategy, timeout=60), ALONE[name][1])
-
-
-def check_groups(rank):
-    step = make_layers()
-    swap_groups(step)
-    if rank:
-        for group, parameters in zip(step.optimizer.param_groups, [step.model.module[0].bias], strict=False):
-            others = [parameter for parameter in step.model.parameters() if parameter is not parameters]
-            group["params"], step.optimizer.param_groups[1]["params"] = [parameters], others
-    with pytest.raises(ValueError, match="model.0.bias in group 1 on rank 0 and model.0.bias in"):
-        train(step, rank)
-
-
-def test_groups_of_equal_sizes_with_other_parameters_are_refused():
-    run_ranks(2, check_groups, timeout=60)
-
-
-LATER = {  # of a step and its state before
-    "lr": (lambda step, _: step.optimizer.param_groups[0].update(lr=0.3), "lr of param group 0: 0.1 on rank 0 and 0.3 on rank 1"),
     "group": (
         lambda step, _: step.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
         "number of param groups: 1 on rank 0 and 2 on rank 1",
     ),
     "norm": (lambda step, _: setattr(step, "max_grad_norm", 5.0), "max_grad_norm: None on rank 0 and 5.0 on rank 1"),
-    "weights": (lambda step, _: load_weights(step), "the first difference: model.0.weight"),
-    "optimizer": (lambda step, _: load_state(step), "the first difference: exp_avg of model.0"),
     "eps": (lambda step, _: step.optimizer.param_groups[0].update(eps=0.5), "eps of param group 0: 1e-08 on rank 0 and 0.5 on"),
-    "eval": (lambda step, _: step.model.module.eval(), "the first difference: training of model True on rank 0"),
+    "weights": (
+        lambda step, _: load_weights(step),
+        r"the first difference: model.0.weight with checksum -?\d+ trained on rank 0 and model.0.weight with",
+    ),
     "resumed": (
         lambda step, saved: step.load_state_dict({**saved, "model": {name: 2 * one for name, one in saved["model"].items()}}),
         "the first difference: model.0.weight",
     ),
+    "nan": (lambda step, _: nn.init.constant_(step.model.module[3].bias, torch.nan), "the first difference: model.3.bias with"),
+    "buffers": (
+        lambda step, _: step.model.module[1].running_mean.add_(1),
+        "the first difference: model.1.running_mean with checksum 0 on",
+    ),
+    "state": (
+        lambda step, _: load_state(step),
+        "the first difference: nothing more on rank 0 and exp_avg of model.0.bias with checksum",
+    ),
+    "another state": (lambda step, _: load_state(step), "the first difference: exp_avg of model.0"),
+    "p": (
+        lambda step, _: setattr(step.model.module[2], "p", 0.3),
+        "the first difference: p of model.2 0.1 on rank 0 and p of model.2 0.3",
+    ),
+    "momentum": (lambda step, _: setattr(step.model.module[1], "momentum", 0.2), "momentum of model.1 0.1 on rank 0"),
+    "eval": (lambda step, _: step.model.module[2].eval(), "training of model.2 True on rank 0 and training of model.2 False"),
+    "eval of all": (lambda step, _: step.model.module.eval(), "the first difference: training of model True on rank 0"),
+    "frozen": (
+        lambda step, _: step.model.module[0].bias.requires_grad_(False),
+        r"model.0.bias with checksum -?\d+ trained on rank 0 and model.0.bias with checksum -?\d+ on",
+    ),
 }
 
 
-def check_alone_later(rank, change, strategy):
-    """Ranks differ behind their second update: rank 1 alone has changed something."""
+def check_alone(rank, name, updates, strategy):
+    """Ranks differ behind some updates: rank 1 alone has changed something."""
     step = make_layers(strategy)
-    for number in range(2):
+    for number in range(updates):
         train(step, rank, number)
     saved = step.state_dict()
     if rank:
-        LATER[change][0](step, saved)
+        ALONE[name][0](step, saved)
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
-    with pytest.raises(ValueError, match="^the ranks differ, .*Nothing was updated") as caught:
-        train(step, rank, 2)
-    assert all(map(torch.equal, before, step.model.parameters()))
-    return str(caught.value)
+    message = error_of(lambda: train(step, rank, updates))
+    assert ("Nothing was updated" if updates else "expected the same settings") in message
+    assert all(torch.equal(one, other) or other.isnan().any() for one, other in zip(before, step.model.parameters(), strict=True))
+    return message
 
 
-@pytest.mark.parametrize(
-    ("change", "strategy"), [*((change, "ddp") for change in LATER), *((change, "fsdp") for change in ("lr", "group", "norm"))]
-)
-def test_what_one_rank_changes_alone_later_is_refused_before_the_update(change, strategy):
-    assert_same_error(run_ranks(2, check_alone_later, change, strategy, timeout=60), re.escape(LATER[change][1]))
+FIRST, LATER = ("weights", "nan", "buffers", "state", "p", "momentum", "eval", "frozen"), ("lr", "group", "norm")
+CASES = [
+    *((name, 0, "ddp") for name in FIRST),
+    *((name, 0, "fsdp") for name in ("buffers", "p", "eval")),
+    *((name, 2, "ddp") for name in (*LATER, "eps", "weights", "another state", "eval of all", "resumed")),
+    *((name, 2, "fsdp") for name in LATER),
+]
 
 
-def check_resumed_apart(rank):
+@pytest.mark.parametrize(("name", "updates", "strategy"), CASES)
+def test_what_one_rank_loads_or_sets_alone_is_refused_by_all_before_the_update(name, updates, strategy):
+    assert_same_error(run_ranks(2, check_alone, name, updates, strategy, timeout=60), ALONE[name][1])
+
+
+@on_ranks(2, timeout=60)
+def test_groups_of_equal_sizes_with_other_parameters_are_refused(rank):
+    step = make_layers()
+    swap_groups(step)
+    if rank:
+        bias, groups = step.model.module[0].bias, step.optimizer.param_groups
+        groups[0]["params"] = [bias]
+        groups[1]["params"] = [parameter for parameter in step.model.parameters() if parameter is not bias]
+    with pytest.raises(ValueError, match="model.0.bias in group 1 on rank 0 and model.0.bias in"):
+        train(step, rank)
+
+
+def load_states_that_differ_and_then_one(rank):
     """Each rank loads a state of its own: both have loaded, so nothing else tells that they differ."""
     step = make_layers()
     train(step, rank)
@@ -324,12 +288,7 @@ def check_resumed_apart(rank):
     return train(step, rank, 2).item()
 
 
-def test_states_that_differ_are_refused_after_all_ranks_have_loaded():
-    losses = run_ranks(2, check_resumed_apart, timeout=60)
-    assert losses[0] == losses[1]
-
-
-def check_harmless(rank):
+def have_statistics_and_load_equal_weights(rank):
     """Forwards by hand before the first update give each rank statistics of its own, and equal weights may be loaded."""
     torch.manual_seed(0)
     step = make_layers()
@@ -340,6 +299,7 @@ def check_harmless(rank):
     return [*losses, train(step, rank, 1).item()]
 
 
-def test_statistics_of_a_rank_and_equal_weights_are_no_difference():
-    losses = run_ranks(2, check_harmless, timeout=60)
+@pytest.mark.parametrize("check", [fail_alike, load_states_that_differ_and_then_one, have_statistics_and_load_equal_weights])
+def test_ranks_that_do_not_differ_go_on_with_one_loss(check):
+    losses = run_ranks(2, check, timeout=60)
     assert losses[0] == losses[1]

@@ -13,6 +13,10 @@ from balanced_parallel.training.state import join_tensors, split_tensors
 Point = collections.namedtuple("Point", ["x", "y"])
 
 
+def leaves_of(state):
+    return [leaf.tolist() for value in state.values() for leaf in (value.values() if isinstance(value, dict) else [value])]
+
+
 def through_files(folder, state):
     save(folder, 1, part=Part(state))
     loaded = Part()
@@ -30,11 +34,9 @@ def through_files(folder, state):
 )
 def test_tensors_of_keys_that_look_alike_are_all_there(tmp_path, state):
     """Paths joined with a slash were the same name, and one tensor was lost."""
-    leaves = [leaf for value in state.values() for leaf in (value.values() if isinstance(value, dict) else [value])]
     loaded = through_files(tmp_path, state)
-    found = [leaf for value in loaded.values() for leaf in (value.values() if isinstance(value, dict) else [value])]
     assert list(loaded) == list(state)
-    assert [leaf.tolist() for leaf in found] == [leaf.tolist() for leaf in leaves]
+    assert leaves_of(loaded) == leaves_of(state)
 
 
 @pytest.mark.parametrize(

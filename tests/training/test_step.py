@@ -9,6 +9,7 @@ A step that failed before its update can be repeated, with the result that it wo
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import weakref
 
@@ -16,9 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import BODIES, CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
-from helpers.ranks import run_ranks
-from helpers.slow import slow
-from helpers.steps import CPUS, make_step, run
+from helpers.ranks import on_ranks, run_ranks
+from helpers.slow import slow_but
+from helpers.steps import batch, make_step, rows_of, run
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, gather, parallelize, simulate
@@ -43,9 +44,7 @@ def test_step_on_one_device_is_bitwise_equal_to_the_plain_program():
     torch.manual_seed(0)
     net, x, target = build_net().float(), torch.randn(11, 4), class_targets(11, 3)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
-    model = DataParallelModel(net, ["cpu"])
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.0))
-    assert torch.equal(step(x, target), loss)
+    assert torch.equal(make_step(net, devices=1, lr=0.0)(x, target), loss)
     assert all(map(torch.equal, gradients(net), expected))
 
 
@@ -70,10 +69,8 @@ def test_replica_that_uses_no_parameter_equals_the_plain_program(double):
 def test_unused_parameters_keep_no_gradient():
     net = nn.ModuleDict({"used": build_net(), "unused": nn.Linear(2, 2)})
     net.forward = lambda x: net["used"](x)
-    model = DataParallelModel(net, ["cpu"])
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.AdamW(net.parameters(), weight_decay=0.5))
     before = net["unused"].weight.detach().clone()
-    step(torch.randn(4, 4), class_targets(4))
+    make_step(net, optimizer=torch.optim.AdamW(net.parameters(), weight_decay=0.5), devices=1)(*batch(0))
     assert torch.equal(net["unused"].weight, before)
 
 
@@ -97,7 +94,7 @@ def test_invalid_models_criteria_and_batches_raise_an_error():
     with pytest.raises(TypeError, match="the model is a Sequential, expected a DataParallelModel"):
         TrainStep(net, DataParallelCriterion(F.mse_loss), optimizer)
     with pytest.raises(TypeError, match="the criterion is a MSELoss, expected a DataParallelCriterion"):
-        TrainStep(DataParallelModel(net, CPUS), nn.MSELoss(), optimizer)
+        TrainStep(DataParallelModel(net, ["cpu"]), nn.MSELoss(), optimizer)
     with pytest.raises(ValueError, match="inputs have 4 .*|the targets have 5 rows, but the inputs have 4"):
         make_step(net)(torch.randn(4, 4), class_targets(5))
     with pytest.raises(ValueError, match="reduction='none', expected a scalar loss"):
@@ -113,8 +110,10 @@ def test_gradient_scaler_requires_fp16():
     assert step.precision.scaler is scaler
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("body", BODIES)
+WAYS = list(itertools.product(BODIES, ["fp32", "bf16", "fp16"]))
+
+
+@pytest.mark.parametrize(("body", "precision"), slow_but(WAYS, ("attention", "fp32"), ("conv", "bf16"), ("recurrent", "fp16")))
 def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precision):
     inputs, targets = torch.randn(10, 4), torch.randint(5, (10,))
     targets[:3] = -100
@@ -141,25 +140,14 @@ def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precisio
 def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
     net, inputs = nn.Linear(4, 3), torch.randn(7, 4)
     criterion = DataParallelCriterion(lambda output: output.square().mean(), weight="rows")
-    step = TrainStep(DataParallelModel(net, CPUS), criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=1)
+    step = make_step(net, criterion, lr=0.0, micro_batch_size=1)
     torch.testing.assert_close(step(inputs, *targets), net(inputs).square().mean().detach())
     step.add(inputs, *targets)
     torch.testing.assert_close(step.apply(), net(inputs).square().mean().detach())
 
 
-THREE_CPUS = ["cpu"] * 3
-
-
-def make_update_step(net, optimizer, **settings):
-    return TrainStep(DataParallelModel(net, THREE_CPUS), DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, **settings)
-
-
-def train(step, numbers, mine=slice(None)):
-    losses = []
-    for number in numbers:
-        torch.manual_seed(number)
-        inputs, targets = torch.randn(7, 4), class_targets(7, ignored=1)
-        losses.append(step(inputs[mine], targets[mine]))
+def train(step, numbers, mine):
+    losses = [step(*(tensor[mine] for tensor in batch(number))) for number in numbers]
     return torch.stack([*losses, *(parameter.detach().sum() for parameter in step.model.parameters())])
 
 
@@ -168,11 +156,11 @@ DUPLICATES = {"copied": copy.deepcopy, "pickled": lambda parts: pickle.loads(pic
 
 def check_copied(rank, ranks, name, whole, precision):
     """The copy and the original go on as one that was never copied."""
-    mine = slice(None) if ranks == 1 else [slice(0, 3), slice(3, 7)][rank]
+    mine = rows_of(rank, ranks)
 
     def make():
-        net = build_net()
-        model, criterion = parallelize(net, nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), THREE_CPUS if ranks == 1 else None)
+        net, devices = build_net(), ["cpu"] * 3 if ranks == 1 else None
+        model, criterion = parallelize(net, nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), devices)
         optimizer = torch.optim.AdamW(net[0].parameters(), lr=0.1)
         other = torch.optim.SGD(net[2].parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -188,25 +176,29 @@ def check_copied(rank, ranks, name, whole, precision):
     assert not {id(p) for p in copied.model.parameters()} & {id(p) for p in step.model.parameters()}
     for one in (copied, step):
         torch.testing.assert_close(train(one, range(2, 5), mine), expected[2:], rtol=0, atol=0)
-    return True
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+COPIES = list(itertools.product([1, 2], [False, True], DUPLICATES, ["fp32", "fp16"]))
+COPIED_IN_ALL_RUNS = (1, False, "copied", "fp16"), (1, True, "pickled", "fp32"), (2, False, "pickled", "fp16")
+
+
+@pytest.mark.parametrize(("ranks", "whole", "duplicate", "precision"), slow_but(COPIES, *COPIED_IN_ALL_RUNS))
 def test_copies_of_a_step_train_like_the_original(ranks, whole, duplicate, precision):
     run(ranks, check_copied, duplicate, whole, precision)
 
 
-def test_copy_of_a_step_does_not_share_the_accumulation(double):
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+@pytest.mark.parametrize("micro_batch_size", [None, "auto"])
+def test_copy_of_a_step_does_not_share_the_accumulation(double, micro_batch_size, duplicate):
     net = build_net()
-    step = make_update_step(net, torch.optim.SGD(net.parameters(), lr=0.0))
-    step.add(torch.randn(5, 4), class_targets(5))
-    copied = copy.deepcopy(step)
-    inputs, targets = torch.randn(7, 4), class_targets(7)
-    torch.testing.assert_close(copied(inputs, targets), F.cross_entropy(net(inputs), targets).detach())
-    assert step._update is not None
+    step = DUPLICATES[duplicate](make_step(net, lr=0.0, micro_batch_size=micro_batch_size))
+    first, second = batch(0), batch(1)
+    step.add(*first)
+    copied = DUPLICATES[duplicate](step)
+    for one, (inputs, targets) in ((copied, second), (step, first)):
+        loss = copied(inputs, targets) if one is copied else step.apply()
+        torch.testing.assert_close(loss, F.cross_entropy(net(inputs), targets).detach())
+        assert one.micro_batch_size is None
 
 
 class Fails(nn.Module):
@@ -256,11 +248,6 @@ def fail_in_clipping(step):
     step.max_grad_norm = "many"
 
 
-def batch(number):
-    torch.manual_seed(number)
-    return torch.randn(7, 4), class_targets(7, ignored=1)
-
-
 @pytest.mark.parametrize("fail", [fail_in_optimizer, fail_in_clipping])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
@@ -270,9 +257,8 @@ def test_failed_update_can_be_repeated(precision, micro_batch_size, fail):
         net = Net()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(nn.CrossEntropyLoss())
         settings = {"micro_batch_size": micro_batch_size, "precision": precision, "scheduler": scheduler, "max_grad_norm": 0.5}
-        step = TrainStep(model, criterion, optimizer, **settings)
+        step = make_step(net, optimizer=optimizer, devices=3, **settings)
         losses = []
         for number in range(3):
             if fails and number == 1:
@@ -321,7 +307,7 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
     error = 2e-2 if precision == "fp16" else 1e-10
     for number in range(3):  # the reducer makes its buckets anew after the first
         inputs, targets = batch(number)
-        mine = slice(0, 3) if rank == 0 else slice(3, None)
+        mine = rows_of(rank, 2)
         for _ in range(2):
             FAILURES[fail](rank, net, step)
             waits = fail == "one rank" and rank == 0
@@ -335,24 +321,17 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
         torch.testing.assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
         assert_same_gradients(gradients(net), gradients(plain), error)
         net.load_state_dict(plain.state_dict())
-    return True
 
 
-WAYS = [("fp32", None, False), ("fp16", 2, False), ("fp32", None, True), ("fp32", 2, False), ("fp16", None, False)]
+SETTINGS = [("fp32", None, False), ("fp16", 2, False), ("fp32", None, True), ("fp32", 2, False), ("fp16", None, False)]
+FAILED = [(fail, *settings) for fail in FAILURES for settings in SETTINGS]
+FAILED_IN_ALL_RUNS = [(fail, *SETTINGS[number % 3]) for number, fail in enumerate(FAILURES)]
 
 
-@pytest.mark.parametrize("fail", FAILURES)
-@pytest.mark.parametrize("ways", [WAYS[:3], slow(WAYS[3:])])
-def test_failed_step_can_be_repeated_on_ranks(fail, ways):
-    for precision, micro_batch_size, hooked in ways:
-        size = None if fail == "one rank" else micro_batch_size  # before the last one nobody waits for it
-        run_ranks(2, check_failure, fail, size, precision, hooked, timeout=60)
-
-
-def make_output_step(net, criterion=None, devices=("cpu",) * 3, **settings):
-    model = DataParallelModel(net, list(devices))
-    criterion = criterion or DataParallelCriterion(nn.CrossEntropyLoss())
-    return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), **settings)
+@pytest.mark.parametrize(("fail", "precision", "micro_batch_size", "hooked"), slow_but(FAILED, *FAILED_IN_ALL_RUNS))
+def test_failed_step_can_be_repeated_on_ranks(fail, precision, micro_batch_size, hooked):
+    size = None if fail == "one rank" else micro_batch_size  # before the last one nobody waits for it
+    run_ranks(2, check_failure, fail, size, precision, hooked, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +341,8 @@ def make_output_step(net, criterion=None, devices=("cpu",) * 3, **settings):
 def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_batch_size, sizes):
     net, inputs, targets = build_net(), torch.randn(rows, 4), class_targets(rows)
     expected = net(inputs).detach()
-    loss, outputs = make_output_step(net, micro_batch_size=micro_batch_size)(inputs, targets, return_outputs=True)
+    step = make_step(net, devices=3, micro_batch_size=micro_batch_size)
+    loss, outputs = step(inputs, targets, return_outputs=True)
     torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gather(outputs), expected, rtol=1e-10, atol=1e-10)
     assert outputs.sizes == sizes
@@ -376,7 +356,8 @@ def test_outputs_stay_on_their_devices():
     with simulate(devices=3):
         net, inputs, targets = build_net(), torch.randn(11, 4), class_targets(11)
         expected = net(inputs).detach()
-        _, outputs = make_output_step(net, devices=range(3), micro_batch_size=2)(inputs, targets, return_outputs=True)
+        step = make_step(net, devices=range(3), micro_batch_size=2)
+        _, outputs = step(inputs, targets, return_outputs=True)
         assert [str(output.device) for output in outputs] == ["sim:0", "sim:1", "sim:2"] * 2
         torch.testing.assert_close(gather(outputs, "cpu"), expected)
 
@@ -402,7 +383,7 @@ def test_outputs_keep_their_structure(double):
     net, inputs, targets = Structured(), torch.randn(7, 4), class_targets(7)
     expected = net(inputs).parts["square"].detach()
     criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output.logits, target), weight=lambda o, t: len(t))
-    _, outputs = make_output_step(net, criterion, micro_batch_size=1)(inputs, targets, return_outputs=True)
+    _, outputs = make_step(net, criterion, devices=3, micro_batch_size=1)(inputs, targets, return_outputs=True)
     assert all(isinstance(output, Output) and output.names == ("a", None) for output in outputs)
     square = gather([output.parts["square"] for output in outputs])
     torch.testing.assert_close(square, expected, rtol=1e-10, atol=1e-10)
@@ -410,7 +391,7 @@ def test_outputs_keep_their_structure(double):
 
 
 def test_an_empty_batch_has_no_outputs():
-    step = make_output_step(build_net(), micro_batch_size=2)
+    step = make_step(build_net(), micro_batch_size=2)
     with pytest.warns(UserWarning, match="nothing is updated"):
         loss, outputs = step(torch.randn(0, 4), class_targets(0), return_outputs=True)
     assert loss.isnan()
@@ -420,7 +401,7 @@ def test_an_empty_batch_has_no_outputs():
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_outputs_are_kept_only_with_return_outputs(is_asked):
     net, alive = build_net(), []
-    step, seen = make_output_step(net, micro_batch_size=1), []
+    step, seen = make_step(net, devices=3, micro_batch_size=1), []
 
     def note(model, inputs, outputs):
         seen.extend(weakref.ref(output.untyped_storage()) for output in outputs)
@@ -437,7 +418,8 @@ def test_outputs_are_kept_only_with_return_outputs(is_asked):
     assert is_asked or max(alive) == 0
 
 
-def check_ranks(rank):
+@on_ranks(2)
+def test_return_outputs_has_the_rows_of_each_rank(rank):
     torch.set_default_dtype(torch.float64)
     inputs, targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), class_targets(6)
     net = build_net()
@@ -454,11 +436,6 @@ def check_ranks(rank):
     loss, outputs = step(inputs[mine], targets[mine], return_outputs=True)
     assert len(outputs) == 3 * rank
     torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
-    return True
-
-
-def test_return_outputs_has_the_rows_of_each_rank():
-    assert run_ranks(2, check_ranks) == [True, True]
 
 
 class BySizes(Cut):
@@ -484,8 +461,7 @@ def test_another_way_of_cutting_needs_no_change_of_the_step(reproducible):
     def train(**settings):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5 if reproducible else 0.0)).double()
-        model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), reproducible=reproducible, **settings)
+        step = make_step(net, reproducible=reproducible, **settings)
         return [step(torch.randn(7, 4).double(), torch.randint(3, (7,))), *net.parameters()]
 
     torch.testing.assert_close(train(cut=BySizes([1, 3, 2, 1])), train())

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ CRITERIA = {
 
 def make_net(norm=False):
     net = build_net()
-    return convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), *net[1:])) if norm else net
+    return convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), nn.Dropout(0.3), *net[1:])) if norm else net
 
 
 def make_step(net, criterion, *, balanced=False, **settings):
@@ -63,49 +64,49 @@ def batch(place):
 SETTINGS = {
     "plain": {},
     "micro-batches": {"micro_batch_size": 2},
+    "added": {"rows": [3, 1, 7]},
     "clipping": {"max_grad_norm": 0.1},
     "balanced": {"balanced": True, "max_grad_norm": 0.1},
     "norm": {"norm": True},
+    "auto": {"norm": True, "micro_batch_size": "auto"},
+    "auto, bf16": {"norm": True, "micro_batch_size": "auto", "precision": "bf16"},
     "bf16": {"precision": "bf16", "micro_batch_size": 2},
+    "fp16": {"precision": "fp16", "micro_batch_size": 2},
+    "fp16, balanced": {"precision": "fp16", "micro_batch_size": 2, "balanced": True},
 }
+WAITS_OF_THE_SCALER = {"fp16": 1, "fp16, balanced": 3}  # one for each device that has gradients
 
 
 WAYS = list(itertools.product(["host", "device"], CRITERIA, SETTINGS))
 # each criterion with the targets on the host and on a device, and each of these with all settings of the first criterion
-IN_ALL_RUNS = [way for way in WAYS if way[1] == "cross entropy" or way[2] == "micro-batches"]
+IN_ALL_RUNS = [way for way in WAYS if way[1] == "cross entropy" or way[2] in ("micro-batches", "added", "fp16")]
 
 
 @pytest.mark.parametrize(("place", "name", "settings"), slow_but(WAYS, *IN_ALL_RUNS))
-def test_a_step_waits_only_where_the_caller_reads_its_loss(place, name, settings):
+def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(place, name, settings):
     with simulate(3) as cluster:
         options = dict(SETTINGS[settings])
+        rows = options.pop("rows", None)
         step = make_step(make_net(options.pop("norm", False)), CRITERIA[name](), **options)
         inputs, targets = batch(place)
         step(inputs, targets)  # the criterion moves its weights
         before = len(cluster.waits)
         reads = name == "a weight" and place == "device"  # a mean of nothing may be nan: one look at the counts of all replicas
+        of_scaler = WAITS_OF_THE_SCALER.get(settings, 0)
         for _ in range(4):  # checksums are compared in the windows 2 and 4
-            with contextlib.nullcontext() if reads else cluster.forbidding_waits():
-                loss = step(inputs, targets)
-        calls = 2 if step.micro_batch_size else 1
-        assert len(cluster.waits) - before == (4 * calls if reads else 0)
+            with contextlib.nullcontext() if reads or of_scaler else cluster.forbidding_waits():
+                if rows is None:
+                    loss = step(inputs, targets)
+                else:
+                    for part in zip(inputs.split(rows), targets.split(rows), strict=True):
+                        step.add(*part)
+                    loss = step.apply()
+        calls = len(rows) if rows else 2 if step.micro_batch_size else 1
+        waits = [(wait.kind, Path(wait.file).name) for wait in cluster.waits[before:]]
+        assert waits.count(("item", "optimizers.py")) == 4 * of_scaler
+        assert len(waits) == 4 * (of_scaler + calls * reads)
         assert loss.item() > 0
         assert cluster.waits[-1].file == __file__
-
-
-@pytest.mark.parametrize("name", ["cross entropy", "class weights", "class weights of a function", "squares", "sum"])
-@pytest.mark.parametrize("place", ["host", "device"])
-@pytest.mark.parametrize("balanced", [False, True])
-def test_float16_waits_once_for_the_scaler(place, name, balanced):
-    with simulate(3) as cluster:
-        step = make_step(build_net(), CRITERIA[name](), precision="fp16", micro_batch_size=2, balanced=balanced)
-        inputs, targets = batch(place)
-        step(inputs, targets)
-        for _ in range(3):
-            before = len(cluster.waits)
-            step(inputs, targets)
-            found = [(wait.kind, wait.file.rsplit("/", 1)[-1]) for wait in cluster.waits[before:]]
-            assert found == [("item", "optimizers.py")] * (3 if balanced else 1)  # for each device that has gradients
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
@@ -122,22 +123,6 @@ def test_half_precision_without_autocast_waits_nowhere(place, weights):
             for _ in range(3):
                 loss = step(inputs, targets)
         assert loss.isfinite()
-
-
-@pytest.mark.parametrize("name", ["cross entropy", "class weights", "a weight"])
-@pytest.mark.parametrize("place", ["host", "device"])
-def test_windows_that_are_added_wait_nowhere(place, name):
-    with simulate(3) as cluster:
-        step = make_step(build_net(), CRITERIA[name]())
-        inputs, targets = batch(place)
-        step(inputs, targets)
-        before = len(cluster.waits)
-        for rows in (slice(0, 3), slice(3, 4), slice(4, 11)):
-            step.add(inputs[rows], targets[rows])
-        loss = step.apply()
-        reads = name == "a weight" and place == "device"  # the counts of all replicas, in each call of the criterion
-        assert len(cluster.waits) - before == (3 if reads else 0)
-        assert loss.item() > 0
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "class weights", "a weight"])

@@ -1,13 +1,15 @@
 """Hooks of parameters: called once per update, with the gradient of the whole batch. Hooks of modules: a warning."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
-from helpers.steps import run, tolerance_of
+from helpers.slow import slow_but
+from helpers.steps import make_step, rows_of, run, tolerance_of
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
@@ -52,13 +54,13 @@ def check_hooks(rank, ranks, way, precision, strategy):
     step = TrainStep(model, criterion, optimizer, micro_batch_size=size, precision=precision, max_grad_norm=0.1)
     for number in range(3):
         torch.manual_seed(number)
-        inputs, targets = torch.randn(7, 4) * 3, class_targets(7, 2)
+        inputs, targets = torch.randn(7, 4) * 3, class_targets(7, ignored=2)
         plain.zero_grad()
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         reference.step()
-        mine = slice(None) if ranks == 1 else [slice(0, 5), slice(5, 7)][rank]
+        mine = rows_of(rank, ranks)
         found = train(step, way, inputs[mine], targets[mine])
         torch.testing.assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
         torch.testing.assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
@@ -70,19 +72,17 @@ def check_hooks(rank, ranks, way, precision, strategy):
         if strategy != "fsdp":
             assert_same_gradients(gradients(net), gradients(plain), tolerance_of(precision))
         assert len(calls) == 4 * (number + 1)
-    return True
 
 
-@pytest.mark.parametrize("way", ["step", "micro", "add", "auto"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_hooks_of_parameters_get_the_gradient_of_the_batch(ranks, precision, way):
-    run(ranks, check_hooks, way, precision, "replicas" if ranks == 1 else "ddp")
+CASES = list(itertools.product(["replicas", "ddp"], ["fp32", "fp16"], ["step", "micro", "add", "auto"]))
+CASES += [("fsdp", "fp32", "step"), ("fsdp", "fp32", "micro")]
+IN_ALL_RUNS = [("replicas", "fp32", "step"), ("replicas", "fp16", "add"), ("replicas", "fp32", "auto")]
+IN_ALL_RUNS += [("ddp", "fp32", "add"), ("ddp", "fp16", "micro"), ("fsdp", "fp32", "micro")]
 
 
-@pytest.mark.parametrize("way", ["step", "micro"])
-def test_hooks_of_shards_get_the_gradient_of_the_batch(way):
-    run(2, check_hooks, way, "fp32", "fsdp")
+@pytest.mark.parametrize(("strategy", "precision", "way"), slow_but(CASES, *IN_ALL_RUNS))
+def test_hooks_of_parameters_get_the_gradient_of_the_batch(strategy, precision, way):
+    run(1 if strategy == "replicas" else 2, check_hooks, way, precision, strategy)
 
 
 class Branches(nn.Module):
@@ -109,7 +109,6 @@ def check_unused(rank, ranks):
     assert calls == []
     step(inputs if rank else -inputs, class_targets(2))
     assert calls == [(5, 4)]
-    return True
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -120,8 +119,7 @@ def test_hooks_are_called_for_gradients_only(ranks):
 def test_hooks_are_back_after_each_part_of_an_update():
     net, calls = build_net(), []
     handle = net[0].weight.register_hook(lambda gradient: calls.append(1))
-    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    step = make_step(net)
     inputs, targets = torch.randn(7, 4), class_targets(7)
     step.add(inputs, targets)
     assert calls == []
@@ -154,18 +152,14 @@ def test_hooks_of_modules_are_warned_of_once_where_a_batch_is_cut(register):
     getattr(net[2], register)(lambda *of: None)
     inputs, targets = torch.randn(7, 4), class_targets(7)
 
-    def make(devices, size=None):
-        model, criterion = DataParallelModel(net, ["cpu"] * devices), DataParallelCriterion(nn.CrossEntropyLoss())
-        return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=size)
-
-    for step in (make(2), make(1, 2), make(1, "auto")):
-        with pytest.warns(
-            UserWarning, match=r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
-        ) as seen:
+    message = r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
+    for settings in ({"devices": 2}, {"devices": 1, "micro_batch_size": 2}, {"devices": 1, "micro_batch_size": "auto"}):
+        step = make_step(net, **settings)
+        with pytest.warns(UserWarning, match=message) as seen:
             step(inputs, targets)
             step(inputs, targets)
         assert [warning.filename for warning in seen] == [__file__]
     with pytest.warns(UserWarning, match="has a hook of its backward"):
-        make(1).add(inputs, targets)
+        make_step(net, devices=1).add(inputs, targets)
     with warnings.catch_warnings(action="error"):
-        make(1)(inputs, targets)
+        make_step(net, devices=1)(inputs, targets)

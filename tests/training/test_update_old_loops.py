@@ -50,23 +50,19 @@ def train(devices, kind, after):
     return [parameter.detach().cpu() for parameter in net.parameters()]
 
 
+LAYOUTS = {"one device": ["cpu"], "three replicas": ["cpu"] * 3, "balanced": ["sim:0", "sim:1", "sim:2"]}
+
+
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("layout", ["one device", "three replicas", "balanced"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_kept_step_of_the_optimizer_updates_nothing(layout, kind, kept):
     """It updated again with the same gradients."""
-
-    def compare(devices):
-        expected = train(devices, kind, lambda net, optimizer: None)
+    with simulate(3):
+        expected = train(LAYOUTS[layout], kind, lambda net, optimizer: None)
         with pytest.warns(UserWarning, match=r"TrainStep steps the optimizer itself: .* Leave optimizer.step\(\) out"):
-            result = train(devices, kind, KEPT[kept])
+            result = train(LAYOUTS[layout], kind, KEPT[kept])
         assert all(map(torch.equal, result, expected))
-
-    if layout == "balanced":
-        with simulate(3):
-            compare(["sim:0", "sim:1", "sim:2"])
-    else:
-        compare(["cpu"] * (3 if layout == "three replicas" else 1))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -88,17 +84,13 @@ def test_a_loop_by_hand_may_use_the_optimizer_of_a_step(devices, set_to_none):
         torch.testing.assert_close(parameter, before - 0.1 * gradient)
 
 
-def step_again(net, optimizer, step):
-    TrainStep(step.model, step.criterion, optimizer)(*batch())
-
-
 CHANGES = {
     "zero_grad()": lambda net, optimizer, step: optimizer.zero_grad(),
     "zero_grad(set_to_none=False)": lambda net, optimizer, step: optimizer.zero_grad(set_to_none=False),
     "zero_grad() of the net": lambda net, optimizer, step: net.zero_grad(),
     "clipping": lambda net, optimizer, step: nn.utils.clip_grad_norm_(net.parameters(), 0.01),
     "backward": lambda net, optimizer, step: net.weight.square().sum().backward(),
-    "another step": step_again,
+    "another step": lambda net, optimizer, step: TrainStep(step.model, step.criterion, optimizer)(*batch()),
     "optimizer.step()": lambda net, optimizer, step: optimizer.step(),
 }
 
