@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.nets import NETS
 from helpers.ranks import kill_pools
+from helpers.slow import slow
 from hypothesis import settings
 
 from balanced_parallel.replicas import buckets as gradient_buckets
@@ -68,7 +69,7 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(params=[25 * 2**20, 1], ids=["large buckets", "small buckets"])
+@pytest.fixture(params=[slow(25 * 2**20), 1], ids=["large buckets", "small buckets"])
 def buckets(request, monkeypatch):
     """One bucket for all parameters of a small model, or one for each, whose sums run beside the backward."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", request.param)

@@ -28,3 +28,11 @@ class Head(nn.Module):
 
 def assert_equal(found, expected):
     torch.testing.assert_close(list(found), list(expected), rtol=1e-10, atol=1e-10)
+
+
+class Unrecorded(torch.optim.AdamW):
+    """Writes as fused kernels do: no version counter moves."""
+
+    def step(self, closure=None):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(p for group in self.param_groups for p in group["params"])):
+            return super().step(closure)

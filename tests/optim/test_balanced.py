@@ -1,11 +1,13 @@
 """``BalancedOptimizer``: parameters, state and settings of the plain optimizer."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from helpers.optimizers import assert_same, assert_same_state, batches, plain, train
 from helpers.problems import BODIES, CLASSES, build_net
+from helpers.slow import slow, slow_but
 from helpers.updates import assert_equal, values_of
 from torch import nn
 
@@ -28,64 +30,62 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_elementwise_optimizers_equal_the_plain_program(kind):
-    settings = {"lr": 0.1} | KINDS[kind]
-    optimizer_class = getattr(torch.optim, kind)
-    net = build_net()
+def channels_last():
+    layers = nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 2), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, CLASSES)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+NETWORKS = BODIES | {"channels last": channels_last}
+LARGE, SMALL = 25 * 2**20, 1
+CASES = [
+    *((SMALL, kind, "mlp", None) for kind in KINDS),
+    *((LARGE, "AdamW", network, None) for network in NETWORKS),
+    (LARGE, "Adam", "mlp", ["cpu"] * 3),  # a plain optimizer
+    *(slow(LARGE, kind, "mlp", None) for kind in KINDS),
+    *(slow(SMALL, "AdamW", network, None) for network in NETWORKS),
+]
+
+
+@pytest.mark.parametrize(("buckets", "kind", "network", "devices"), CASES, indirect=["buckets"])
+def test_elementwise_optimizers_equal_the_plain_program(kind, network, devices):
+    net, optimizer_class, settings = NETWORKS[network](), getattr(torch.optim, kind), {"lr": 0.1} | KINDS[kind]
     expected, reference = plain(net, lambda net: optimizer_class(net.parameters(), **settings))
-    with simulate(3):
-        model = DataParallelModel(net)
+    with simulate(4):
+        model = DataParallelModel(net, devices)
         optimizer = BalancedOptimizer(model, optimizer_class, **settings)
         train(model, optimizer)
         assert_same(net, expected)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
-        for parameters in zip(*(model.replicas.copies.by_device.values()), net.parameters(), strict=True):
+        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+        for parameters in zip(*model.replicas.copies.by_device.values(), net.parameters(), strict=True):
             assert all(parameter.cpu().equal(parameters[-1].detach().cpu()) for parameter in parameters)
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_networks_equal_the_plain_program(body):
-    net = BODIES[body]()
-    expected, _ = plain(net, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01))
-    with simulate(4):
-        model = DataParallelModel(net)
-        train(model, BalancedOptimizer(model, torch.optim.AdamW, lr=0.01))
-        assert_same(net, expected)
-
-
 def test_schedulers_and_closures_equal_the_plain_program():
-    net = build_net()
-
-    def scheduled(optimizer, step):
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for x, target in batches(3):
-            optimizer.step(lambda x=x, target=target: step(x, target))
-            scheduler.step()
-        return scheduler.get_last_lr()
-
-    expected = copy.deepcopy(net)
-    reference = torch.optim.SGD(expected.parameters(), lr=1.0)
-
-    def plain_step(x, target):
-        reference.zero_grad()
-        nn.functional.cross_entropy(expected(x), target).backward()
-
-    rates = scheduled(reference, plain_step)
-    with simulate(3):
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-
-        def step(x, target):
+    def scheduled(model, criterion, optimizer):
+        def closure(x, target):
             optimizer.zero_grad()
             criterion(model(x), target).backward()
 
-        assert scheduled(optimizer, step) == rates
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for x, target in batches(3):
+            optimizer.step(lambda x=x, target=target: closure(x, target))
+            scheduler.step()
+        return scheduler.get_last_lr()
+
+    net = build_net()
+    expected = copy.deepcopy(net)
+    rates = scheduled(expected, nn.CrossEntropyLoss(), torch.optim.SGD(expected.parameters(), lr=1.0))
+    with simulate(3):
+        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        assert scheduled(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=1.0)) == rates
         assert_same(net, expected)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("micro_batch_size", [None, 1])
+PRECISIONS = [*itertools.product(["fp32", "bf16", "fp16"], [None, 1])]
+
+
+@pytest.mark.parametrize(("precision", "micro_batch_size"), slow_but(PRECISIONS, ("fp32", 1), ("bf16", None), ("fp16", 1)))
 def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
     net = build_net().float()
 
@@ -109,28 +109,13 @@ def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
     assert_same(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-def test_zero_grad_of_the_optimizer_and_of_the_model_clears_the_shards(double, clear):
-    """A loop with model.zero_grad() would add up the gradients of all steps."""
-    with simulate(2):
-        net = build_net()
-        model = DataParallelModel(net)
-        criterion, optimizer = DataParallelCriterion(nn.CrossEntropyLoss()), BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        inputs, targets = torch.randn(8, 4), torch.randint(CLASSES, (8,))
-        gradients = []
-        for _ in range(2):
-            {"optimizer": optimizer, "model": model}[clear].zero_grad()
-            criterion(model(inputs), targets).backward()
-            gradients.append([optimizer.gradient(parameter).cpu() for parameter in model.parameters()])
-    for first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, second)
-
-
-def test_gradient_scaler_skips_steps_with_overflow():
+@pytest.mark.parametrize("shard", ["elements", "parameters"])
+def test_gradient_scaler_skips_steps_with_overflow(shard):
     with simulate(2):
         net = build_net().float()
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), precision="fp16")
-        optimizer, scaler = BalancedOptimizer(model, torch.optim.SGD, lr=1.0), torch.amp.GradScaler("sim", init_scale=2.0**30)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, shard=shard, lr=1.0)
+        scaler = torch.amp.GradScaler("sim", init_scale=2.0**30)
         before = [parameter.detach().clone() for parameter in net.parameters()]
         (x, target) = next(batches(1))
         scaler.scale(criterion(model(x.float()), target)).backward()
@@ -162,17 +147,11 @@ def test_parameters_of_a_criterion_are_updated_in_place():
     net, criterion = build_net(), nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0)
     expected = copy.deepcopy(nn.ModuleList([net, criterion]))
     reference = torch.optim.Adam(expected.parameters(), lr=0.1)
-    for x, target in batches(3):
-        reference.zero_grad()
-        expected[1](expected[0](x), target).loss.backward()
-        reference.step()
+    train(expected[0], reference, 3, criterion=lambda output, target: expected[1](output, target).loss)
     with simulate(3):
         model, split = DataParallelModel(net), DataParallelCriterion(criterion.to("sim:0"))
         optimizer = BalancedOptimizer(model, torch.optim.Adam, [*net.parameters(), *criterion.parameters()], lr=0.1)
-        for x, target in batches(3):
-            optimizer.zero_grad()
-            split(model(x), target).backward()
-            optimizer.step()
+        train(model, optimizer, 3, criterion=split)
         assert_same(nn.ModuleList([net, criterion]), expected)
 
 
@@ -186,17 +165,6 @@ def test_invalid_arguments_raise_an_error():
         BalancedOptimizer(model, torch.optim.LBFGS, lr=0.1)
     with pytest.raises(ValueError, match="shard='rows', expected 'elements', 'parameters' or None"):
         BalancedOptimizer(model, torch.optim.SGD, shard="rows", lr=0.1)
-
-
-def test_replicas_on_one_device_use_one_plain_optimizer():
-    net = build_net()
-    expected, reference = plain(net, lambda net: torch.optim.Adam(net.parameters(), lr=0.1))
-    model = DataParallelModel(net, ["cpu"] * 3)
-    optimizer = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
-    train(model, optimizer)
-    assert_same(net, expected)
-    assert_same_state(optimizer.state_dict(), reference.state_dict())
-    assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
 
 
 def test_state_dict_and_step_hooks_are_called():

@@ -1,99 +1,16 @@
-"""Whole parameters of ranks: checkpoints, averages of shards, and what is refused."""
-
-import copy
-import itertools
-from pkgutil import resolve_name
+"""Shards of ranks: their averages, what is gathered for whole parameters, and what is refused."""
 
 import pytest
 import torch
+from helpers.optimizers import ToStart
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    Checkpoints,
-    DataParallelCriterion,
-    DataParallelModel,
-    TrainStep,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import BalancedOptimizer, TrainStep, parallelize
 from balanced_parallel.optim import balanced
-
-ROWS = 11
-
-
-def build_square():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
-
-
-def train(step, numbers, part=slice(None)):
-    for number in numbers:
-        x, target = torch.randn(2, ROWS, 5, generator=torch.Generator().manual_seed(number))
-        step(x[part], target[part])
-
-
-def make_step(model, criterion, optimizer):
-    return TrainStep(model, criterion, optimizer, scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
-
-
-SETTINGS = {"lr": 0.05, "precondition_frequency": 2}
-
-
-def resume(rank, folder):
-    torch.set_default_dtype(torch.float64)
-    results = []
-    for strategy in ("ddp", "fsdp"):
-        model, criterion = parallelize(build_square(), nn.MSELoss(), ["cpu"], strategy=strategy)
-        step = make_step(model, criterion, BalancedOptimizer(model, resolve_name("pytorch_optimizer.SOAP"), **SETTINGS))
-        assert Checkpoints(folder, step=step).load_latest() == 3
-        train(step, [3, 4], slice(0, 7) if rank == 0 else slice(7, ROWS))
-        checkpoints = Checkpoints(f"{folder} {strategy}", step=step)
-        checkpoints.save(5)
-        checkpoints.wait()
-        whole = [parameter.full_tensor() if strategy == "fsdp" else parameter for parameter in model.parameters()]
-        results.append([parameter.detach() for parameter in whole])
-    return results
-
-
-@pytest.mark.slow  # test_whole_parameters loads states in the same layout
-@pytest.mark.usefixtures("double")
-def test_checkpoints_of_whole_parameters_move_between_layouts(tmp_path):
-    net, folder = build_square(), str(tmp_path / "run")
-    expected = copy.deepcopy(net)
-    plain = DataParallelModel(expected, ["cpu"])
-    plain_optimizer = resolve_name("pytorch_optimizer.SOAP")(expected.parameters(), **SETTINGS)
-    reference = make_step(plain, DataParallelCriterion(nn.MSELoss()), plain_optimizer)
-    train(reference, range(5))
-
-    def replicas(net, folder, number):
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, resolve_name("pytorch_optimizer.SOAP"), **SETTINGS)
-        step = make_step(model, DataParallelCriterion(nn.MSELoss()), optimizer)
-        checkpoints = Checkpoints(folder, step=step)
-        if number:
-            assert checkpoints.load_latest() == number
-        return step, checkpoints
-
-    with simulate(3):
-        step, checkpoints = replicas(net, folder, 0)
-        train(step, range(3))
-        checkpoints.save(3)
-        checkpoints.wait()
-    for parameters in itertools.chain.from_iterable(run_ranks(2, resume, folder)):
-        torch.testing.assert_close(parameters, [*expected.parameters()], rtol=1e-10, atol=1e-10)
-    train(reference, [5])
-    for strategy in ("ddp", "fsdp"):
-        with simulate(2):
-            other = build_square()
-            step, checkpoints = replicas(other, f"{folder} {strategy}", 5)
-            train(step, [5])
-            found = [parameter.cpu() for parameter in other.parameters()]
-            torch.testing.assert_close(found, [*expected.parameters()], rtol=1e-10, atol=1e-10)
 
 
 def check_averages(rank):
@@ -142,6 +59,15 @@ def test_frozen_shards_are_not_gathered():
         assert shapes == [(5, 32), (5, 32), (5,), (5,)]  # values and gradients
 
 
+class Together(ToStart):
+    """Has smaller updates the more parameters there are."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["lr"] = 0.1 / len(group["params"])
+        super().step()
+
+
 def check_refusals(rank):
     net = nn.Sequential(nn.Linear(4, 4, bias=False))
     model, criterion = parallelize(net, nn.MSELoss(), ["cpu"], strategy="fsdp")
@@ -150,8 +76,8 @@ def check_refusals(rank):
     model, _ = parallelize(build_net(), nn.MSELoss(), ["cpu"])
     with pytest.raises(ValueError, match="shard='elements' with ranks of DDP, expected 'parameters' or None"):
         BalancedOptimizer(model, torch.optim.SGD, shard="elements", lr=0.1)
-    with pytest.raises(TypeError, match="Prodigy with shard='parameters' differs from Prodigy over the whole model"):
-        BalancedOptimizer(model, resolve_name("pytorch_optimizer.Prodigy"))
+    with pytest.raises(TypeError, match="Together with shard='parameters' differs from Together over the whole model"):
+        BalancedOptimizer(model, Together)
 
 
 def test_inexact_optimizers_of_ranks_raise_an_error():

@@ -5,7 +5,6 @@ Gradients of sharded parameters: read, written, clipped, changed by hooks.
 Equal shards of parameters.
 """
 
-import contextlib
 import copy
 import gc
 import io
@@ -17,7 +16,7 @@ import torch
 from helpers.optimizers import ROWS, assert_same, assert_same_state, batches, plain, train, train_plain
 from helpers.problems import CLASSES, build_net
 from helpers.slow import slow_but
-from helpers.updates import assert_equal, random_batches, values_of
+from helpers.updates import Unrecorded, assert_equal, random_batches, values_of
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, TrainStep, gather, simulate
@@ -94,8 +93,9 @@ def test_replaced_parameters_raise_an_error():
         net = build_net()
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-        with pytest.raises(ValueError, match="have a BalancedOptimizer already"):
-            BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
+        for other in (model, DataParallelModel(net)):
+            with pytest.raises(ValueError, match="parameters of the module have a BalancedOptimizer already"):
+                BalancedOptimizer(other, torch.optim.SGD, lr=1.0)
         net[1].note = "an attribute is not a parameter"
         train(model, optimizer, 1)
         net[0].bias = nn.Parameter(torch.zeros(6, device="sim:0"))
@@ -109,21 +109,18 @@ def test_replaced_parameters_raise_an_error():
 
 def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
     net = build_net()
-    expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    expected, reference = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), 1)
+    train_plain(expected, reference, 1)
     with simulate(3):
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
         train(model, optimizer, 1)
         copied = copy.deepcopy(model)
-        assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
         del optimizer
         gc.collect()
-        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
-        net.zero_grad()
-        plain_optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        x, target = list(batches(2))[1]
-        DataParallelCriterion(nn.CrossEntropyLoss())(model(x), target).backward()
-        plain_optimizer.step()
+        for module in (copied, net):
+            assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+        train(model, torch.optim.SGD(net.parameters(), lr=0.1), 1)
         assert_same(net, expected)
 
 
@@ -138,9 +135,17 @@ class SharedHead(nn.Module):
         return ((x @ self.weight) @ self.weight.T * self.own - y).square().mean()
 
 
-@pytest.mark.parametrize("how", ["plain loop", "whole", "micro-batches", "fused"])
-@pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("names", [("weight", "own"), ("own", "weight")], ids=str)
+ORDERS = [("weight", "own"), ("own", "weight")]
+SHARED = [*itertools.product(["plain loop", "whole", "micro-batches", "fused"], [False, True], ORDERS)]
+KEPT = [
+    ("plain loop", True, ORDERS[0]),
+    ("micro-batches", True, ORDERS[1]),
+    ("fused", True, ORDERS[1]),
+    ("whole", False, ORDERS[0]),
+]
+
+
+@pytest.mark.parametrize(("how", "balanced", "names"), slow_but(SHARED, *KEPT))
 def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, balanced, names):
     def trained(devices):
         net = build_net().to(devices[0])
@@ -166,14 +171,6 @@ def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, b
         assert_equal(trained(["sim:0", "sim:1", "sim:2"]), expected)
 
 
-class Unrecorded(torch.optim.AdamW):
-    """Writes as fused kernels do: no version counter moves."""
-
-    def step(self, closure=None):
-        with torch.autograd._unsafe_preserve_version_counter(tuple(p for group in self.param_groups for p in group["params"])):
-            return super().step(closure)
-
-
 READS = {
     "nothing": lambda optimizer, weight: None,
     "param_groups": lambda optimizer, weight: optimizer.param_groups,
@@ -182,13 +179,14 @@ READS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("how", "read"),
-    [
-        *itertools.product(["no_sync of the model", "no_sync of two models"], READS),
-        *itertools.product(["train step"], ["nothing", "param_groups", "gradient"]),
-    ],
-)
+WAITS = [
+    *itertools.product(["no_sync of the model", "no_sync of two models"], READS),
+    *itertools.product(["train step"], ["nothing", "param_groups", "gradient"]),
+]
+READ = [("no_sync of the model", "zeroed"), ("no_sync of two models", "gradient"), ("train step", "param_groups")]
+
+
+@pytest.mark.parametrize(("how", "read"), slow_but(WAITS, *READ))
 def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, read):
     """The optimizer takes ``grad`` of a parameter away, for which the gradients of other replicas may wait."""
 
@@ -256,32 +254,20 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
 def test_two_models_of_one_module_equal_the_plain_program(kind):
-    def trained(wrap, make):
-        net = build_net()
-        first, second = wrap(net, [0, 1, 2]), wrap(net, [0, 2])
+    def trained(net, first, second, optimizer):
         first(torch.randn(4, 4))
-        optimizer = make(first, net)
         for x, y in random_batches(6):
             optimizer.zero_grad()
-            out = gather(first(x), "cpu") if wrap is DataParallelModel else first(x)
-            again = gather(second(x + 1), "cpu") if wrap is DataParallelModel else second(x + 1)
-            ((out - y) * again).square().mean().backward()
+            ((gather([first(x)], "cpu") - y) * gather([second(x + 1)], "cpu")).square().mean().backward()
             optimizer.step()
         return values_of(net)
 
-    expected = trained(lambda net, _: net, lambda _, net: torch.optim.AdamW(net.parameters(), 0.05))
-    with simulate(3):
-        assert_equal(trained(DataParallelModel, lambda first, net: BalancedOptimizer(first, kind, lr=0.05)), expected)
-
-
-def test_two_optimizers_of_one_module_raise_an_error():
+    net = build_net()
+    expected = trained(net, net, net, torch.optim.AdamW(net.parameters(), 0.05))
     with simulate(3):
         net = build_net()
-        first, second = DataParallelModel(net), DataParallelModel(net)
-        optimizer = BalancedOptimizer(first, torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match="parameters of the module have a BalancedOptimizer already"):
-            BalancedOptimizer(second, torch.optim.SGD, lr=0.1)
-        del optimizer
+        first, second = (DataParallelModel(net, devices, gather_outputs=True) for devices in ([0, 1, 2], [0, 2]))
+        assert_equal(trained(net, first, second, BalancedOptimizer(first, kind, lr=0.05)), expected)
 
 
 def through_pickle(value):
@@ -295,15 +281,11 @@ def through_torch(value):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch])
-@pytest.mark.parametrize("devices", [["cpu"] * 2, ["sim:0", "sim:1", "sim:2"]], ids=["cpu", "sim"])
-def test_copies_train_like_the_original(copied, devices):
-    def train(model, optimizer, steps):
-        for x, y in random_batches(steps):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(gather(model(x), "cpu"), y).backward()
-            optimizer.step()
+COPIES = [*itertools.product([copy.deepcopy, through_pickle, through_torch], [["cpu"] * 2, ["sim:0", "sim:1", "sim:2"]])]
 
+
+@pytest.mark.parametrize(("copied", "devices"), slow_but(COPIES, COPIES[0], COPIES[3], COPIES[5]))
+def test_copies_train_like_the_original(copied, devices):
     with simulate(3):
         model = DataParallelModel(build_net().to(devices[0]), devices)
         groups = [{"params": model.module[0].parameters(), "lr": 0.02}, {"params": model.module[2].parameters()}]
@@ -319,20 +301,32 @@ def test_copies_train_like_the_original(copied, devices):
         assert_equal(values_of(other_model), values_of(model))
 
 
+CLEARS = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
 @pytest.mark.parametrize("devices", [1, 2])
-def test_zeroed_gradients_are_zero_after_they_were_read(devices):
+@pytest.mark.parametrize("clear", CLEARS)
+def test_zero_grad_clears_gradients_that_were_read(clear, devices):
+    """A loop with model.zero_grad() would add up the gradients of all steps."""
     with simulate(2):
         model = DataParallelModel(build_net(), list(range(devices)))
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
-        x, gradients = torch.randn(5, 4), []
+        x, found = torch.randn(5, 4), []
         for _ in range(3):
             gather(model(x)).pow(2).sum().backward()
-            gradients.append([optimizer.gradient(parameter).cpu() for parameter in model.parameters()])
-            optimizer.zero_grad(set_to_none=False)
-            zeros = [optimizer.gradient(parameter).cpu() for parameter in model.parameters()]
-            assert_equal(zeros, [0 * gradient for gradient in gradients[0]])
-        for others in gradients[1:]:
-            assert_equal(others, gradients[0])
+            found.append([optimizer.gradient(parameter).cpu() for parameter in model.parameters()])
+            CLEARS[clear](model, optimizer)
+            left = [optimizer.gradient(parameter) for parameter in model.parameters()]
+            if clear == "in place":
+                assert_equal([gradient.cpu() for gradient in left], [0 * gradient for gradient in found[0]])
+            else:
+                assert left == [None] * len(left)
+        for others in found[1:]:
+            assert_equal(others, found[0])
 
 
 def test_a_converted_submodule_raises_an_error_with_a_fix():
@@ -401,68 +395,23 @@ def test_gradients_can_be_read_written_and_cleared():
         assert net[0].weight.cpu().equal(before)
 
 
-CHANGES = {
-    "zero": lambda optimizer: optimizer.zero_grad(),
-    "zero in place": lambda optimizer: optimizer.zero_grad(set_to_none=False),
-    "step": lambda optimizer: optimizer.step(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("begins", ["with nothing", "with gradients"])
-def test_gradients_that_wait_in_no_sync_equal_the_plain_program(change, begins):
-    x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
-
-    def run(net, optimizer, model, criterion, no_sync, gradient):
-        def backward(rows):
-            criterion(model(x[rows]), y[rows]).backward()
-
-        if begins == "with gradients":
-            backward(slice(0, 5))
-        with no_sync():
-            backward(slice(5, 12))
-        CHANGES[change](optimizer)
-        with no_sync():
-            backward(slice(12, 13))
-        backward(slice(13, 20))
-        gradients = [gradient(parameter) for parameter in net.parameters()]
-        optimizer.step()
-        return [*gradients, *values_of(net)]
-
-    net = build_net()
-    plain_net = copy.deepcopy(net)
-    reference = torch.optim.SGD(plain_net.parameters(), 0.1)
-    expected = run(plain_net, reference, plain_net, nn.MSELoss(), contextlib.nullcontext, lambda parameter: parameter.grad)
-    with simulate(3):
-        model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        criterion = DataParallelCriterion(nn.MSELoss())
-        values = run(net, optimizer, model, criterion, model.no_sync, optimizer.gradient)
-        assert_equal([value.cpu() for value in values], expected)
-
-
 def test_gradients_from_outside_the_replicas_are_added():
     """A penalty on the parameters themselves, and a batch so small that the module runs alone."""
+
+    def update(net, model, criterion, optimizer):
+        (x, target) = next(batches(1))
+        for rows in (ROWS, 1):
+            optimizer.zero_grad()
+            penalty = sum(parameter.pow(2).sum() for parameter in net.parameters())
+            (criterion(model(x[:rows]), target[:rows]) + penalty).backward()
+            optimizer.step()
+
     net = build_net()
     expected = copy.deepcopy(net)
-    optimizer = torch.optim.Adam(expected.parameters(), lr=0.1)
-    (x, target) = next(batches(1))
-
-    def penalty(net):
-        return sum(parameter.pow(2).sum() for parameter in net.parameters())
-
-    for rows in (ROWS, 1):
-        optimizer.zero_grad()
-        (nn.functional.cross_entropy(expected(x[:rows]), target[:rows]) + penalty(expected)).backward()
-        optimizer.step()
+    update(expected, expected, nn.CrossEntropyLoss(), torch.optim.Adam(expected.parameters(), lr=0.1))
     with simulate(3):
-        model = DataParallelModel(net)
-        split = DataParallelCriterion(nn.CrossEntropyLoss())
-        balanced = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
-        for rows in (ROWS, 1):
-            balanced.zero_grad()
-            (split(model(x[:rows]), target[:rows]) + penalty(net)).backward()
-            balanced.step()
+        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        update(net, model, criterion, BalancedOptimizer(model, torch.optim.Adam, lr=0.1))
         assert_same(net, expected)
 
 
@@ -489,12 +438,8 @@ def test_parameter_hooks_can_change_gradients_by_hand():
     net[0].weight.register_hook(lambda gradient: gradient * 2)
     net[2].bias.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.shape))
     with simulate(3):
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-        for x, target in batches(2):
-            optimizer.zero_grad()
-            criterion(model(x), target).backward()
-            optimizer.step()
+        model = DataParallelModel(net)
+        train(model, BalancedOptimizer(model, torch.optim.SGD, lr=1.0), 2)
         assert_same(net, expected)
         assert calls
 
@@ -510,13 +455,3 @@ def test_shards_of_a_large_parameter_have_equal_bytes():
             optimizer.zero_grad()
         gc.collect()
         assert max(cluster.live) <= 1.02 * sum(cluster.live) / 4
-
-
-def test_channels_last_parameters_equal_the_plain_program():
-    net = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 2), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, CLASSES))
-    net = net.to(memory_format=torch.channels_last)
-    expected, _ = plain(net, lambda net: torch.optim.Adam(net.parameters(), lr=0.1))
-    with simulate(3):
-        model = DataParallelModel(net)
-        train(model, BalancedOptimizer(model, torch.optim.Adam, lr=0.1))
-        assert_same(net, expected)

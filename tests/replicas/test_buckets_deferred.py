@@ -1,14 +1,15 @@
 """Deferred gradients: ``no_sync`` reduces once, and gradients that are discarded in between are those of all replicas."""
 
 import contextlib
-import copy
 import gc
+import itertools
 import warnings
 import weakref
 
 import pytest
 import torch
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
@@ -16,83 +17,83 @@ from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataPara
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
 
-def zero(optimizer, net):
-    optimizer.zero_grad()
-
-
-def nothing(optimizer, net):
-    pass
-
-
-def zero_the_net(optimizer, net):
-    net.zero_grad()
-
-
-def zero_by_hand(optimizer, net):
-    for parameter in net.parameters():
-        parameter.grad = None
-
-
-def delete_by_hand(optimizer, net):
-    for parameter in net.parameters():
-        del parameter.grad
-
-
-def zero_some(optimizer, net):
-    net[0].weight.grad = None
-
-
-def replace_some(optimizer, net):
-    net[0].weight.grad = torch.ones_like(net[0].weight)
-
-
-CHANGES = [nothing, zero, zero_the_net, zero_by_hand, delete_by_hand, zero_some, replace_some]
+CHANGES = {
+    "nothing": lambda optimizer, net: None,
+    "zero": lambda optimizer, net: optimizer.zero_grad(),
+    "zero the net": lambda optimizer, net: net.zero_grad(),
+    "zero by hand": lambda optimizer, net: [setattr(parameter, "grad", None) for parameter in net.parameters()],
+    "delete by hand": lambda optimizer, net: [delattr(parameter, "grad") for parameter in net.parameters()],
+    "zero some": lambda optimizer, net: setattr(net[0].weight, "grad", None),
+    "replace some": lambda optimizer, net: setattr(net[0].weight, "grad", torch.ones_like(net[0].weight)),
+}
+OF_SHARDS = {
+    "nothing": CHANGES["nothing"],
+    "zero": CHANGES["zero"],
+    "zero in place": lambda optimizer, net: optimizer.zero_grad(set_to_none=False),
+    "step": lambda optimizer, net: optimizer.step(),
+}
 LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2"], "balanced": ["sim:0", "sim:1", "sim:2"]}
+CASES = [
+    *itertools.product(["one device", "three devices"], CHANGES, [False, True]),
+    *itertools.product(["balanced"], OF_SHARDS, [False, True]),
+]
+KEPT = [
+    *[("three devices", change, True) for change in CHANGES],
+    *[("balanced", change, change != "step") for change in OF_SHARDS],
+    ("one device", "zero", True),
+    ("three devices", "zero by hand", False),
+]
 
 
-@pytest.mark.parametrize("between", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("begins", ["with nothing", "with gradients"])
-def test_discarded_gradients_are_those_of_all_replicas(between, layout, begins):
+def make_program(layout):
+    """Returns a net, its model, its criterion and its optimizer."""
+    net = build_net().to(LAYOUTS[layout][0])
+    model, kind = DataParallelModel(net, LAYOUTS[layout]), torch.optim.SGD
+    optimizer = BalancedOptimizer(model, kind, lr=0.1) if layout == "balanced" else kind(net.parameters(), 0.1)
+    return net, model, DataParallelCriterion(nn.MSELoss()), optimizer
+
+
+@pytest.mark.parametrize(("layout", "between", "begins"), slow_but(CASES, *KEPT))
+def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
+    """Gradients that are there before the window are discarded with those of the window."""
     torch.manual_seed(2)
     x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
 
-    def run(net, optimizer, model, criterion, no_sync):
+    def run(net, model, criterion, optimizer, no_sync):
         def backward(rows):
             criterion(model(x[rows]), y[rows]).backward()
 
-        if begins == "with gradients":
+        if begins:
             backward(slice(0, 5))
         with no_sync():
             backward(slice(5, 7))
             backward(slice(7, 12))
-        between(optimizer, net)
+        (OF_SHARDS if layout == "balanced" else CHANGES)[between](optimizer, net)
         backward_alone = slice(12, 13)  # too few rows for the other replicas, so that autograd sets grad
         with no_sync():
             backward(backward_alone)
         backward(slice(13, 20))
-        found = gradients(net)
+        found = gradients(net, optimizer=optimizer)
         optimizer.step()
         return [*found, *(parameter.detach() for parameter in net.parameters())]
 
     net = build_net()
-    expected = run(net, torch.optim.SGD(net.parameters(), 0.1), net, nn.MSELoss(), contextlib.nullcontext)
+    expected = run(net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), contextlib.nullcontext)
     with simulate(3):
-        devices = LAYOUTS[layout]
-        net = build_net().to(devices[0])
-        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
-        found = run(net, torch.optim.SGD(net.parameters(), 0.1), model, criterion, model.no_sync)
+        net, model, criterion, optimizer = make_program(layout)
+        found = run(net, model, criterion, optimizer, model.no_sync)
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize(
+    ("layout", "rows"), slow_but([*itertools.product(LAYOUTS, [2, 6])], ("balanced", 2), ("three devices", 6))
+)
 def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, rows):
     """Reads param_groups, as a scheduler does, and reduces before the step."""
     torch.manual_seed(2)
     x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
 
-    def run(net, optimizer, model, criterion, reduce):
+    def run(net, model, criterion, optimizer, reduce):
         for start in (0, 10):
             with model.no_sync() if reduce else contextlib.nullcontext():
                 for first in range(start, start + 10, rows):
@@ -105,14 +106,9 @@ def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, r
         return [parameter.detach() for parameter in net.parameters()]
 
     net = build_net()
-    expected = run(net, torch.optim.SGD(net.parameters(), 0.1), net, nn.MSELoss(), False)
+    expected = run(net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), False)
     with simulate(3):
-        devices = LAYOUTS[layout]
-        net = build_net().to(devices[0])
-        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
-        kind = torch.optim.SGD
-        optimizer = BalancedOptimizer(model, kind, lr=0.1) if layout == "balanced" else kind(net.parameters(), 0.1)
-        values = run(net, optimizer, model, criterion, True)
+        values = run(*make_program(layout), True)
         assert_same_gradients([value.cpu() for value in values], expected)
 
 
@@ -170,9 +166,6 @@ def test_no_sync_applies_to_the_backward_of_its_forward():
         third.backward()
         assert not any(bucket.held for bucket in model.replicas.gradients.buckets)
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
-
-
-CPUS = ["cpu"] * 3
 
 
 def test_no_sync_reduces_gradients_once(double):
@@ -237,15 +230,3 @@ def test_step_over_micro_batches_reduces_gradients_once():
         before = cluster.moved
         step.apply()
         assert (cluster.moved - before)["sim:2", "sim:0"] == size
-
-
-def test_failed_accumulation_discards_deferred_gradients(double):
-    net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
-    model = DataParallelModel(net, CPUS)
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.1))
-    step.add(x, target)
-    with pytest.raises(IndexError):
-        step.add(x, target + 100)
-    _, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), x, target)
-    step(x, target)
-    assert_same_gradients(gradients(net), expected)

@@ -7,17 +7,18 @@ Modules that cannot be replicated.
 
 import collections
 import copy
+import itertools
 
 import pytest
 import torch
 from helpers import caches
-from helpers.problems import assert_same_gradients, build_net, gradients
+from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
+from helpers.slow import slow_but
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, parallelize, simulate
-from balanced_parallel.replicas.replicas import Replicas
 
 
 class WithALearnedBuffer(nn.Module):
@@ -52,31 +53,6 @@ def test_gradients_of_buffers_are_summed_over_replicas(double, devices):
         assert_same_gradients([gradient.cpu() for gradient in (*gradients(parallel), parallel.prompt.grad)], expected)
 
 
-class WithLists(nn.Module):
-    """Parameters that a forward reads from a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
-        self.both = [self.weight, self.bias]
-
-    def forward(self, x):
-        return x @ self.both[0] + self.both[1]
-
-
-@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
-def test_lists_of_parameters_have_those_of_their_replica(double, devices):
-    x = torch.randn(7, 4)
-    net = WithLists()
-    net(x).square().sum().backward()
-    with simulate(3):
-        parallel = copy.deepcopy(net)
-        parallel.zero_grad()
-        gather(DataParallelModel(parallel, devices)(x)).square().sum().backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(parallel)], gradients(net))
-
-
-CPU = torch.device("cpu")
 CPUS = ["cpu"] * 3
 
 
@@ -101,8 +77,10 @@ class UsesItsParameters(nn.Module):
         self.plain = [*self.listed]
 
     def forward(self, x):
-        assert next(self.parameters()).dtype == x.dtype
-        assert len(self.listed) == 2
+        first = next(self.parameters())
+        assert isinstance(first, nn.Parameter)
+        assert (first.device, first.dtype) == (x.device, x.dtype)
+        assert (len(self.listed), len(list(self.parameters()))) == (2, 3)
         return x * self.listed[0] + sum(self.plain) * self.named["a"]
 
 
@@ -113,14 +91,6 @@ class Falsy(nn.Linear):
         return 0
 
 
-@pytest.mark.usefixtures("double")
-def test_modules_with_length_zero_are_copied():
-    module = nn.Sequential(nn.Identity())
-    module.add_module("falsy", Falsy(2, 2))
-    with Replicas().of(module, [CPU, CPU], CPU) as (_, second):
-        assert second.falsy is not module.falsy
-
-
 CASES = {
     "tied": (Tied, lambda: torch.randint(7, (6,))),
     "parameters": (UsesItsParameters, lambda: torch.randn(6, 3)),
@@ -128,6 +98,7 @@ CASES = {
     "spectral_norm": (lambda: spectral_norm(nn.Linear(3, 2)).eval(), lambda: torch.randn(6, 3)),
     "lstm": (lambda: Last(nn.LSTM(3, 2, 2, batch_first=True)), lambda: torch.randn(6, 5, 3)),
     "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), lambda: torch.randn(6, 5, 4)),
+    "a false module": (lambda: nn.Sequential(Falsy(3, 2)), lambda: torch.randn(6, 3)),
     "shared module": (lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2), lambda: torch.randn(6, 3)),
 }
 
@@ -142,24 +113,17 @@ class Last(nn.Module):
 
 
 @pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("devices", [CPUS, None])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name):
+def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name, devices):
     build, make = CASES[name]
     module, x = build(), make()
     module(x).pow(2).sum().backward()
     expected = gradients(module)
     module.zero_grad()
-    gather(DataParallelModel(module, CPUS)(x)).pow(2).sum().backward()
-    assert_same_gradients(gradients(module), expected)
-
-
-def test_a_module_on_another_device_raises_an_error():
-    message = "weight is on cpu, expected every parameter and buffer on the first device, sim:0"
-    with simulate(2):
-        model = DataParallelModel(build_net())  # moves the module to sim:0
-        model.module.cpu()
-        with pytest.raises(ValueError, match=message):
-            model(torch.randn(4, 4))
+    with simulate(3):
+        gather(DataParallelModel(module, devices)(x)).pow(2).sum().backward()
+        assert_same_gradients([gradient.cpu() for gradient in gradients(module)], expected)
 
 
 class Capturing(nn.Module):
@@ -239,39 +203,10 @@ class Reads(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind):
-    with simulate(3):
-        torch.manual_seed(0)
-        net = Reads(kind).to("sim:0")
-        model = DataParallelModel(net)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        flattened.clear()
-        for _ in range(3):
-            gather(model(torch.ones(4, 6, 3).transpose(0, 1)), "cpu").sum().backward()
-            optimizer.step()
-        assert sorted(net.found) == [(f"sim:{index}", True) for index in range(3) for _ in range(3)]
-        assert flattened == {"sim:1": 1, "sim:2": 1}  # the parameters themselves were flattened by .to()
-        assert is_flat(net.rnn._flat_weights)
-        assert all(one is other for one, other in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True))
-
-
-def test_weights_that_got_another_type_are_flattened_again(flattened):
-    with simulate(2):
-        net = Reads("lstm").to("sim:0")
-        model = DataParallelModel(net)
-        model(torch.ones(4, 6, 3))
-        net.double()
-        flattened.clear()
-        for _ in range(2):
-            model(torch.ones(4, 6, 3, dtype=torch.double))
-        assert flattened == {"sim:1": 1}
-        assert all(flat for _, flat in net.found)
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_flat_copies_follow_the_parameters(flattened, is_sharded):
-    def trained(net, forward, optimizer):
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize(("kind", "is_sharded"), [*itertools.product(KINDS, [False]), ("lstm", True)])
+def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is_sharded):
+    def train(net, forward, optimizer):
         x = torch.linspace(-1, 1, 72).view(4, 6, 3)
         for _ in range(3):
             optimizer.zero_grad()
@@ -280,22 +215,26 @@ def test_flat_copies_follow_the_parameters(flattened, is_sharded):
         return [parameter.detach().cpu() for parameter in net.parameters()]
 
     torch.manual_seed(0)
-    plain = KINDS["lstm"]()
-    state = plain.state_dict()
-    state = {name: tensor.clone() for name, tensor in state.items()}
-    expected = trained(plain, lambda x: plain(x)[0], torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    plain, settings = Reads(kind), {"lr": 0.1, "momentum": 0.9}
     with simulate(3):
-        net = Reads("lstm")
-        net.rnn.load_state_dict(state)
-        model = DataParallelModel(net.to("sim:0"), dim=1)
-        settings = {"lr": 0.1, "momentum": 0.9}
-        optimizer = (
-            BalancedOptimizer(model, torch.optim.SGD, **settings) if is_sharded else torch.optim.SGD(net.parameters(), **settings)
-        )
-        found = trained(net, lambda x: gather(model(x), "cpu", dim=1), optimizer)
+        net, sgd = copy.deepcopy(plain), torch.optim.SGD
+        model = DataParallelModel(net, dim=1)
+        flattened.clear()
+        optimizer = BalancedOptimizer(model, sgd, **settings) if is_sharded else sgd(net.parameters(), **settings)
+        found = train(net, lambda x: gather(model(x), "cpu", dim=1), optimizer)
+        assert sorted(net.found) == [(f"sim:{index}", True) for index in range(3) for _ in range(3)]
+        assert flattened == {"sim:1": 1, "sim:2": 1}  # the parameters themselves were flattened as they were moved
+        assert is_flat(net.rnn._flat_weights)
+        assert all(one is other for one, other in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True))
+        torch.testing.assert_close(found, train(plain, plain, sgd(plain.parameters(), **settings)))
+        if is_sharded:
+            return
+        net.double()
+        flattened.clear()
+        for _ in range(2):
+            model(torch.ones(4, 6, 3, dtype=torch.double))
+        assert flattened == {"sim:1": 1, "sim:2": 1}  # of another type
         assert all(flat for _, flat in net.found)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
 
 
 def with_max_norm():
@@ -334,27 +273,10 @@ def test_embeddings_that_rescale_their_rows_are_refused_on_several_ranks():
     run_ranks(2, check_ranks)
 
 
+CACHED = [*itertools.product(caches.KINDS, caches.ROWS)]
+
+
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("kind", caches.KINDS)
-@pytest.mark.parametrize("rows", caches.ROWS)
+@pytest.mark.parametrize(("kind", "rows"), slow_but(CACHED, *zip(caches.KINDS, caches.ROWS[1:], strict=True)))
 def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
     caches.check_caches(kind, rows)
-
-
-@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
-def test_writes_to_a_tensor_in_a_plain_attribute_are_those_of_the_first_replica(devices):
-    class Average(nn.Linear):
-        average = None
-
-        def forward(self, x):
-            self.average = torch.zeros(4, device=x.device) if self.average is None else self.average
-            self.average += x.mean(0)
-            return super().forward(x)
-
-    x = torch.randn(7, 4)
-    with simulate(3):
-        net = Average(4, 3)
-        model = DataParallelModel(net, devices)
-        for _ in range(3):
-            model(x)
-        torch.testing.assert_close(net.average.cpu(), 3 * x[:3].mean(0))

@@ -16,6 +16,7 @@ import torch
 from helpers.problems import BODIES, build_net
 from helpers.releases import released_at_once
 from helpers.replicas import assert_follows, outputs_of, settled, write_unseen
+from helpers.slow import slow
 from helpers.traffic import NAMES, devices_of
 from torch import nn
 
@@ -103,9 +104,11 @@ def test_replicas_follow_modes_requires_grad_and_buffers():
         assert net[0].weight.grad is not None
 
 
-@pytest.mark.usefixtures("buckets")
-def test_only_the_first_replica_writes_to_the_module():
+@pytest.mark.parametrize("devices", [CPUS, None])
+def test_only_the_first_replica_writes_to_the_module(devices):
     class Counts(nn.Module):
+        average = None
+
         def __init__(self):
             super().__init__()
             self.register_buffer("seen", torch.zeros(()))
@@ -114,39 +117,19 @@ def test_only_the_first_replica_writes_to_the_module():
         def forward(self, x):
             self.seen += len(x)
             self.calls += 1
+            self.average = torch.zeros(4, device=x.device) if self.average is None else self.average
+            self.average += x.mean(0)
             self.last = x.sum()
             return x
 
+    x = torch.randn(7, 4)
     with simulate(3):
         net = Counts()
-        model, _ = settled(net, rows=6)
-        model(torch.ones(9, 4))
-        assert (net.seen.item(), net.calls, net.last.device.index) == (2 + 3, 2, 0)
-
-
-@pytest.mark.usefixtures("buckets")
-def test_parameters_of_replicas_are_nn_parameters():
-    class Asks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = nn.ParameterList([torch.randn(3), torch.randn(3)])
-            self.rnn = nn.LSTM(3, 3)
-
-        def forward(self, x):
-            first = next(self.parameters())
-            assert isinstance(first, nn.Parameter)
-            assert first.device == x.device
-            assert len(list(self.parameters())) == 6
-            self.rnn.flatten_parameters()
-            return self.rnn(x * self.weights[0] + self.weights[1])[0]
-
-    with simulate(3):
-        net = Asks()
-        model = DataParallelModel(net.to("sim:0"))
+        model = DataParallelModel(net, devices)
         for _ in range(2):
-            gather(model(torch.ones(6, 3))).sum().backward()
-        assert all(parameter.grad is not None for parameter in net.parameters())
-        assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in net.parameters())
+            model(x)
+        assert (net.seen.item(), net.calls, net.last.device) == (2 * 3, 2, model.devices[0])
+        torch.testing.assert_close(net.average.cpu(), 2 * x[:3].mean(0))
 
 
 @released_at_once
@@ -183,9 +166,6 @@ def test_copies_and_pickles_of_the_model_have_no_replicas():
     assert len(pickle.dumps(model)) < size * 1.1
 
 
-CPU = torch.device("cpu")
-
-
 def record_devices(net, seen):
     """Appends the devices of inputs, parameters and outputs of each module to ``seen``."""
 
@@ -200,11 +180,14 @@ def record_devices(net, seen):
     return net
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_tensors_of_layers_are_on_the_device_of_their_replica(body):
+LAYERS = BODIES | {"batch norm": lambda: nn.Sequential(build_net(), nn.BatchNorm1d(5))}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tensors_of_layers_are_on_the_device_of_their_replica(name):
     seen = []
     with simulate(3):
-        net = record_devices(BODIES[body](), seen).to("sim:0")
+        net = record_devices(LAYERS[name](), seen).to("sim:0")
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
         outputs = model(torch.randn(7, 4))
         assert devices_of(outputs) == NAMES
@@ -229,15 +212,6 @@ def test_buffers_move_if_the_first_device_gets_no_rows(converted):
         found = {name: buffer.cpu() for name, buffer in model.module.named_buffers()}
     for name, buffer in expected.named_buffers():
         torch.testing.assert_close(found[name], buffer)
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_module_that_was_moved_raises_an_error_with_a_fix(rows):
-    with simulate(2):
-        model = DataParallelModel(nn.Linear(4, 3))
-        model.module.to("cpu")
-        with pytest.raises(ValueError, match=r"weight is on cpu, expected .* on the first device, sim:0: move the module there"):
-            model(torch.randn(rows, 4))
 
 
 def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
@@ -379,43 +353,32 @@ def build():
     return nn.Sequential(nn.Linear(4, 30), nn.BatchNorm1d(30), nn.Linear(30, 30), nn.BatchNorm1d(30), nn.Linear(30, 3))
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_gradients_and_parameters_of_a_bucket_go_in_rounds(count):
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("count", [slow(2), 3, 4, slow(8)])
+def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced):
     with simulate(count) as cluster:
-        model = DataParallelModel(build())
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
-        losses = [output.sum() for output in model(torch.randn(2 * count, 4))]
-        copies = Copies(cluster)
+        model, kind = DataParallelModel(build()), torch.optim.SGD
+        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        copies, x = Copies(cluster), torch.randn(2 * count, 4)
+        losses = [output.sum() for output in model(x)]
         copies.take()
         torch.autograd.backward(losses)
         gradients = copies.take()
         with window(model):
-            model(torch.randn(2 * count, 4))
+            model(x)
             copies.take()
             optimizer.step()  # with values that are fresh
         parameters = copies.take()
+        model(x)
+        assert len(copies.take()) == 3 * (count - 1)  # parameters, and buffers of two dtypes
+        if not balanced:
+            assert sorted(gradients) == sorted((f"sim:{index}", "sim:0") for index in range(1, count))
+            assert parameters == []
+            return
         rounds = count if count % 2 else count - 1
         for found in (gradients, parameters):
             assert len(found) == len(set(found)) == count * (count - 1)
             assert longest_chain(found) == 2 * rounds  # each pair in both directions
-        model(torch.randn(2 * count, 4))
-        assert len(copies.take()) == 3 * (count - 1)  # parameters, and buffers of two dtypes
-
-
-@pytest.mark.parametrize("count", [2, 4, 8])
-def test_without_owners_each_device_sends_and_receives_once(count):
-    with simulate(count) as cluster:
-        model = DataParallelModel(build())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch.autograd.backward([output.sum() for output in model(torch.randn(2 * count, 4))])
-        copies = Copies(cluster)
-        for _ in range(2):
-            optimizer.step()
-            copies.take()
-            losses = [output.sum() for output in model(torch.randn(2 * count, 4))]
-            assert len(copies.take()) == 3 * (count - 1)  # parameters, and buffers of two dtypes
-            torch.autograd.backward(losses)
-            assert sorted(copies.take()) == sorted((f"sim:{index}", "sim:0") for index in range(1, count))
 
 
 @released_at_once
@@ -445,29 +408,3 @@ def test_the_first_copies_need_no_other_memory():
         model.replicas.prepare(model.module, model.devices)
         size = sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
         assert cluster.peak == [size] * 3
-
-
-def test_gradients_that_some_replicas_do_not_have():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.always, self.rarely, self.never = (nn.Parameter(torch.ones(5)) for _ in range(3))
-
-        def forward(self, inputs):
-            return inputs * self.always * (self.rarely if inputs[0, 0] == 2 else 1)
-
-    inputs = torch.arange(4.0).unsqueeze(1).expand(4, 5)
-    for balanced in (False, True):
-        with simulate(4):
-            model = DataParallelModel(Sometimes())
-            optimizer = (
-                BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else torch.optim.SGD(model.parameters(), lr=0.1)
-            )
-            gradient = optimizer.gradient if balanced else lambda parameter: parameter.grad
-            for rows in (4, 3):  # on fewer devices than there are owners
-                torch.autograd.backward([output.sum() for output in model(inputs[:rows])])
-                assert gradient(model.module.always).tolist() == [float(sum(range(rows)))] * 5
-                assert gradient(model.module.rarely).tolist() == [2.0] * 5
-                assert gradient(model.module.never) is None
-                optimizer.zero_grad()
-            del optimizer

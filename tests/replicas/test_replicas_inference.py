@@ -1,11 +1,13 @@
 """Evaluation without a graph: modes are put back, replicas follow, and training goes on."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import class_targets
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, simulate
@@ -104,9 +106,10 @@ class Forces(nn.Module):
         return energies.detach(), gradient
 
 
-@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("way", ["positions", "detached", "features", "weight"])
+FORCES = [*itertools.product(["positions", "detached", "features", "weight"], [False, True], [None, ["cpu"] * 3])]
+
+
+@pytest.mark.parametrize(("way", "frozen", "devices"), slow_but(FORCES, FORCES[0], FORCES[3], FORCES[6], FORCES[8], FORCES[14]))
 def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
     """Shards had no graph to their input, and replicas on other devices had parameters without ``requires_grad``."""
     plain, x = Forces(way), torch.randn(7, 3, requires_grad=True)

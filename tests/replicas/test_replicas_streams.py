@@ -6,12 +6,15 @@ One model called from several threads, by another model, and in its own forward.
 """
 
 import contextlib
+import copy
 import functools
+import itertools
 import threading
 
 import pytest
 import torch
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import (
@@ -53,10 +56,14 @@ def batches(rows=9):
     return [torch.randn(rows, 4) for _ in range(WINDOWS)], [class_targets(rows, ignored) for ignored in range(WINDOWS)]
 
 
-def check(build, devices, place_inputs, place_targets, convert=lambda net: net):
+def as_it_is(value):
+    return value
+
+
+def check(build, devices, place_inputs=as_it_is, place_targets=as_it_is, convert=as_it_is, streams=own_streams):
     inputs, targets = batches()
     expected = plain_gradients(build, inputs, targets)
-    with simulate(3), own_streams():
+    with simulate(3), streams():
         model, criterion = DataParallelModel(convert(build()), devices), DataParallelCriterion(nn.CrossEntropyLoss())
         for x, target in zip(inputs, targets, strict=True):
             x, target = place_inputs(x), place_targets(target)
@@ -67,8 +74,8 @@ def check(build, devices, place_inputs, place_targets, convert=lambda net: net):
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
 def test_inputs_and_targets_are_copied_after_they_are_written(double, devices):
     written = functools.partial(written_on, "sim:0")
-    check(build_net, devices, written, lambda target: target)
-    check(build_net, devices, lambda x: x, written)
+    check(build_net, devices, place_inputs=written)
+    check(build_net, devices, place_targets=written)
 
 
 class OnItsOwnStreams(nn.Module):
@@ -103,18 +110,13 @@ class LayersOnTheirOwnStreams(OnItsOwnStreams):
         self.operator.append(self.operator[0])
 
 
-@pytest.mark.parametrize("streams", [own_streams, contextlib.nullcontext], ids=["own", "default"])
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-@pytest.mark.parametrize("build", [OnItsOwnStreams, LayersOnTheirOwnStreams])
+MODULES = [*itertools.product([OnItsOwnStreams, LayersOnTheirOwnStreams], LAYOUTS, [own_streams, contextlib.nullcontext])]
+
+
+@pytest.mark.parametrize(("build", "devices", "streams"), slow_but(MODULES, MODULES[0], MODULES[7], MODULES[10]))
 def test_modules_may_use_their_own_streams(double, build, devices, streams):
-    inputs, targets = batches()
-    expected = plain_gradients(build, inputs, targets)
-    with simulate(3), streams():
-        model = DataParallelModel(build(), devices)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-        for x, target in zip(inputs, targets, strict=True):
-            criterion(model(written_on("sim:0", x)), written_on("sim:0", target)).backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], expected)
+    written = functools.partial(written_on, "sim:0")
+    check(build, devices, written, written, streams=streams)
 
 
 class NormOnItsOwnStream(OnItsOwnStreams):
@@ -125,14 +127,17 @@ class NormOnItsOwnStream(OnItsOwnStreams):
         self.first, self.operator = nn.Linear(4, 6), nn.BatchNorm1d(6)
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.parametrize("devices", slow_but(LAYOUTS, LAYOUTS[0], LAYOUTS[3]), ids=str)
 def test_moments_are_read_after_the_stream_that_computes_them(double, devices):
-    check(NormOnItsOwnStream, devices, lambda x: x, lambda target: target, convert_sync_batchnorm)
+    check(NormOnItsOwnStream, devices, convert=convert_sync_batchnorm)
 
 
-@pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("devices", LAYOUTS[:3], ids=str)
+TRAININGS = [*itertools.product(LAYOUTS[:3], [False, True], [None, 2])]
+
+
+@pytest.mark.parametrize(
+    ("devices", "balanced", "micro_batch_size"), slow_but(TRAININGS, TRAININGS[3], TRAININGS[5], TRAININGS[10])
+)
 def test_training_on_other_streams_equals_the_plain_program(double, small_buckets, devices, balanced, micro_batch_size):
     inputs, targets = batches()
     plain = build_net()
@@ -162,7 +167,7 @@ def test_chained_models_on_other_streams_equal_the_plain_program(double):
             torch.testing.assert_close(found.cpu(), result)
 
 
-THREAD_LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["cpu", "sim:0", "sim:1"]]
+CONCURRENT = [*itertools.product([["sim:0", "sim:1", "sim:2"], ["cpu", "sim:0", "sim:1"]], [False, True])]
 
 
 def together(*work):
@@ -185,8 +190,7 @@ def together(*work):
 
 
 @pytest.mark.usefixtures("double", "buckets")
-@pytest.mark.parametrize("devices", THREAD_LAYOUTS, ids=str)
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("devices", "deferred"), slow_but(CONCURRENT, CONCURRENT[1], CONCURRENT[2]))
 def test_concurrent_forwards_and_backwards_equal_the_plain_program(devices, deferred):
     x = [torch.randn(rows, 4) for rows in (7, 2, 5)]
     net = build_net()
@@ -246,25 +250,16 @@ def test_model_called_by_replicas_of_another_model():
         def forward(self, x):
             return self.own(x) * self.ask(x).to(x.device)
 
-    x = torch.randn(7, 4)
-    torch.manual_seed(0)
-    teacher, net = build_net(), Asks(build_net())
-    plain = net(x)
-    plain.square().sum().backward()
-    expected = [*gradients(net), *gradients(teacher)]
+    x, net = torch.randn(7, 4), Asks(build_net())
+    net(x).square().sum().backward()
     with simulate(3):
-        teacher = build_net()
+        outer = copy.deepcopy(net)
+        outer.zero_grad()
+        teacher = outer._modules.pop("ask")
         teach = DataParallelModel(teacher)
-        torch.manual_seed(0)
-        build_net()
-        outer = Asks(build_net())
-        outer.ask = None
-        outer.own.load_state_dict(net.own.state_dict())
         object.__setattr__(outer, "ask", lambda x: gather(teach(x)))  # not a part of it, and asked by every replica
-        model = DataParallelModel(outer)
-        gather(model(x)).square().sum().backward()
-        found = [*gradients(outer), *gradients(teacher)]
-        assert_same_gradients([gradient.cpu() for gradient in found], [*expected[:2], *gradients(net.ask)])
+        gather(DataParallelModel(outer)(x)).square().sum().backward()
+        assert_same_gradients([gradient.cpu() for gradient in gradients(outer, teacher)], gradients(net))
 
 
 @pytest.mark.usefixtures("double", "buckets")
