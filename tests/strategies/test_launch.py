@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helpers.hosts import run_on_two_hosts
 from helpers.problems import build_net
 from helpers.ranks import on_ranks, run_ranks
-from helpers.scripts import SCRIPT, TORCHRUN, train
+from helpers.scripts import SCRIPT, train
 from helpers.slow import slow
 from torch import nn
 
@@ -33,6 +33,7 @@ from balanced_parallel.strategies.launch import (
     store_of_this_start,
 )
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 COMPLETE = {
     "RANK": "3",
     "WORLD_SIZE": "4",
