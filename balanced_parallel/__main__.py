@@ -234,8 +234,9 @@ def plan(flags: argparse.Namespace) -> int:
 
 
 def tricks(flags: argparse.Namespace) -> int:
-    """Prints the bytes that each saving alone takes off the peak of the busiest device. Returns the
-    exit code.
+    """Prints the bytes that each saving alone takes off the peak of the busiest device.
+
+    Returns the exit code.
     """
     problem, rows, settings = _build(flags)
     report = memory.estimate(
@@ -271,8 +272,9 @@ def layout_of(devices: int) -> str:
 
 
 def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
-    """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail
-    before the model is built.
+    """Returns the problem, the rows of an update, and the settings of the step.
+
+    Wrong flags fail before the model is built.
     """
     find_kind(flags.device_kind)
     if flags.html:
@@ -309,8 +311,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. For bad input it prints one line to stderr and
-    raises ``SystemExit(2)``.
+    """Runs one command and returns its exit code.
+
+    For bad input it prints one line to stderr and raises ``SystemExit(2)``.
     """
     parser = make_parser()
     flags = parser.parse_args(arguments, argparse.Namespace(output=sys.stdout))
@@ -336,8 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
-    """Prints what a command does to a terminal. Hides torch's log, a traceback for each shape that
-    does not suit.
+    """Prints what a command does to a terminal.
+
+    Hides torch's log, a traceback for each shape that does not suit.
     """
     package = logging.getLogger("balanced_parallel")
     handler = logging.StreamHandler() if sys.stderr.isatty() else logging.NullHandler()
@@ -443,8 +447,9 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def run_console_script() -> int:
-    """Runs ``balanced-parallel``. Modules of the present folder can be imported, as with ``python
-    -m``.
+    """Runs ``balanced-parallel``.
+
+    Modules of the present folder can be imported, as with ``python -m``.
     """
     sys.path.insert(0, os.getcwd())
     return main()

@@ -193,6 +193,8 @@ def make_loader(rows: Rows, batches: RankBatchSampler, workers: int = 0) -> Data
         num_workers=workers,
         pin_memory=torch.accelerator.is_available(),
         persistent_workers=workers > 0,
+        # A signal to all processes would end the server that starts them by default since Python 3.14, and then them.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # the default one would advance that of dropout in each epoch
         worker_init_fn=ignore_signals,
     )

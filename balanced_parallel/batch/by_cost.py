@@ -446,8 +446,9 @@ def _pinned(shard: Shard) -> Shard:
 
 
 def _inputs_and_targets(collated: object) -> tuple[object, object]:
-    """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it
-    marks the inputs.
+    """Splits the result of a ``collate``: a pair, or a mapping with labels.
+
+    ``Whole`` around it marks the inputs.
     """
     if isinstance(collated, Whole):
         inputs, targets = _inputs_and_targets(collated.value)

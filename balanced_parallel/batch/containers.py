@@ -54,8 +54,9 @@ def is_row_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
 
 
 def open_container(node: object) -> Container | None:
-    """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any
-    other object.
+    """Takes a container apart.
+
+    Returns None for a leaf: a tensor, a list of plain values, or any other object.
     """
     if _is_leaf(node):
         return None

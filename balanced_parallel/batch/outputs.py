@@ -96,8 +96,9 @@ class PerReplica(list[Any], containers.Leaf):
         )
 
     def in_order(self, order: Sequence[int] | None) -> "PerReplica":
-        """Sets the order of the rows: their positions in the batch. ``None`` is the order of the
-        batch. Returns ``self``.
+        """Sets the order of the rows: their positions in the batch.
+
+        ``None`` is the order of the batch. Returns ``self``.
         """
         if order is not None:
             self.__class__ = _PlacedOutputs
@@ -348,8 +349,9 @@ def repeated_rows(
 def join(
     outputs: Sequence[object], device: DeviceLike | None, dims: Dims, *, pads: bool = False
 ) -> Any:
-    """Gathers the outputs of this process, as :func:`gather` does. ``pads`` fills up shorter
-    tensors with zeros.
+    """Gathers the outputs of this process, as :func:`gather` does.
+
+    ``pads`` fills up shorter tensors with zeros.
     """
     first = containers.first_tensor(list(outputs))
     target = torch.device("cpu") if first is None else first.device
@@ -365,8 +367,9 @@ def join(
 
 
 def padded(values: Sequence[object], dim: int | None) -> list[Any]:
-    """Pads tensors with zeros to the longest, in all dimensions but that of the rows. Returns other
-    values as they are.
+    """Pads tensors with zeros to the longest, in all dimensions but that of the rows.
+
+    Returns other values as they are.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers_of_dims = {tensor.dim() for tensor in tensors}
@@ -539,8 +542,9 @@ def _describe_layout(leaf: object, dim: int | None) -> str:
 
 
 def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -> Nested:
-    """Returns gathered outputs in the order of the batch. Values with one entry for each of the
-    ``replicas`` stay.
+    """Returns gathered outputs in the order of the batch.
+
+    Values with one entry for each of the ``replicas`` stay.
     """
     positions = sorted(range(len(order)), key=order.__getitem__)
 
@@ -562,8 +566,9 @@ def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -
 
 
 def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
-    """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of
-    their rows.
+    """Returns the outputs of the replicas, detached from the autograd graph.
+
+    ``order`` is that of their rows.
     """
     return outputs.map(functools.partial(containers.map_tensors, Tensor.detach)).in_order(order)
 

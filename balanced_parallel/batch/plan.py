@@ -55,8 +55,9 @@ def equal_rows(
     limit: float | None = None,
     agree: Callable[[int], int] = lambda count: count,
 ) -> Plan:
-    """Plans as few micro-batches as possible, whose sizes differ by at most one row. A device may
-    get no rows.
+    """Plans as few micro-batches as possible, whose sizes differ by at most one row.
+
+    A device may get no rows.
 
     ``limit`` is the most rows of a device in one micro-batch. ``agree`` returns the number of
     micro-batches to plan, for the number that is needed.
@@ -115,8 +116,9 @@ def scaled(part: RowNumbers, rows: int, target_rows: int) -> range:
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[float, ...] | None:
-    """Returns the weights of the devices. Raises ``ValueError`` unless ``split`` is None or has a
-    valid weight for each.
+    """Returns the weights of the devices.
+
+    Raises ``ValueError`` unless ``split`` is None or has a valid weight for each.
     """
     if split is None:
         return None
@@ -141,8 +143,9 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
 
 
 def share_by_memory(devices: Devices) -> tuple[float, ...] | None:
-    """Returns the weights of the devices by their free bytes now. Replicas on one device share its
-    memory equally.
+    """Returns the weights of the devices by their free bytes now.
+
+    Replicas on one device share its memory equally.
     """
     free = [free_bytes(device) / devices.count(device) for device in devices]
     return tuple(part / sum(free) for part in free) if any(free) else None
@@ -160,8 +163,9 @@ def cut_by_cost(
     budget: float | None = None,
     together: int = 1,
 ) -> list[list[int]]:
-    """Splits rows into shards whose largest cost is as small as possible. Returns the rows of each,
-    the longest first.
+    """Splits rows into shards whose largest cost is as small as possible.
+
+    Returns the rows of each, the longest first.
 
     Args:
         costs: one for each row.

@@ -41,8 +41,9 @@ class Arguments(NamedTuple):
 
 
 class Whole:
-    """Marks an argument that every replica gets whole. Its tensors are copied to the device of each
-    replica.
+    """Marks an argument that every replica gets whole.
+
+    Its tensors are copied to the device of each replica.
 
     Args:
         value: any value.
@@ -60,6 +61,7 @@ class Whole:
 
 class Rows:
     """Marks a list with one entry per row: images of different sizes, one mapping per image, names.
+
     It is split by entries.
 
     Args:
@@ -206,8 +208,9 @@ def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter] | 
 
 
 def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
-    """Returns a value with its leaves marked, as :func:`mark` marks those of an argument. Marks
-    that it has stay.
+    """Returns a value with its leaves marked, as :func:`mark` marks those of an argument.
+
+    Marks that it has stay.
     """
     if isinstance(value, (*MARKS, PerReplica)):  # they carry their own dimensions
         return value
@@ -230,8 +233,9 @@ def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
 def count_rows(
     node: object, dim: int = 0, expected: int | None = None, name: str = "inputs"
 ) -> int | None:
-    """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the
-    inputs of ``node``.
+    """Returns the number of rows, that of all parts with rows, or None.
+
+    ``expected`` is that of the inputs of ``node``.
     """
     only = (
         node.inputs[0]
@@ -386,8 +390,9 @@ def cut(node: Nested, parts: Sequence[RowNumbers], dim: int = 0) -> list[Nested]
 
 
 def take(node: Nested, part: RowNumbers, dim: int = 0) -> Nested:
-    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list
-    of them. Marks stay.
+    """Returns some rows of ``node``.
+
+    Tensors are views for a range of rows, and copies for a list of them. Marks stay.
     """
     if (
         isinstance(node, Arguments)
@@ -472,16 +477,18 @@ class Shard(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """The shards of one forward. A model takes it in place of arguments, so that its hooks run as
-    in any forward.
+    """The shards of one forward.
+
+    A model takes it in place of arguments, so that its hooks run as in any forward.
     """
 
     shards: Sequence[Shard]
 
 
 class ParallelModel(nn.Module):
-    """The model of a :class:`TrainStep`. Subclasses run it on the devices of a process, or on that
-    of a rank.
+    """The model of a :class:`TrainStep`.
+
+    Subclasses run it on the devices of a process, or on that of a rank.
     """
 
     module: nn.Module
@@ -515,8 +522,9 @@ class ParallelModel(nn.Module):
         return self._run_by_hand(method, Arguments(inputs, kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module, as ``model.module.compile(...)``. Arguments are those of
-        ``torch.compile``.
+        """Compiles the module, as ``model.module.compile(...)``.
+
+        Arguments are those of ``torch.compile``.
 
         In one process, compiled replicas run one after the other in the calling thread. On several
         devices they are trained by :class:`TrainStep`, whose backwards run in that thread, too.
@@ -603,14 +611,16 @@ class Batch:
         return self._shards(plan, devices)
 
     def split(self, devices: Devices, weights: Sequence[float] | None) -> list[Shard]:
-        """Returns the shards of one forward. Devices without rows are left out; without any rows,
-        the first one is used.
+        """Returns the shards of one forward.
+
+        Devices without rows are left out; without any rows, the first one is used.
         """
         return next(self.plan(devices, weights, None, lambda count: max(count, 1)))
 
     def take_example(self, earlier: Sequence[object]) -> Sequence[object]:
-        """Returns a sample, from which a later batch without samples makes a shard. ``earlier`` is
-        that of an earlier batch.
+        """Returns a sample, from which a later batch without samples makes a shard.
+
+        ``earlier`` is that of an earlier batch.
         """
         return earlier
 
@@ -660,8 +670,9 @@ Mark = Callable[[object, tuple[object, ...]], tuple[Arguments, Arguments, tuple[
 
 
 class Cut:
-    """A way to cut batches, for ``TrainStep(cut=...)``. ``limit`` is that of a device in one
-    forward.
+    """A way to cut batches, for ``TrainStep(cut=...)``.
+
+    ``limit`` is that of a device in one forward.
     """
 
     limit: float | None = None
@@ -676,8 +687,10 @@ class Cut:
         unit: str,
         is_strict: bool,
     ) -> Batch:
-        """Takes a batch apart. ``mark`` returns inputs and targets with marks, and the dimensions
-        of the rows in what has none.
+        """Takes a batch apart.
+
+        ``mark`` returns inputs and targets with marks, and the dimensions of the rows in what has
+        none.
 
         ``forward`` is that of the module, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. A row
         over the limit is an error if strict; otherwise it runs alone.

@@ -21,8 +21,9 @@ _begun = "no RankBatchSampler"
 
 
 def begun_batches() -> str:
-    """Describes the batches that a sampler over the ranks of the process group began last. Ranks
-    compare them.
+    """Describes the batches that a sampler over the ranks of the process group began last.
+
+    Ranks compare them.
     """
     return _begun
 

@@ -40,8 +40,9 @@ def find_reasons(
     *,
     reproducible: bool,
 ) -> list[str]:
-    """Returns the reasons that apply. ``errors`` has those of the gradients and, without a name, of
-    the loss.
+    """Returns the reasons that apply.
+
+    ``errors`` has those of the gradients and, without a name, of the loss.
     """
     plain = comparison.plain
     limit = comparison.limit
@@ -123,8 +124,9 @@ def _random_place(module: nn.Module, comparison: Comparison) -> str | None:
 
 
 def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
-    """Yields a reason if the halves of a batch have other outputs than the whole. Nothing is
-    random.
+    """Yields a reason if the halves of a batch have other outputs than the whole.
+
+    Nothing is random.
     """
     if batch_norms(module):
         return  # they have a reason of their own

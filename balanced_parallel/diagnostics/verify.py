@@ -255,8 +255,9 @@ def _wrap_model(
     dim: int | None,
     in_dims: Dims,
 ) -> DataParallelModel:
-    """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller
-    take precedence.
+    """Wraps ``module`` with the settings of ``like``, if that is wrapped.
+
+    Settings of the caller take precedence.
     """
     settings: dict[str, Any] = {"dim": 0}
     devices: Sequence[DeviceLike] = device_ids or resolve_devices(None)

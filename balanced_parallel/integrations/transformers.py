@@ -158,8 +158,10 @@ class BalancedTrainer(Trainer):
     def _run(
         self, model: nn.Module, inputs: Inputs, function: Function | None = None
     ) -> tuple[Sequence[Sequence[Any]], Tensor, Tensor]:
-        """Runs each shard. Returns results, the sum of their losses, and terms: this and items, sum
-        and count of each mean.
+        """Runs each shard.
+
+        Returns results, the sum of their losses, and terms: this and items, sum and count of each
+        mean.
         """
         function = function or (
             lambda *shard: [
@@ -197,8 +199,9 @@ class BalancedTrainer(Trainer):
         )
 
     def _find_parts(self, inputs: Inputs) -> Parts:
-        """Returns the parts of the loss. The first call runs the model on each of a few rows, and
-        on all of them.
+        """Returns the parts of the loss.
+
+        The first call runs the model on each of a few rows, and on all of them.
         """
         if self._parts is None:
             # A rank may have no labels.
@@ -258,8 +261,9 @@ class BalancedTrainer(Trainer):
         return loss, means.terms
 
     def _adds_up(self, apart: Tensor, whole: Tensor) -> bool:
-        """Returns whether parts of the loss of single rows are those of all rows. A window in parts
-        needs that.
+        """Returns whether parts of the loss of single rows are those of all rows.
+
+        A window in parts needs that.
         """
         errors = (apart - whole).abs()
         is_additive = bool((errors <= 0.02 * whole.abs()).all())
@@ -324,8 +328,9 @@ class BalancedTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None
     ) -> Tensor:
-        """Runs forward and backward of a micro-batch. Returns zero, and after the last one the loss
-        of the update.
+        """Runs forward and backward of a micro-batch.
+
+        Returns zero, and after the last one the loss of the update.
         """
         model.train()
         self.optimizer.train()
@@ -393,8 +398,9 @@ class BalancedTrainer(Trainer):
         return rest + (parts / terms[1:, 1]).sum()
 
     def evaluation_loop(self, *arguments: object, **settings: object) -> Any:
-        """Runs all batches, as Trainer does. Their loss is that of all rows, not the mean over
-        batches.
+        """Runs all batches, as Trainer does.
+
+        Their loss is that of all rows, not the mean over batches.
         """
         self._terms = torch.zeros(2)
         output = super().evaluation_loop(*arguments, **settings)

@@ -58,8 +58,9 @@ class OwnCollectives:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Surrounds a call of the criterion. The first one finds collectives, or refuses them
-        before they wait for a rank.
+        """Surrounds a call of the criterion.
+
+        The first one finds collectives, or refuses them before they wait for a rank.
         """
         names = set[str]()
         act = names.add if self._is_common else self.refuse
@@ -143,8 +144,9 @@ def call_spread(
     targets: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> object:
-    """Calls a function of output and targets. The entries of a tuple fill its leading arguments,
-    which an error tells.
+    """Calls a function of output and targets.
+
+    The entries of a tuple fill its leading arguments, which an error tells.
     """
     leading = spread(output)
     try:
@@ -210,8 +212,9 @@ class CriterionCopies:
     def on(
         self, devices: Sequence[torch.device]
     ) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
-        """Yields a copy for each device. A module on another device is moved to that of the first
-        output.
+        """Yields a copy for each device.
+
+        A module on another device is moved to that of the first output.
         """
         criterion = self.criterion
         if isinstance(criterion, nn.Module):
@@ -303,8 +306,9 @@ def _tensors_outside(criterion: Criterion) -> list[str]:
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
-    """Returns the device of each output. One without tensors gets that of its number in
-    ``allowed``, or the CPU.
+    """Returns the device of each output.
+
+    One without tensors gets that of its number in ``allowed``, or the CPU.
     """
     devices: list[torch.device] = []
     for number, output in enumerate(outputs):
@@ -325,8 +329,9 @@ def shards_of_targets(
     dim: int,
     allowed: Sequence[torch.device] | None,
 ) -> list[Shard]:
-    """Cuts marked targets of ``rows`` rows as the outputs' shards. ``dim`` is the dimension of the
-    rows in unmarked targets.
+    """Cuts marked targets of ``rows`` rows as the outputs' shards.
+
+    ``dim`` is the dimension of the rows in unmarked targets.
     """
     known_sizes = [size for size in outputs.sizes if size is not None]
     if len(known_sizes) == len(outputs):

@@ -81,13 +81,15 @@ class CoupledLoss(abc.ABC):
 
     @abc.abstractmethod
     def _take(self, part: Any) -> list[tuple[Tensor, Tensor | None]]:
-        """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in
-        the order of the first pass.
+        """Returns the tensors of a replica's part with the derivatives of the loss.
+
+        Parts come in the order of the first pass.
         """
 
     def hand_back(self, calls: Calls) -> list[LossSum]:
-        """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything
-        is the loss.
+        """Returns a loss per replica of a micro-batch in the second pass.
+
+        Their sum over everything is the loss.
         """
         return self.hand_back_parts(self._parts(calls))
 
@@ -116,6 +118,7 @@ class CoupledLoss(abc.ABC):
         scaler: torch.amp.GradScaler | None,
     ) -> list[Tensor | None]:
         """Computes the loss, and keeps it and its derivatives at the criterion's parameters.
+
         Returns those at other tensors.
 
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share
@@ -162,8 +165,9 @@ ROWS_TO_CHECK = 16
 
 
 class LossOfSums(CoupledLoss):
-    """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows
-    adds nothing.
+    """The loss of the statistics of an update, of an :class:`AdditiveLoss`.
+
+    A shard without rows adds nothing.
     """
 
     def __init__(
@@ -277,8 +281,9 @@ class LossOfSums(CoupledLoss):
         ]
 
     def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
-        """Sums the statistics of all ranks, with the graph of ``nothing``. Returns the ranks with
-        rows.
+        """Sums the statistics of all ranks, with the graph of ``nothing``.
+
+        Returns the ranks with rows.
 
         Every rank calls this.
         """
@@ -410,8 +415,9 @@ class LossOfSums(CoupledLoss):
 
 
 def _flags(criterion: Any) -> list[bool]:
-    """Returns the flags of a module, such as one that a term has begun. Its whole numbers may count
-    its calls.
+    """Returns the flags of a module, such as one that a term has begun.
+
+    Its whole numbers may count its calls.
     """
     modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
     return [
@@ -455,8 +461,9 @@ def add_leaves(loss: Any) -> Tensor:
 
 
 class WholeLoss(CoupledLoss):
-    """The loss of all outputs of an update. The first of outputs without rows is used, which must
-    be the same in all parts.
+    """The loss of all outputs of an update.
+
+    The first of outputs without rows is used, which must be the same in all parts.
     """
 
     def __init__(

@@ -170,8 +170,9 @@ class DataParallelCriterion(nn.Module):
     def mark(
         self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None
     ) -> tuple[Arguments, int]:
-        """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the
-        rows in unmarked arguments.
+        """Marks the arguments after the outputs with ``in_dims``.
+
+        Also returns the dimension of the rows in unmarked arguments.
 
         An output fills ``leading`` arguments of the criterion; ``None`` asks its signature.
         """
@@ -191,8 +192,9 @@ class DataParallelCriterion(nn.Module):
         ), self.dim or 0
 
     def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Calls:
-        """Cuts the arguments behind the outputs as the outputs' shards. Returns the call of each
-        shard.
+        """Cuts the arguments behind the outputs as the outputs' shards.
+
+        Returns the call of each shard.
         """
         entries = _as_per_replica(outputs, self._output_dim)
         if entries.order is not None:
@@ -281,8 +283,9 @@ def _check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
 
 
 def _count_leading(function: Callable[..., Any], targets: int) -> int:
-    """Returns the number of required arguments of ``function`` before its last ``targets`` ones. An
-    output fills them.
+    """Returns the number of required arguments of ``function`` before its last ``targets`` ones.
+
+    An output fills them.
     """
     parameters = parameters_of(function) or []
     positional = [

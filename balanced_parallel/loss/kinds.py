@@ -1,5 +1,6 @@
-"""The kind of a loss: how the parts of shards become the loss of the batch. It is chosen once, from
-the settings of a criterion.
+"""The kind of a loss: how the parts of shards become the loss of the batch.
+
+It is chosen once, from the settings of a criterion.
 
     Sum          the parts add up KnownMean    a loss of torch: called with reduction="sum", and
     divided once by its weight WeighedMean  mean x weight of each shard, divided once by the sum of
@@ -84,8 +85,9 @@ class Kind(abc.ABC):
         """Returns the loss of a batch, with the graph of its outputs. All ranks call this."""
 
     def sums(self, calls: Calls) -> list[LossSum]:
-        """Returns the part of each replica, for a kind of one pass. :class:`TrainStep` divides
-        their sum later.
+        """Returns the part of each replica, for a kind of one pass.
+
+        :class:`TrainStep` divides their sum later.
         """
         raise NotImplementedError
 
@@ -174,8 +176,9 @@ class _OfOnePass(_OfRows):
 
     @abc.abstractmethod
     def _part(self, shard: ShardLoss) -> Any:
-        """Returns the :class:`LossSum` of a shard, or a structure of them. It runs in the thread of
-        the replica.
+        """Returns the :class:`LossSum` of a shard, or a structure of them.
+
+        It runs in the thread of the replica.
         """
 
     def _parts(self, calls: Calls) -> list[Any]:
@@ -241,8 +244,9 @@ class _Mean(_OfOnePass):
 
 @dataclass(frozen=True, eq=False)
 class KnownMean(_Mean):
-    """A mean that torch computes. Its sum and its weight are known, and the weight often before the
-    sum.
+    """A mean that torch computes.
+
+    Its sum and its weight are known, and the weight often before the sum.
     """
 
     weight: Weight = 0.0
@@ -395,8 +399,9 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
 
 class OneCount(MeansInside):
-    """Means inside of a criterion that have one count. Terms of some batches are compared with
-    those of halves.
+    """Means inside of a criterion that have one count.
+
+    Terms of some batches are compared with those of halves.
     """
 
     passes = 1

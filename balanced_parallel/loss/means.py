@@ -1,5 +1,6 @@
-"""Means that a criterion of the user computes inside. Each becomes one sum over one count of the
-whole batch.
+"""Means that a criterion of the user computes inside.
+
+Each becomes one sum over one count of the whole batch.
 
     loss = F.cross_entropy(output, labels) + 0.5 * (output - values).pow(2).mean()
 
@@ -173,8 +174,9 @@ class MeanRecorder(TorchFunctionMode):
         return result
 
     def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
-        """Notes what the result of an operation depends on. It may be a tensor that was written in
-        place.
+        """Notes what the result of an operation depends on.
+
+        It may be a tensor that was written in place.
         """
         is_selected = _is_selection(name, tensors, result) or any(
             self._of(tensor).is_selected for tensor in tensors
@@ -571,8 +573,9 @@ _ALWAYS = (
 
 
 class LossOfMeans(LossOfSums):
-    """The loss of an update that is a sum of means. Its statistics are their sums, with
-    coefficients, and counts.
+    """The loss of an update that is a sum of means.
+
+    Its statistics are their sums, with coefficients, and counts.
 
     Once a batch has shown that all means have one count, :func:`single_mean` computes the loss in
     one pass.
@@ -594,8 +597,9 @@ class LossOfMeans(LossOfSums):
         return bool(counts) and not any(map(bool, counts))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
-        """Returns a loss for each part. They have no weight if nothing was counted, so that nothing
-        is updated.
+        """Returns a loss for each part.
+
+        They have no weight if nothing was counted, so that nothing is updated.
         """
         losses = super().hand_back_parts(parts)
         return [LossSum(loss.total, 0.0) for loss in losses] if self._is_empty else losses

@@ -88,8 +88,9 @@ def _elements_of(*tensors: Tensor) -> Tensor:
 def _classes(
     *, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any
 ) -> Tensor:
-    """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide
-    by their number.
+    """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``.
+
+    Targets that are probabilities divide by their number.
     """
     if target.is_floating_point():
         return _count(target.numel() // max(target.size(1 if target.dim() > 1 else 0), 1))
@@ -157,8 +158,9 @@ def _triplets(
 def _sequences(
     *, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: Any
 ) -> Tensor:
-    """Divisor of ``F.ctc_loss``, the number of sequences. It divides the loss of each sequence by
-    its length before.
+    """Divisor of ``F.ctc_loss``, the number of sequences.
+
+    It divides the loss of each sequence by its length before.
     """
     lengths = target_lengths.numel() if isinstance(target_lengths, Tensor) else len(target_lengths)
     return _count(1 if log_probs.dim() == 2 else lengths)

@@ -115,8 +115,9 @@ def weighted_sum(mean: Tensor, weight: float) -> Tensor:
 
 
 def check_loss(loss: Any) -> Tensor:
-    """Returns a loss as a scalar in at least float32. A complex one would be trained on by its real
-    part: it is an error.
+    """Returns a loss as a scalar in at least float32.
+
+    A complex one would be trained on by its real part: it is an error.
     """
     if not isinstance(loss, Tensor):
         raise TypeError(
@@ -141,8 +142,9 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 0.0) -> Tensor:
-    """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a
-    weight are not divided.
+    """Returns the sum of all totals over the sum of all weights, over all ranks.
+
+    Sums without a weight are not divided.
 
     The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses
     are.
@@ -162,8 +164,9 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
 
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
-    """Returns the sum of scalars that may be on different devices, in their order. Only scalars are
-    moved.
+    """Returns the sum of scalars that may be on different devices, in their order.
+
+    Only scalars are moved.
     """
     return functools.reduce(torch.add, [_as_scalar(scalar, device) for scalar in scalars])
 
@@ -201,8 +204,9 @@ def zero_of(*tensors: Tensor) -> Tensor:
 def hand_back(
     value: Tensor | None, derivatives: Sequence[Tensor | None], tensors: Sequence[Tensor]
 ) -> Tensor:
-    """Returns ``value``, or zero. Its backward gives each tensor its derivative, times the gradient
-    of the value.
+    """Returns ``value``, or zero.
+
+    Its backward gives each tensor its derivative, times the gradient of the value.
     """
     result: Tensor = _HandBack.apply(value, derivatives, *tensors)
     return result
@@ -237,8 +241,9 @@ def divide(total: Tensor, divisor: Tensor) -> Tensor:
 
 
 def check_weights(weights: Sequence[Any]) -> list[float]:
-    """Returns ``weights`` as numbers, after a check of each. The host waits once for all that are
-    on devices.
+    """Returns ``weights`` as numbers, after a check of each.
+
+    The host waits once for all that are on devices.
     """
     for weight in weights:
         _check_weight(weight)
@@ -274,8 +279,9 @@ def _check_weight(weight: object) -> None:
 
 
 def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
-    """Applies ``function`` to each weight. Sequences become lists, and mappings and dataclasses
-    dicts.
+    """Applies ``function`` to each weight.
+
+    Sequences become lists, and mappings and dataclasses dicts.
     """
     if isinstance(weights, (list, tuple)):
         return [map_weights(function, weight) for weight in weights]
@@ -294,8 +300,9 @@ def flat_weights(weights: Any) -> list[float]:
 
 
 def bounds_of(minimum: Any, weights: Any) -> Iterator[Bound]:
-    """Returns the bound of each weight in a structure. A number bounds a single divisor, or the
-    counts among several.
+    """Returns the bound of each weight in a structure.
+
+    A number bounds a single divisor, or the counts among several.
     """
     if not is_structure(minimum):
         return itertools.repeat(Bound(minimum, is_structure(weights)))

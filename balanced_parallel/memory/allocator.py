@@ -47,8 +47,9 @@ class CachingAllocator:
         self._used: dict[int, Free] = {}
 
     def allocate(self, key: int, size: int, stream: int = 0) -> bool:
-        """Takes ``size`` bytes under the name ``key`` for a stream. Returns False if they do not
-        fit.
+        """Takes ``size`` bytes under the name ``key`` for a stream.
+
+        Returns False if they do not fit.
         """
         if size == 0:
             return True
@@ -123,8 +124,9 @@ class CachingAllocator:
         return length, len(self._segments) - 1, 0
 
     def _grow(self, pool: Pool, size: int) -> Free | None:
-        """Appends pages to the only segment of a pool, behind a free block at its end. Pages given
-        back leave a gap.
+        """Appends pages to the only segment of a pool, behind a free block at its end.
+
+        Pages given back leave a gap.
         """
         pools = [other for _, other in self._segments]
         number = pools.index(pool) if pool in pools else len(pools)
@@ -147,8 +149,9 @@ class CachingAllocator:
         return True
 
     def _release_free(self) -> int:
-        """Gives back whole segments, or pages of expandable ones, without a block in use. Returns
-        their bytes.
+        """Gives back whole segments, or pages of expandable ones, without a block in use.
+
+        Returns their bytes.
         """
         before = self.reserved
         for pool, free in self._free.items():
@@ -183,8 +186,9 @@ def replay(
     streams: Sequence[int] | None = None,
     expandable: bool = False,
 ) -> Replay | None:
-    """Replays events: ``+n`` allocates block ``n``, counted from 1, ``-n`` releases it. None if
-    ``capacity`` does not suffice.
+    """Replays events: ``+n`` allocates block ``n``, counted from 1, ``-n`` releases it.
+
+    None if ``capacity`` does not suffice.
     """
     allocator = CachingAllocator(capacity, expandable=expandable)
     levels = []

@@ -216,8 +216,9 @@ class Option:
         return self.traced[several]
 
     def flops(self, micro_batches: int) -> float:
-        """Operations per row of an update. Those of several micro-batches differ if each runs its
-        forward twice.
+        """Operations per row of an update.
+
+        Those of several micro-batches differ if each runs its forward twice.
         """
         if not self.request.couples_rows:
             first = next(iter(self.traced.values())).first
@@ -300,8 +301,9 @@ class Option:
         return MicroBatches(count, split, [max(size, 1) for size in sizes])
 
     def choose(self, plain: "Option") -> Choice:
-        """Returns the choice with the fewest micro-batches in which the batch fits. ``plain``
-        recomputes nothing.
+        """Returns the choice with the fewest micro-batches in which the batch fits.
+
+        ``plain`` recomputes nothing.
         """
         request = self.request
         step = self.request.row_step
@@ -509,8 +511,9 @@ class Search:
         ]
 
     def _climb(self, layouts: list[Combination], ladder: list[Combination]) -> bool:
-        """Traces a ladder until a step fits and is fast. After its first step, the layout of the
-        least memory comes first.
+        """Traces a ladder until a step fits and is fast.
+
+        After its first step, the layout of the least memory comes first.
         """
         first, *further = ladder
         if self._fit_fast(layouts, first):
@@ -532,8 +535,9 @@ class Search:
         return not self.choices.keys().isdisjoint(options)
 
     def _fit_fast(self, layouts: list[Combination], step: Combination) -> bool:
-        """Traces a step of a ladder with some layouts until a choice is fast. A saving that cannot
-        be traced is left out.
+        """Traces a step of a ladder with some layouts until a choice is fast.
+
+        A saving that cannot be traced is left out.
         """
         combination = [saving for saving in step if saving not in self._failing]
         options = self._make((*layout, *combination) for layout in layouts)

@@ -70,8 +70,9 @@ _OTHER_GPUS = {"ti", "ada", "laptop", "mig"}  # words that make another GPU of a
 
 
 def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKind:
-    """Returns the kind of a GPU. AMD's libraries allocate their workspaces themselves: they are
-    part of the context.
+    """Returns the kind of a GPU.
+
+    AMD's libraries allocate their workspaces themselves: they are part of the context.
     """
     workspace = _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE * bool(capability)
     return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * _MIB // 2)
@@ -130,8 +131,9 @@ def _present(device: torch.device) -> DeviceKind:
 
 
 def _in_table(name: str) -> DeviceKind | None:
-    """Returns the kind whose words are all in ``name``, the one with the most of them. Its memory
-    is below a size in the name.
+    """Returns the kind whose words are all in ``name``, the one with the most of them.
+
+    Its memory is below a size in the name.
     """
     words = set(re.sub(r"(rtx|gtx|pro) (?=pro|\d)", r"\1", name.lower()).replace("-", " ").split())
     sizes = [int(word[:-2]) * GIB for word in words if re.fullmatch(r"\d+gb", word)]

@@ -196,8 +196,9 @@ def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
-    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number
-    of rows, and of others.
+    """Traces micro-batches of ``rows`` rows, and of twice as many.
+
+    Returns the lines of this number of rows, and of others.
 
     If the module refuses the larger numbers of rows, the result is twice the lines of this number.
     """

@@ -116,8 +116,9 @@ def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
 
 
 def _limits(step: TrainStep, capacity: Capacity | None, request: Request) -> list[int]:
-    """Returns the bytes that each replica may use, or each rank. Replicas on one device have equal
-    parts of it.
+    """Returns the bytes that each replica may use, or each rank.
+
+    Replicas on one device have equal parts of it.
     """
     devices = list(dict.fromkeys(step.model.devices))
     if capacity is not None:
@@ -271,8 +272,9 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
 def saved_bytes(
     request: Request, rows: int, peak: int, savings: Iterable[PlannedSaving]
 ) -> dict[PlannedSaving, int]:
-    """Traces ``rows`` rows with each of ``savings`` that suits the request. Returns the bytes that
-    each takes off ``peak``.
+    """Traces ``rows`` rows with each of ``savings`` that suits the request.
+
+    Returns the bytes that each takes off ``peak``.
     """
     options = {saving: option for saving in savings if (option := with_savings(request, [saving]))}
     traces = try_traces([(option, _rows_of(option, request, rows)) for option in options.values()])

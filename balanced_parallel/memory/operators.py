@@ -256,8 +256,9 @@ def _lstm(*arguments: object) -> object:
 def autograd_kernels(
     kernels: Mapping[str, Callable[..., object]],
 ) -> Iterator[torch.library.Library]:
-    """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward. Yields
-    the library.
+    """Replaces operators of fake CPU tensors, also where a checkpoint recomputes a forward.
+
+    Yields the library.
     """
     with torch.library._scoped_library("aten", "IMPL") as library:  # There is no public context.
         for name, kernel in kernels.items():
@@ -268,8 +269,9 @@ def autograd_kernels(
 def _ctc_of_lists(
     scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: object
 ) -> Tensor:
-    """Makes tensors of the lengths in Python. In C++, torch writes them to the memory that fake
-    tensors do not have.
+    """Makes tensors of the lengths in Python.
+
+    In C++, torch writes them to the memory that fake tensors do not have.
     """
     loss: Tensor = _aten.ctc_loss.Tensor(
         scores, targets, torch.tensor(steps), torch.tensor(lengths), *settings
@@ -288,8 +290,9 @@ def answer(
     scalar: int | float | bool | None,
     user_line: Callable[[], str],
 ) -> object:
-    """Returns the result if there is a rule for this call, else ``NotImplemented``. Selections
-    select every element.
+    """Returns the result if there is a rule for this call, else ``NotImplemented``.
+
+    Selections select every element.
 
     A value that an optimizer or this package reads is one. If the model reads it, in
     ``user_line()``, it is ``scalar``.
@@ -357,8 +360,9 @@ def _ctc(scores: Tensor, targets: Tensor, *settings: object) -> tuple[Tensor, Te
 def _group_norm_backward(
     gradient: Tensor, inputs: Tensor, *settings: Any
 ) -> tuple[Tensor | None, ...]:
-    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for
-    bfloat16.
+    """Returns gradients in the dtype of the input.
+
+    The fake kernel of torch returns float32 for bfloat16.
     """
     *_, weight, _, channels, _, _, mask = settings
     learned = (inputs if weight is None else weight).new_empty(channels)
@@ -369,8 +373,9 @@ def _group_norm_backward(
 def _grouped_products(
     left: Tensor, right: Tensor, ends: Tensor | None = None, *_: object
 ) -> Tensor:
-    """Returns the products of groups of rows with a matrix each, as of experts. The fake kernel of
-    torch takes bfloat16 alone.
+    """Returns the products of groups of rows with a matrix each, as of experts.
+
+    The fake kernel of torch takes bfloat16 alone.
     """
     groups = ends.numel() if ends is not None else len(left)
     shape = [left.shape[-2], right.shape[-1]]

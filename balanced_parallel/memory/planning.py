@@ -64,8 +64,9 @@ _RESERVED = (
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The way to run an effective batch within the capacity of each device. The example of
-    :func:`plan` makes one.
+    """The way to run an effective batch within the capacity of each device.
+
+    The example of :func:`plan` makes one.
 
     Attributes:
         batch_size: rows per update.
@@ -164,8 +165,9 @@ class MemoryPlan:
         max_grad_norm: float | None = None,
         **defaults: Any,
     ) -> tuple[Model, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
-        """Makes the model, the criterion, the optimizer and the step of the plan. The savings
-        change ``module`` in place.
+        """Makes the model, the criterion, the optimizer and the step of the plan.
+
+        The savings change ``module`` in place.
 
         A plan for ranks (``chosen.layout``) is applied by each of them, under torchrun.
 
@@ -428,8 +430,9 @@ def _remarks(option: Option) -> tuple[str, ...]:
 
 
 def _report(option: Option, choice: Choice) -> MemoryReport:
-    """Makes the report from the traces of the plan. Unequal shares, and less than two rows per
-    device, are traced again.
+    """Makes the report from the traces of the plan.
+
+    Unequal shares, and less than two rows per device, are traced again.
     """
     count = choice.micro_batches
     step = option.request.row_step

@@ -87,8 +87,9 @@ class Layout(Protocol):
         ...
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced
-        until the end of the block.
+        """Begins a micro-batch that is not the last of its update.
+
+        Its gradients stay unreduced until the end of the block.
         """
         return nullcontext()
 
@@ -127,8 +128,9 @@ class OptimizerMaker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Problem):
-    """One update of a problem to trace. Inputs and targets are arguments of the module, and of the
-    criterion after the output.
+    """One update of a problem to trace.
+
+    Inputs and targets are arguments of the module, and of the criterion after the output.
     """
 
     inputs: Arguments

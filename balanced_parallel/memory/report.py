@@ -72,8 +72,9 @@ class OtherBatches:
         return self.lines if self.lines.is_affine else self.trace(rows)
 
     def largest(self, limits: Sequence[int]) -> int:
-        """Returns the most rows that fit; 0 if not even one row fits. A trace at the result
-        confirms it.
+        """Returns the most rows that fit; 0 if not even one row fits.
+
+        A trace at the result confirms it.
         """
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
         # It may not be affine in between.
@@ -101,8 +102,9 @@ def json_of(values: Mapping[str, object], *hidden: str) -> str:
 
 
 class Peak(tuple[int, ...]):
-    """Bytes of each device. ``fits`` is True if each device has as many, and None if its capacity
-    is not known.
+    """Bytes of each device.
+
+    ``fits`` is True if each device has as many, and None if its capacity is not known.
     """
 
     fits: bool | None

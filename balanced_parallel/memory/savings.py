@@ -143,8 +143,9 @@ def _other_optimizer(name: str) -> Saving:
 
 
 def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
-    """Returns the saving of an optimizer, for others with more state. Those of an existing step
-    stay.
+    """Returns the saving of an optimizer, for others with more state.
+
+    Those of an existing step stay.
     """
     matrix = [nn.Parameter(torch.zeros(64, 64))]
 

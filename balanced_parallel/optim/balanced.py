@@ -65,8 +65,9 @@ def _parameters_of(groups: Groups) -> list[Any]:
 
 
 def _replaced(groups: Groups, tensors: Mapping[Tensor, Tensor]) -> Groups:
-    """Returns param groups over ``tensors`` of their parameters. Parameters that have none are left
-    out.
+    """Returns param groups over ``tensors`` of their parameters.
+
+    Parameters that have none are left out.
     """
     params = [[tensors[each] for each in group["params"] if each in tensors] for group in groups]
     return [{**group, "params": part} for group, part in zip(groups, params, strict=True)]
@@ -152,8 +153,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Groups:
-        """The groups of the optimizer over the shards. Gradients on other devices are moved to the
-        owners first.
+        """The groups of the optimizer over the shards.
+
+        Gradients on other devices are moved to the owners first.
         """
         self.shards.collect()
         return self.shards.inner.param_groups
@@ -177,8 +179,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
         return loss
 
     def train(self) -> None:
-        """Begins the training mode of optimizers that have modes, such as schedule-free ones. Every
-        rank must call this.
+        """Begins the training mode of optimizers that have modes, such as schedule-free ones.
+
+        Every rank must call this.
         """
         if hasattr(self.recipe.optimizer_class, "train"):
             self.shards.run("train")
@@ -189,8 +192,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
             self.shards.run("eval")
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Returns a copy of the whole gradient of one of the model's parameters, or None. Every
-        rank must call this.
+        """Returns a copy of the whole gradient of one of the model's parameters, or None.
+
+        Every rank must call this.
         """
         return self.shards.gradient(parameter)
 
@@ -208,8 +212,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
 
 def _whole_state(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
-    """Returns the state of the plain optimizer in place of that of the shards. Every rank must call
-    this.
+    """Returns the state of the plain optimizer in place of that of the shards.
+
+    Every rank must call this.
     """
     assert isinstance(optimizer, BalancedOptimizer)
     return optimizer.shards.state_dict()
@@ -305,8 +310,9 @@ _all_shards: weakref.WeakSet["_ReplicaShards"] = weakref.WeakSet()
 
 
 class _ReplicaShards:
-    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other
-    parameters are updated in place.
+    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it.
+
+    Other parameters are updated in place.
     """
 
     def __init__(self, model: DataParallelModel, recipe: Recipe, shard: str) -> None:
@@ -438,8 +444,9 @@ class _ReplicaShards:
 
 
 def _join(parameter: Tensor, states: list[StateDict]) -> StateDict:
-    """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated;
-    others are equal in all pieces.
+    """Joins the states of a parameter's pieces.
+
+    Entries shaped like a piece are concatenated; others are equal in all pieces.
     """
     joined = {}
     for name, value in states[0].items():
@@ -494,8 +501,9 @@ class _ElementRanks:
 
 
 class _ParameterRanks(_ElementRanks):
-    """Whole parameters, each updated by the rank that owns it and sent to the others. Those of
-    FSDP2 are gathered before.
+    """Whole parameters, each updated by the rank that owns it and sent to the others.
+
+    Those of FSDP2 are gathered before.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -619,6 +627,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _distributed(value: Tensor, like: Tensor) -> Tensor:
     """Returns a value with the shape of ``like`` sharded in the same way, and others as they are.
+
     Nothing is sent.
     """
     if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
@@ -633,8 +642,9 @@ def _distributed(value: Tensor, like: Tensor) -> Tensor:
 
 
 def assign_owners(parameters: Iterable[Tensor], count: int) -> dict[Tensor, int]:
-    """Returns the owner of each parameter. Bytes stand for the work as well, and frozen parameters
-    have none.
+    """Returns the owner of each parameter.
+
+    Bytes stand for the work as well, and frozen parameters have none.
     """
     loads = [0] * count
     owners = {}

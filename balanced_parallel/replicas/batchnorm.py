@@ -120,8 +120,9 @@ def _torch_class(kind: type) -> type:
 
 
 def _exchange(layer: nn.Module, statistics: type) -> None:
-    """Exchanges torch's forward of a batch norm for that of ``statistics``. The layer keeps the
-    forward of its class.
+    """Exchanges torch's forward of a batch norm for that of ``statistics``.
+
+    The layer keeps the forward of its class.
     """
     kind: Any = getattr(layer, "converted_class", type(layer))
     is_plain = kind in (AllRowsBatchNorm, _torch_class(kind))
@@ -209,8 +210,9 @@ class AllRanksBatchNorm(nn.SyncBatchNorm):
 
     @property
     def process_group(self) -> Any:  # type: ignore[override]
-        """Returns the process group. It is not an attribute of the layer, which could then not be
-        copied or pickled.
+        """Returns the process group.
+
+        It is not an attribute of the layer, which could then not be copied or pickled.
         """
         return second_group("statistics")
 

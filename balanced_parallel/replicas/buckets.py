@@ -56,8 +56,9 @@ Gradients = dict[int, Tensor]
 
 
 def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
-    """Adds gradients to ``grad`` as autograd does, in place if both are dense. With ``is_copy``, no
-    memory is shared.
+    """Adds gradients to ``grad`` as autograd does, in place if both are dense.
+
+    With ``is_copy``, no memory is shared.
     """
     totals = []
     parts = []
@@ -207,8 +208,9 @@ class Bucket:
     def collect(
         self, replicas: list[Gradients], wanted: Sequence[bool | None], schedule: Schedule
     ) -> Gradients:
-        """Takes over the gradients of all replicas. Returns those that autograd passes on to the
-        parameters.
+        """Takes over the gradients of all replicas.
+
+        Returns those that autograd passes on to the parameters.
 
         ``wanted`` is True for a parameter whose gradient is accumulated, None if autograd passes it
         on (``torch.autograd.grad``, or a hook of the parameter), and False for neither.
@@ -329,8 +331,9 @@ class Bucket:
                     self._local[place] = weakref.ref(parameter.grad)
 
     def _drop_discarded(self) -> None:
-        """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets
-        one if it creates a graph.
+        """Forgets waiting gradients of parameters whose ``grad`` was cleared or set.
+
+        Autograd sets one if it creates a graph.
         """
         for place, before in list(self._local.items()):
             gradient = self.parameters[place].grad
@@ -396,8 +399,9 @@ def _is_wanted(parameter: Tensor, node: Node) -> bool | None:
 
 
 class _Receive(torch.autograd.Function):
-    """Passes tensors of one device on. Its backward runs on the stream of its forward, behind the
-    streams of the gradients.
+    """Passes tensors of one device on.
+
+    Its backward runs on the stream of its forward, behind the streams of the gradients.
     """
 
     @staticmethod
@@ -472,8 +476,9 @@ class GradientBuckets:
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-    """Returns buckets of at most 25 MiB (or one parameter) and one dtype. The last parameters come
-    first, as in the backward.
+    """Returns buckets of at most 25 MiB (or one parameter) and one dtype.
+
+    The last parameters come first, as in the backward.
     """
     last_first = parameters[::-1]
     return [
@@ -525,8 +530,9 @@ def _make_pieces(
     copies: Sequence[Mapping[torch.device, Tensor]],
     owners: Mapping[Tensor, int] | None,
 ) -> Iterator[Piece]:
-    """Yields a bucket's pieces in the order of their owners. A parameter whose memory has gaps is
-    not cut.
+    """Yields a bucket's pieces in the order of their owners.
+
+    A parameter whose memory has gaps is not cut.
     """
     devices = list(copies[0])
     # Collectives need equal sizes.
@@ -579,8 +585,9 @@ class BucketOwners:
         self._sizes = padded if is_padded else sizes
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
-        """Allocates sums of the replicas' gradients on the owners. Returns a function that computes
-        them.
+        """Allocates sums of the replicas' gradients on the owners.
+
+        Returns a function that computes them.
         """
         learned = set(itertools.chain(*replicas))
         if not learned:

@@ -1,5 +1,6 @@
-"""``DataParallelModel``: a batch over the devices of one process. Each output stays on the device
-of its replica.
+"""``DataParallelModel``: a batch over the devices of one process.
+
+Each output stays on the device of its replica.
 """
 
 import contextlib
@@ -109,8 +110,9 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
     def _set_up(
         self, devices: list[torch.device], replicas: Replicas, dim: int, precision: Any, split: Any
     ) -> None:
-        """Sets what a forward needs, but for ``module``. A subclass passes its own devices and
-        replicas.
+        """Sets what a forward needs, but for ``module``.
+
+        A subclass passes its own devices and replicas.
         """
         self.devices = devices
         self.replicas = replicas
@@ -186,6 +188,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
         """Runs a replica on each shard of one forward, which are in the order of the ``devices``.
+
         Returns their outputs.
         """
         devices = [shard.device for shard in shards]

@@ -44,8 +44,9 @@ Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]
 
 
 class ModuleTree:
-    """The modules and parameters of a tree, each listed once. Tied parameters and shared modules
-    stay tied in the skeletons.
+    """The modules and parameters of a tree, each listed once.
+
+    Tied parameters and shared modules stay tied in the skeletons.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -222,8 +223,9 @@ class ModuleTree:
 
     @contextmanager
     def state_of(self, skeletons: Skeletons) -> Iterator[None]:
-        """Gives the modules the parameters and buffers of ``skeletons`` in this block. Buffers that
-        it writes end up there.
+        """Gives the modules the parameters and buffers of ``skeletons`` in this block.
+
+        Buffers that it writes end up there.
 
         The code of a compiled module is bound to it, so it runs in place of its skeletons, one
         after the other. Other attributes are those of the skeletons, and what the block writes to
@@ -351,8 +353,9 @@ def refuse_script(module: nn.Module) -> None:
 
 
 def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the embeddings with ``max_norm`` by name. Their forward rescales rows of their
-    weight.
+    """Returns the embeddings with ``max_norm`` by name.
+
+    Their forward rescales rows of their weight.
     """
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {

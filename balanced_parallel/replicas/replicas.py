@@ -78,8 +78,9 @@ class Replicas:
         return Replicas, ()
 
     def run(self, work: Sequence[Callable[[], T]], devices: Devices, *, together: bool) -> list[T]:
-        """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`. One
-        replica runs in this thread.
+        """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`.
+
+        One replica runs in this thread.
         """
         if self.tree is not None and self.tree.is_compiled:
             return self._run_in_turn(self.tree, work, devices, together)
@@ -96,8 +97,9 @@ class Replicas:
     def of(
         self, module: nn.Module, devices: Devices, home: torch.device
     ) -> Iterator[list[nn.Module]]:
-        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``. The
-        first may be the module itself.
+        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``.
+
+        The first may be the module itself.
         """
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
@@ -153,8 +155,9 @@ class Replicas:
     def prepare(
         self, module: nn.Module, devices: Devices, *, all_values: bool = True
     ) -> ModuleTree:
-        """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only
-        recorded writes are copied.
+        """Returns the tree, with skeletons and copies up to date.
+
+        Without ``all_values``, only recorded writes are copied.
         """
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
@@ -162,8 +165,9 @@ class Replicas:
     def shard(
         self, module: nn.Module, devices: Devices, parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
-        """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by
-        device of their parameters.
+        """Makes buckets for ``parameters`` that need owners.
+
+        Returns them, with the copies by device of their parameters.
         """
         tree = self.prepare(module, devices)
         owned = set(map(id, parameters))
@@ -324,8 +328,9 @@ class Replicas:
 
 @dataclass(eq=False)
 class Window:
-    """A block in which replicas stay as they are. ``deferred`` keeps gradients there; ``in_step``,
-    a step runs all backwards.
+    """A block in which replicas stay as they are.
+
+    ``deferred`` keeps gradients there; ``in_step``, a step runs all backwards.
     """
 
     deferred: bool
@@ -453,8 +458,9 @@ class ParameterCopies:
             raise
 
     def extend_to(self, devices: Devices, parameters: Sequence[nn.Parameter]) -> bool:
-        """Makes copies on those of ``devices`` that have none. Returns True if there are such
-        devices.
+        """Makes copies on those of ``devices`` that have none.
+
+        Returns True if there are such devices.
         """
         missing = {*devices} - {parameters[0].device, *self.by_device}
         if not missing:

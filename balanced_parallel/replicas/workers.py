@@ -68,8 +68,9 @@ _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 @atexit.register
 def _end_workers() -> None:
-    """Ends all threads before the interpreter does. A thread that runs then could use what is gone
-    already.
+    """Ends all threads before the interpreter does.
+
+    A thread that runs then could use what is gone already.
     """
     workers = list(_workers)
     for worker in workers:
@@ -79,16 +80,18 @@ def _end_workers() -> None:
 
 
 class WorkerPool:
-    """Idle workers by slot, such as the second replica on a device. Forwards at the same time need
-    several of a slot.
+    """Idle workers by slot, such as the second replica on a device.
+
+    Forwards at the same time need several of a slot.
     """
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Worker]] = {}
 
     def take(self, device: torch.device, number: int) -> Worker:
-        """Returns the worker of a slot that ran last and is idle, or a new one. Threads that a fork
-        left behind are dropped.
+        """Returns the worker of a slot that ran last and is idle, or a new one.
+
+        Threads that a fork left behind are dropped.
         """
         idle = self._idle.get((device, number), [])
         with contextlib.suppress(IndexError):  # none is left, or another thread was faster
@@ -108,8 +111,9 @@ _shared: "weakref.WeakValueDictionary[type, WorkerPool]" = weakref.WeakValueDict
 
 
 def shared_pool() -> WorkerPool:
-    """Returns the pool of all models. It ends, with its threads, when no model refers to it any
-    more.
+    """Returns the pool of all models.
+
+    It ends, with its threads, when no model refers to it any more.
     """
     return _shared.setdefault(WorkerPool, WorkerPool())
 
@@ -119,8 +123,9 @@ Exchange = Callable[[int, Any], list[Any]]
 
 
 class Meeting:
-    """Exchanges values between the threads of one forward. Waiting for a replica that has ended is
-    an error.
+    """Exchanges values between the threads of one forward.
+
+    Waiting for a replica that has ended is an error.
 
     Replicas of one lane run one at a time, in their order. A turn lasts until the replica ends or
     waits in an exchange. ::
@@ -167,8 +172,9 @@ class Meeting:
             return [values[count - 1] for values in self._values]
 
     def leave(self, *indices: int) -> None:
-        """Marks replicas as ended. Replicas that wait for them fail, and those that have not begun
-        will not begin.
+        """Marks replicas as ended.
+
+        Replicas that wait for them fail, and those that have not begun will not begin.
         """
         with self._changed:
             for index in set(indices) - self._ended:
@@ -185,8 +191,9 @@ class Replica:
     meeting: Exchange | None  # None if the replicas run one after the other
 
     def exchange(self, value: Any) -> list[Any]:
-        """Returns ``value`` of every replica, in their order. All replicas must call this equally
-        often.
+        """Returns ``value`` of every replica, in their order.
+
+        All replicas must call this equally often.
         """
         if self.meeting is None:
             raise RuntimeError(

@@ -104,8 +104,9 @@ def second_group(purpose: str, backend: str | None = None) -> Group:
 
 
 def sum_over_ranks(tensor: Tensor, group: Group = None) -> Tensor:
-    """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no
-    gradient.
+    """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``.
+
+    The sum has no gradient.
     """
     return start_sum(tensor, group)()
 
@@ -152,8 +153,9 @@ def gather_objects(value: T, group: Group = None) -> list[T]:
 
 
 def gather_rows(tensor: Tensor, sizes: list[int], dim: int, group: Group = None) -> Tensor:
-    """Concatenates the rows of all ranks along ``dim``, of these ``sizes``. The result is
-    differentiable.
+    """Concatenates the rows of all ranks along ``dim``, of these ``sizes``.
+
+    The result is differentiable.
     """
     gathered: Tensor = _GatherRows.apply(tensor, sizes, dim, group)
     return gathered
@@ -168,8 +170,9 @@ def _to_backend_device(tensor: Tensor, group: Group) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows. Backward sums the gradients over the ranks, which DDP averages, and keeps
-    the rows of this rank.
+    """All-gather of rows.
+
+    Backward sums the gradients over the ranks, which DDP averages, and keeps the rows of this rank.
     """
 
     @staticmethod
@@ -257,8 +260,9 @@ WATCHED = "behind these outputs, the ranks share all gradients of a model"
 
 
 def mark_shared(parameters: Iterable[Tensor]) -> None:
-    """Marks parameters whose gradients the ranks share. The nodes that accumulate them must live,
-    as in a reducer.
+    """Marks parameters whose gradients the ranks share.
+
+    The nodes that accumulate them must live, as in a reducer.
     """
     for parameter in parameters:
         torch_private.accumulator_of(parameter).metadata[_SHARED] = True
@@ -315,8 +319,9 @@ _updates = 0
 
 
 def begin_reduction() -> None:
-    """Counts an update, before this rank waits for others in it. The store has the numbers of all
-    ranks.
+    """Counts an update, before this rank waits for others in it.
+
+    The store has the numbers of all ranks.
     """
     global _updates
     _updates += 1

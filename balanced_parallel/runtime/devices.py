@@ -1,5 +1,6 @@
-"""Devices of this machine, with their streams and their memory. No other file asks torch for the
-accelerator.
+"""Devices of this machine, with their streams and their memory.
+
+No other file asks torch for the accelerator.
 """
 
 import contextlib
@@ -50,8 +51,9 @@ def accelerators() -> list[torch.device]:
 
 
 def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """Converts ``device_ids`` to devices with an index. They may repeat. ``None`` means
-    :func:`visible_devices`.
+    """Converts ``device_ids`` to devices with an index.
+
+    They may repeat. ``None`` means :func:`visible_devices`.
     """
     if device_ids is None:
         return visible_devices()
@@ -69,8 +71,9 @@ def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
 
 
 def resolve_device(device: DeviceLike) -> torch.device:
-    """Converts one device to a ``torch.device`` with an index (the CPU has none). Raises as
-    :func:`resolve_devices` does.
+    """Converts one device to a ``torch.device`` with an index (the CPU has none).
+
+    Raises as :func:`resolve_devices` does.
     """
     present = accelerators()
     available = (
@@ -122,8 +125,9 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 def on_device(
     device: torch.device, stream: torch.Stream | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Makes ``device`` and ``stream`` current in this thread. Kernels and
-    ``torch.empty(device='cuda')`` then use them.
+    """Makes ``device`` and ``stream`` current in this thread.
+
+    Kernels and ``torch.empty(device='cuda')`` then use them.
     """
     if device.type in HOSTS:  # here and below without another call: this runs in every forward
         return contextlib.nullcontext()
@@ -161,8 +165,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy a tensor to the host. Returns a function that waits for the copy alone, and
-    returns it.
+    """Starts to copy a tensor to the host.
+
+    Returns a function that waits for the copy alone, and returns it.
     """
     stream = current_stream(tensor.device)
     # torch pins the memory of such a copy

@@ -31,8 +31,9 @@ def _dropout(  # type: ignore[no-untyped-def]
 
 
 def dropout(x: Tensor, p: float, seeds: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the output and the mask, as ``torch.native_dropout`` does. ``seeds`` are those of the
-    lines, ``[..., 1]``.
+    """Returns the output and the mask, as ``torch.native_dropout`` does.
+
+    ``seeds`` are those of the lines, ``[..., 1]``.
     """
     x = x.contiguous()
     seeds = seeds.contiguous()

@@ -48,8 +48,9 @@ class RankNumbers:
 
     @contextlib.contextmanager
     def drawing(self, rank: int, *, is_last: bool = True) -> Iterator[None]:
-        """Sets the generator to the numbers of this rank for the duration of the block. ``is_last``
-        ends the update.
+        """Sets the generator to the numbers of this rank for the duration of the block.
+
+        ``is_last`` ends the update.
         """
         if self.is_drawing:
             yield
@@ -128,8 +129,10 @@ class RandomState:
         self._states = generator_states(devices)
 
     def end(self) -> None:
-        """Ends the forward. The state of the CPU's generator is dropped if it has not changed, for
-        a forward on accelerators.
+        """Ends the forward.
+
+        The state of the CPU's generator is dropped if it has not changed, for a forward on
+        accelerators.
         """
         if (
             len(self._states) > 1

@@ -104,8 +104,9 @@ Seeds = functools.partial[tuple[Tensor, int]]
 
 
 class UpdateRandom:
-    """The random numbers of one update, of a seed that is the same in all processes. Kernels are
-    replaced until :meth:`end`.
+    """The random numbers of one update, of a seed that is the same in all processes.
+
+    Kernels are replaced until :meth:`end`.
     """
 
     def __init__(self, seed: int, rows: int = 0) -> None:
@@ -176,8 +177,9 @@ class Forward:
             self._generator.set_state(self._state_before)
 
     def seeds(self, operator: str, like: Tensor) -> tuple[Tensor, int]:
-        """Begins a draw. Returns the seed of each line of a tensor like this one, and the length of
-        a line.
+        """Begins a draw.
+
+        Returns the seed of each line of a tensor like this one, and the length of a line.
         """
         number, dim = self._begin(operator, tuple(like.shape))
         lines, length = number_lines(like.shape, self._rows.to(like.device), dim)

@@ -71,8 +71,9 @@ _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueD
 
 
 class SideStreams:
-    """One side stream per device. Methods may be called only inside a backward, with the compute
-    streams of its forward.
+    """One side stream per device.
+
+    Methods may be called only inside a backward, with the compute streams of its forward.
     """
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class SideStreams:
     @contextlib.contextmanager
     def entered(self, computing: Streams, uses: Sequence[object]) -> Iterator[None]:
         """Runs the block on the side streams, behind ``computing``, which wait for them later.
+
         ``uses`` live until then.
         """
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}

@@ -1,5 +1,6 @@
-"""Private names of torch: the one file to read when torch changes. The tracer and the simulator
-have their own.
+"""Private names of torch: the one file to read when torch changes.
+
+The tracer and the simulator have their own.
 
 Each name is behind a function or an alias, because torch has no public one. Numbers are those of
 its issues about that.
@@ -65,8 +66,9 @@ count_graph_nodes = torch._C._autograd._get_sequence_nr
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` at the end of the running backward. Call this from a node or a hook of
-    that backward.
+    """Calls ``callback`` at the end of the running backward.
+
+    Call this from a node or a hook of that backward.
 
     It may run on a thread of the engine, but with the current streams of the thread that called
     backward. The public ``torch.autograd.graph.queue_callback`` (pytorch#66199, #193958) is newer
@@ -91,8 +93,9 @@ def prepare_reduction(model: DistributedDataParallel) -> None:
 
 
 def forget_order(model: DistributedDataParallel) -> None:
-    """Makes the reducer of ``model`` forget the order of its first gradients. It makes its buckets
-    anew in this order, once.
+    """Makes the reducer of ``model`` forget the order of its first gradients.
+
+    It makes its buckets anew in this order, once.
 
     A backward that fails is completed by another one, which reaches some parameters again. They are
     in the order twice, and the next forward fails.
@@ -122,8 +125,9 @@ current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 
 
 def number_of(node: Node) -> int:
-    """Returns the number of a node in the order of the forward. It tells nodes apart without
-    keeping them.
+    """Returns the number of a node in the order of the forward.
+
+    It tells nodes apart without keeping them.
     """
     return int(node._sequence_nr())
 
@@ -188,8 +192,9 @@ def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
 
 
 def local_tensors(tensors: Iterable[Tree]) -> list[Tree | Tensor]:
-    """Returns the shard on this rank in place of each ``DTensor``. Changes in place change the
-    whole.
+    """Returns the shard on this rank in place of each ``DTensor``.
+
+    Changes in place change the whole.
     """
     with torch.no_grad():
         return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
@@ -207,8 +212,9 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
-    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, a tensor may be the
-    result of an operator.
+    """Makes ``isinstance(tensor, nn.Parameter)`` True.
+
+    Unlike a parameter, a tensor may be the result of an operator.
     """
     for tensor in tensors:
         tensor._is_param = True
@@ -236,8 +242,9 @@ def without_hooks(tensors: Iterable[Tensor]) -> contextlib.ExitStack:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that all Python objects of a living storage share. ``data_ptr()`` is 0 for
-    empty, fake or meta ones.
+    """Returns a number that all Python objects of a living storage share.
+
+    ``data_ptr()`` is 0 for empty, fake or meta ones.
     """
     return int(storage._cdata)
 
@@ -347,8 +354,9 @@ leaves_of_tree = tree_leaves
 
 
 def map_tensors(function: Callable[[Tensor], object], tree: Tree) -> Tree:
-    """Returns ``tree`` with each tensor replaced by ``function(tensor)``. Other values stay as they
-    are.
+    """Returns ``tree`` with each tensor replaced by ``function(tensor)``.
+
+    Other values stay as they are.
     """
     mapped: Tree = tree_map_only(Tensor, function, tree)
     return mapped
@@ -396,8 +404,9 @@ def foreach_add_(tensors: Tensors, others: Tensors) -> None:
 
 
 def foreach_multiply_(tensors: Tensors, factor: float | Tensor) -> None:
-    """Multiplies all tensors by one factor in place. A factor with one element moves to each of
-    their devices.
+    """Multiplies all tensors by one factor in place.
+
+    A factor with one element moves to each of their devices.
     """
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         local = move(factor, device) if isinstance(factor, Tensor) else factor
@@ -427,8 +436,9 @@ def dispatch_modes() -> tuple[TorchDispatchMode, ...]:
 def pushed(
     functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterable[TorchDispatchMode]
 ) -> Iterator[None]:
-    """Pushes modes of another thread for the duration of the block. Their ``__enter__`` might begin
-    a new measurement.
+    """Pushes modes of another thread for the duration of the block.
+
+    Their ``__enter__`` might begin a new measurement.
     """
     with contextlib.ExitStack() as stack:
         for function_mode in functions:
@@ -461,8 +471,9 @@ REFUSED_DRAWS = (
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """Returns True if an operator of ``aten`` has a kernel for a dispatch key. There is no public
-    name.
+    """Returns True if an operator of ``aten`` has a kernel for a dispatch key.
+
+    There is no public name.
     """
     is_known = hasattr(torch.ops.aten, name.partition(".")[0])
     return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
@@ -478,8 +489,9 @@ def attention_in_parts(
     causal: bool = False,
     **others: object,
 ) -> object:
-    """Computes scaled dot product attention with dropout in operators of its own. The public
-    function chooses a fused kernel.
+    """Computes scaled dot product attention with dropout in operators of its own.
+
+    The public function chooses a fused kernel.
     """
     if not p:
         return NotImplemented
@@ -525,15 +537,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def has_nccl() -> bool:
-    """Returns True if torch was built with NCCL. ``torch.cuda.nccl.is_available`` warns where it
-    was not.
+    """Returns True if torch was built with NCCL.
+
+    ``torch.cuda.nccl.is_available`` warns where it was not.
     """
     return hasattr(torch._C, "_nccl_reduce")
 
 
 def checkpoint_threads() -> list[threading.Thread]:
-    """Returns the threads in which ``async_save`` writes now. An interrupted call has not returned
-    its future.
+    """Returns the threads in which ``async_save`` writes now.
+
+    An interrupted call has not returned its future.
     """
     return [
         thread

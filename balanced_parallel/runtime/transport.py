@@ -1,5 +1,6 @@
-"""Collectives between the devices of one process. Each device has one flat tensor, all of one
-dtype.
+"""Collectives between the devices of one process.
+
+Each device has one flat tensor, all of one dtype.
 
 Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too.
 Other devices, such as simulated ones, or a GPU and the CPU, have copies. Memory is given by the
@@ -27,8 +28,9 @@ _communicating = threading.Lock()
 
 
 def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copies ``tensor`` to ``targets``, one on each other device. None sends it twice: the first
-    sends it to the second.
+    """Copies ``tensor`` to ``targets``, one on each other device.
+
+    None sends it twice: the first sends it to the second.
     """
     if _have_nccl([tensor, *targets]):
         _run(nccl.broadcast, [*map(_bits, (tensor, *targets))])
@@ -49,8 +51,9 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
 
 
 def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``. Equal slices in
-    their order are fastest.
+    """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``.
+
+    Equal slices in their order are fastest.
     """
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
     sizes = [output.numel() for output in outputs]
@@ -71,8 +74,9 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
 
 
 def all_gather(outputs: Sequence[Tensor], sizes: list[int]) -> None:
-    """Completes tensors of slices of these ``sizes``. Each has the slice that it sends, the one at
-    its own place.
+    """Completes tensors of slices of these ``sizes``.
+
+    Each has the slice that it sends, the one at its own place.
     """
     slices = [output.split(sizes) for output in outputs]
     sent = [parts[place] for place, parts in enumerate(slices)]
@@ -153,8 +157,9 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
 
 
 def pack(layouts: Sequence[MemoryLayout], tensors: Sequence[Tensor], size: int = 0) -> Tensor:
-    """Returns the tensors in one flat tensor, followed by zeros up to ``size`` elements. A single
-    tensor is not copied.
+    """Returns the tensors in one flat tensor, followed by zeros up to ``size`` elements.
+
+    A single tensor is not copied.
     """
     rows = [layout.flatten(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
     missing = size - sum(map(torch.numel, rows))
@@ -200,8 +205,9 @@ def copy_coalesced(
 
 
 def copies(tensors: Sequence[Tensor], devices: Devices, buffer_bytes: int) -> list[list[Tensor]]:
-    """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one
-    buffer share its memory.
+    """Returns copies of dense tensors for each of ``devices``, which may repeat.
+
+    Copies from one buffer share its memory.
     """
     copied = [[*tensors] for _ in devices]  # The copies replace the tensors in these lists.
     for chunk in chunks(tensors, buffer_bytes):

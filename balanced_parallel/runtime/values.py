@@ -98,6 +98,7 @@ def check_number(
     name: str, value: Any, expected: str, *, at_least: float = -math.inf, whole: bool = False
 ) -> None:
     """Checks that the value of the argument ``name`` is a finite number, as ``expected`` describes.
+
     ``True`` is not one here.
     """
     if isinstance(value, bool):
@@ -156,8 +157,9 @@ class Precision:
         return f"Precision({self.name!r})"
 
     def autocast(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that enables autocast for the types of ``devices``. Workers of
-        replicas inherit it.
+        """Returns a context manager that enables autocast for the types of ``devices``.
+
+        Workers of replicas inherit it.
         """
         return contextlib.nullcontext() if self.dtype is None else _autocast(self.dtype, devices)
 

@@ -90,8 +90,9 @@ def _new(*made_from: Any) -> Any:
 
 @functools.cache
 def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
-    """Returns a checkpointed subclass. A ``forward`` set on the instance would still run the
-    original after a copy.
+    """Returns a checkpointed subclass.
+
+    A ``forward`` set on the instance would still run the original after a copy.
     """
 
     @functools.wraps(kind.forward)
@@ -151,8 +152,9 @@ class CheckpointHandle:
 def checkpoint_activations(
     module: nn.Module, *, blocks: str | Iterable[str] = "auto", selective: bool = False
 ) -> CheckpointHandle:
-    """Checkpoints parts of a module in place. Their activations are computed again in the backward
-    instead of being kept.
+    """Checkpoints parts of a module in place.
+
+    Their activations are computed again in the backward instead of being kept.
 
     Loss, gradients, random numbers and running statistics stay the same. A call replaces the
     checkpoints of an earlier call.
@@ -235,8 +237,9 @@ def run_checkpointed(
     name: str,
     selective: bool = False,
 ) -> Any:
-    """Returns ``function(*args, **kwargs)``, which the backward runs again. It may write to buffers
-    of ``modules``.
+    """Returns ``function(*args, **kwargs)``, which the backward runs again.
+
+    It may write to buffers of ``modules``.
     """
     leaves, rebuild = torch_private.flatten((args, kwargs))
     is_generating = any(hasattr(leaf, _CACHE) for leaf in leaves) and not any(
@@ -272,8 +275,9 @@ def run_checkpointed(
 
 
 class _Rerun:
-    """A context of each further run of a forward. One graph may enter it several times
-    (``retain_graph=True``).
+    """A context of each further run of a forward.
+
+    One graph may enter it several times (``retain_graph=True``).
     """
 
     def __init__(

@@ -120,8 +120,9 @@ class Labels(NamedTuple):
 
 
 def rows_per_chunk(features: int) -> int:
-    """Returns the rows of a chunk, whose logits take the memory of the weight's gradient. Few rows
-    are slow to multiply.
+    """Returns the rows of a chunk, whose logits take the memory of the weight's gradient.
+
+    Few rows are slow to multiply.
     """
     return min(max(features, 256), 1024)
 
@@ -281,8 +282,9 @@ def _write(results: Tensor, rows: slice, values: Tensor) -> None:
 def _loss_and_gradient_(
     logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None
 ) -> Tensor:
-    """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum, weighted by
-    ``factors``.
+    """Returns the loss of each row.
+
+    Replaces ``logits`` by the gradient of their sum, weighted by ``factors``.
     """
     ignored = labels.target == labels.ignore_index
     counts = (~ignored).to(logits.dtype)
@@ -422,8 +424,9 @@ class _Head(nn.Linear):
 
 
 def _change_heads(model: Any, name: str) -> None:
-    """Changes the class of the head. With ``modules_to_save`` of peft there is one for each
-    adapter, and the original.
+    """Changes the class of the head.
+
+    With ``modules_to_save`` of peft there is one for each adapter, and the original.
     """
     head = model.get_output_embeddings()
     saved = getattr(head, "modules_to_save", None)
@@ -446,8 +449,9 @@ def _check_loss(function: object, name: str) -> None:
 
 @functools.cache
 def _class_without_logits(kind: Any) -> Any:
-    """Returns a subclass. A ``forward`` set on the instance would still run the original after a
-    copy.
+    """Returns a subclass.
+
+    A ``forward`` set on the instance would still run the original after a copy.
     """
 
     @functools.wraps(kind.forward)

@@ -134,8 +134,9 @@ class Stored:
         self._saved = self._on_device = None
 
     def load(self, stream: torch.Stream) -> Tensor:
-        """Returns the bytes on the device, for use on a stream. Copies of the storages saved before
-        it start.
+        """Returns the bytes on the device, for use on a stream.
+
+        Copies of the storages saved before it start.
         """
         started = self._start()
         if self._loaded is not None:
@@ -199,8 +200,9 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
 
 
 class Offload:
-    """The hooks of one block. Workers of replicas and threads of autograd call them at the same
-    time.
+    """The hooks of one block.
+
+    Workers of replicas and threads of autograd call them at the same time.
     """
 
     def __init__(self, min_bytes: int, host: Host) -> None:
@@ -213,8 +215,9 @@ class Offload:
         )
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int] | Offloaded:
-        """Hook that autograd calls with each tensor that it saves. Returns one that stays with its
-        version.
+        """Hook that autograd calls with each tensor that it saves.
+
+        Returns one that stays with its version.
         """
         stream = self.host.stream_of(tensor.device)
         (version,) = versions([tensor])
@@ -274,8 +277,9 @@ def _modified(shape: torch.Size) -> RuntimeError:
 
 
 def offload_optimizer(optimizer: Optimizer) -> None:
-    """Keeps the state of an optimizer on the host, and runs its step there. The update is the same,
-    up to rounding.
+    """Keeps the state of an optimizer on the host, and runs its step there.
+
+    The update is the same, up to rounding.
 
     Each step copies gradients and parameters to pinned memory of the host, and the parameters back,
     and waits for the copies: 12 bytes of traffic per parameter in float32. With AdamW the host

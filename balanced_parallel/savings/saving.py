@@ -1,5 +1,6 @@
-"""``Saving``: a way to need less memory, as one object. ``SAVINGS`` has all that this package
-applies, in their order.
+"""``Saving``: a way to need less memory, as one object.
+
+``SAVINGS`` has all that this package applies, in their order.
 
 An out of memory error advises those that leave the result as it is. :func:`memory.plan` tries all
 of them: ``memory/savings.py`` knows which updates they suit. docs/savings.md has a row for each.
@@ -48,8 +49,9 @@ class Saving:
 
     @property
     def is_function(self) -> bool:
-        """True if it changes a module or an optimizer, or surrounds an update. Others are settings
-        of a step.
+        """True if it changes a module or an optimizer, or surrounds an update.
+
+        Others are settings of a step.
         """
         return bool(self.change_module or self.change_optimizer or self.surround)
 

@@ -56,8 +56,9 @@ _LEGEND = (
 
 
 class Cluster:
-    """Simulated devices of one :func:`simulate` block. All numbers can still be read after the
-    block.
+    """Simulated devices of one :func:`simulate` block.
+
+    All numbers can still be read after the block.
 
     Attributes:
         devices: ``sim:0`` and so on.
@@ -75,8 +76,9 @@ class Cluster:
 
     @property
     def live(self) -> list[int]:
-        """Bytes in use now, per device. Each allocation is rounded up to 512 bytes, as in torch's
-        CUDA caching allocator.
+        """Bytes in use now, per device.
+
+        Each allocation is rounded up to 512 bytes, as in torch's CUDA caching allocator.
         """
         return (
             self._ended[0]
@@ -97,8 +99,9 @@ class Cluster:
 
     @property
     def moved(self) -> Counter[tuple[str, str]]:
-        """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``. Subtract two values
-        to measure a section.
+        """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``.
+
+        Subtract two values to measure a section.
         """
         if self._ended:
             return self._ended[2]
@@ -149,8 +152,9 @@ class Cluster:
         return self._ended[5] if self._ended else self._native.simulation_allocations()
 
     def fail_allocation(self, number: int) -> None:
-        """Makes one allocation fail with ``torch.OutOfMemoryError``, whatever the capacity. Those
-        after it succeed.
+        """Makes one allocation fail with ``torch.OutOfMemoryError``, whatever the capacity.
+
+        Those after it succeed.
 
         Args:
             number: of the allocation, counted from now on over all devices. 1 is the next.
@@ -163,15 +167,17 @@ class Cluster:
         self._native.simulation_fail_allocation(number)
 
     def reset_peak(self) -> None:
-        """Restarts the measurement of :attr:`peak` and :meth:`categories`. After the block it
-        raises ``RuntimeError``.
+        """Restarts the measurement of :attr:`peak` and :meth:`categories`.
+
+        After the block it raises ``RuntimeError``.
         """
         self._must_run("peaks")
         self._native.simulation_reset_peak()
 
     def categories(self, device: int) -> dict[str, int]:
-        """Returns the bytes of each category at the peak of one device. They add up to its
-        ``peak``.
+        """Returns the bytes of each category at the peak of one device.
+
+        They add up to its ``peak``.
 
         ``"parameters"`` (with buffers), ``"gradients"`` (the ``grad`` of parameters), ``"optimizer
         state"``, ``"inputs"`` (copied from the CPU, or created on the device from no other tensor),
@@ -243,8 +249,9 @@ class Cluster:
 
 @contextmanager
 def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Iterator[Cluster]:
-    """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process. Kernels run on the CPU, and
-    memory is counted in bytes.
+    """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process.
+
+    Kernels run on the CPU, and memory is counted in bytes.
 
     Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its
     accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel``
@@ -343,8 +350,9 @@ def _rename_backend() -> None:
 def _broadcast_coalesced(
     labels: "MemoryLabels", tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
-    """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one
-    buffer share its memory.
+    """Copies tensors to all devices through buffers of ``buffer_size`` bytes.
+
+    Copies from one buffer share its memory.
     """
     copies = transport.copies(
         tensors, [torch.device("sim", device) for device in devices[1:]], buffer_size
@@ -376,8 +384,9 @@ def _gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
 
 @contextmanager
 def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
-    """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses. The same bytes go between
-    the same devices.
+    """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses.
+
+    The same bytes go between the same devices.
     """
     functions: dict[str, Any] = {
         "_broadcast_coalesced": functools.partial(_broadcast_coalesced, labels),
@@ -394,8 +403,9 @@ def _comm_for_simulated_devices(labels: "MemoryLabels") -> Iterator[None]:
 
 
 class Category(IntEnum):
-    """Category of an allocation. The numbers are those of ``native/ledger.h``, which calls the last
-    one ``Other``.
+    """Category of an allocation.
+
+    The numbers are those of ``native/ledger.h``, which calls the last one ``Other``.
     """
 
     PARAMETERS = 0
@@ -446,8 +456,9 @@ class MemoryLabels:
             self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
 
     def label(self, tensors: Iterable[object], category: Category) -> None:
-        """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other
-        values are ignored.
+        """Labels the memory of all tensors on simulated devices, of a sharded one its shard.
+
+        Other values are ignored.
         """
         for local in local_tensors(tensors):
             if (

@@ -50,8 +50,9 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @functools.cache
 def load_native() -> CDLL:
-    """Loads the compiled library, and declares the types of its functions. Processes that start
-    together compile it once.
+    """Loads the compiled library, and declares the types of its functions.
+
+    Processes that start together compile it once.
     """
     parts = [
         torch.__version__,

@@ -131,15 +131,17 @@ class DistributedModel(RankModel, DistributedDataParallel):
         self.require_forward_param_sync = True
 
     def forward_without_rows(self) -> Tensor:
-        """Takes part in a reduction without running the module. Returns a zero to run backward
-        from.
+        """Takes part in a reduction without running the module.
+
+        Returns a zero to run backward from.
         """
         self._call_in_forward(lambda: None)
         return self.zero()
 
     def zero(self, *, reduces: bool = True) -> Tensor:
-        """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and
-        gives none a gradient.
+        """Returns a zero that leads to each reduced parameter.
+
+        Its backward runs their hooks, and gives none a gradient.
         """
         derivatives: list[Tensor | None] = [None] * (len(self.record.parameters) + 1)
         zero = _zero_of([*self.record.parameters, self._sentinel], derivatives)
@@ -210,8 +212,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _row_in_place(
         self, method: str | None, arguments: Arguments, rows: int | None
     ) -> Arguments | None:
-        """Returns a row to run in place of no rows, or None. Keeps the first row of a method for
-        that.
+        """Returns a row to run in place of no rows, or None.
+
+        Keeps the first row of a method for that.
         """
         if rows and method not in self._examples:
             self._examples[method] = first_row(arguments, self.dim)
@@ -255,8 +258,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _begin_backward(
         self, derivatives: list[Tensor | None], reduces: bool, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        """Begins a backward that reaches all parameters, before it has reached any. ``derivatives``
-        are those of the zero.
+        """Begins a backward that reaches all parameters, before it has reached any.
+
+        ``derivatives`` are those of the zero.
         """
         is_by_hand = self.record.is_by_hand
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
@@ -316,8 +320,9 @@ class _Wrapped(nn.Module):
 
 
 class BucketRecord(GradientRecord):
-    """The record of a reducer. Gradients of a step are in its buckets, which a loop by hand does
-    not know.
+    """The record of a reducer.
+
+    Gradients of a step are in its buckets, which a loop by hand does not know.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -449,8 +454,9 @@ class _DDPSync(RankSync):
 
 
 class _DDPUpdate(RankUpdate):
-    """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in
-    the reducer's buckets.
+    """Averages gradients over ranks, in the backward of each rank's last micro-batch.
+
+    They are in the reducer's buckets.
 
     ``is_abandoned`` is True if this rank was out of memory before, and has to tell the others.
     """
@@ -520,8 +526,9 @@ class _DDPUpdate(RankUpdate):
         return None
 
     def discard(self, error: BaseException) -> None:
-        """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the
-        backward of a layer.
+        """Forgets the gradients of this rank.
+
+        Tells ranks that wait for them, but not those in the backward of a layer.
         """
         is_awaited = self._local is not None and self._sums is None
         if is_awaited and not self._model.meets_ranks:

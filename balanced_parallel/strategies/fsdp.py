@@ -170,8 +170,9 @@ class ShardedModel(RankModel):
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
-        """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that
-        would not know.
+        """Checks that the same parameters require a gradient.
+
+        FSDP2 gathers them into tensors that would not know.
 
         A forward without gradients may freeze layers, as peft's ``disable_adapter()`` does: FSDP2
         does not see it.
@@ -339,8 +340,9 @@ class _FSDPUpdate(RankUpdate):
         return self._model.forward_without_rows()
 
     def _begin_round(self, count: int) -> None:
-        """Begins another round of ``count`` micro-batches or more. Ranks that are at the end of
-        theirs learn of it.
+        """Begins another round of ``count`` micro-batches or more.
+
+        Ranks that are at the end of theirs learn of it.
         """
         collectives.sum_numbers(RankReport(needs_more=1), self._group)
         self._extend(count)
@@ -373,8 +375,9 @@ Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its 
 
 
 class ShardedGradients(GradientRecord):
-    """Completes the gradients of sharded modules in every backward. Compares the blocks that ranks
-    have run.
+    """Completes the gradients of sharded modules in every backward.
+
+    Compares the blocks that ranks have run.
 
     A rank compares its blocks with the others if their order is new. If only one rank changes its
     order, it waits in the comparison and the others wait for its shards, until the timeout of the
@@ -460,8 +463,9 @@ class ShardedGradients(GradientRecord):
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
     def begin(self, *, is_dummy: bool) -> None:
-        """Begins a backward. This runs before the hooks of FSDP2, so its callback at the end runs
-        before theirs.
+        """Begins a backward.
+
+        This runs before the hooks of FSDP2, so its callback at the end runs before theirs.
         """
         if self.begins_backward():
             self.compare_blocks()
@@ -557,8 +561,9 @@ def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
 def shard(
     module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]
 ) -> list[Any]:
-    """Shards a module in place over the ranks of a mesh. Returns the sharded blocks, and the root
-    at the end.
+    """Shards a module in place over the ranks of a mesh.
+
+    Returns the sharded blocks, and the root at the end.
 
     Parameters are all-gathered and used in the dtype of ``precision``, except in blocks with batch
     norm. Gradients are reduced in float32. ``prepare`` is called for each block, and for the root,

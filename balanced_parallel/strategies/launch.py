@@ -46,8 +46,9 @@ class TorchrunEnvironment(NamedTuple):
 
     @classmethod
     def detect(cls) -> "TorchrunEnvironment | None":
-        """Reads the environment. Returns None outside of torchrun, if neither ``RANK`` nor
-        ``WORLD_SIZE`` is set.
+        """Reads the environment.
+
+        Returns None outside of torchrun, if neither ``RANK`` nor ``WORLD_SIZE`` is set.
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return None
@@ -107,8 +108,9 @@ def rank_device(
 def join_process_group(
     environment: TorchrunEnvironment, device: torch.device, timeout: timedelta | None = None
 ) -> None:
-    """Makes ``device`` current and starts the process group, which ends at exit. A group that is
-    running already is used.
+    """Makes ``device`` current and starts the process group, which ends at exit.
+
+    A group that is running already is used.
     """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
@@ -151,8 +153,9 @@ def join_process_group(
 
 
 def end_process_group() -> None:
-    """Ends the running process group. After an exception its collectives might never end: torchrun
-    ends the other ranks then.
+    """Ends the running process group.
+
+    After an exception its collectives might never end: torchrun ends the other ranks then.
     """
     collectives.keep_backends()
     # set by an exception that nothing has caught

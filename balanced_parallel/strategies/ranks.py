@@ -42,8 +42,9 @@ class RowSettings(TypedDict, total=False):
 
 
 class RankModel(ParallelModel):
-    """The model of one rank. It returns a list with this rank's output, as
-    :class:`DataParallelModel` does.
+    """The model of one rank.
+
+    It returns a list with this rank's output, as :class:`DataParallelModel` does.
     """
 
     def _set_rows(
@@ -84,8 +85,9 @@ class RankModel(ParallelModel):
     def _watched_run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
-        """Runs the module. The first run of a method shows whether it communicates with other ranks
-        itself.
+        """Runs the module.
+
+        The first run of a method shows whether it communicates with other ranks itself.
         """
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
@@ -133,8 +135,9 @@ class RankModel(ParallelModel):
 
 
 class RankSync(GradientSync):
-    """Synchronises the gradients of the model of a rank. Subclasses open the updates of their
-    strategy.
+    """Synchronises the gradients of the model of a rank.
+
+    Subclasses open the updates of their strategy.
     """
 
     def __init__(self, model: RankModel) -> None:
@@ -148,8 +151,9 @@ class RankSync(GradientSync):
 
 
 class RankReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2. A strategy leaves
-    those of others at 0.
+    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2.
+
+    A strategy leaves those of others at 0.
     """
 
     total: float = 0.0  # The sum of the losses.
@@ -222,8 +226,9 @@ class RankUpdate(UpdateSync):
 
     @abc.abstractmethod
     def agree(self, report: RankReport) -> RankReport:
-        """Completes the report of this rank, and ends the reduction. Returns the sums of the
-        reports of all ranks.
+        """Completes the report of this rank, and ends the reduction.
+
+        Returns the sums of the reports of all ranks.
         """
 
     def exchange(self, report: RankReport) -> RankReport:

@@ -33,8 +33,9 @@ class _ReplicaSync(GradientSync, UpdateSync):
         return self
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns the expected weight, if the host knows it. One device then computes as the plain
-        program does, bit for bit.
+        """Returns the expected weight, if the host knows it.
+
+        One device then computes as the plain program does, bit for bit.
         """
         if in_float16:
             return power_of_two(

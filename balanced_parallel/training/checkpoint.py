@@ -118,8 +118,9 @@ class Checkpoints:
         self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
-        """Saves the present state in the background, after the save before. One of the same number
-        is then replaced.
+        """Saves the present state in the background, after the save before.
+
+        One of the same number is then replaced.
 
         Args:
             number: of the updates so far, for the name of the folder and the return value of
@@ -163,8 +164,9 @@ class Checkpoints:
         _unreported[self._writing] = folder
 
     def wait(self) -> None:
-        """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the
-        end of the program does.
+        """Waits until the last save is complete.
+
+        Raises ``OSError`` if it has failed; otherwise the end of the program does.
         """
         for thread in checkpoint_threads():  # Ctrl-C may have interrupted its save().
             thread.join()
@@ -182,8 +184,9 @@ class Checkpoints:
         raise OSError(message) from error
 
     def load_latest(self) -> int | None:
-        """Loads the newest checkpoint that is undamaged into the parts. Returns its number, or None
-        if there is none.
+        """Loads the newest checkpoint that is undamaged into the parts.
+
+        Returns its number, or None if there is none.
 
         A damaged one is passed over with a warning, and stays as it is.
 
@@ -276,8 +279,9 @@ class Checkpoints:
 
 
 def _group() -> collectives.Group:
-    """Returns the process group for DCP. Without one, its warning is ignored: the thread that
-    writes would raise it each time.
+    """Returns the process group for DCP.
+
+    Without one, its warning is ignored: the thread that writes would raise it each time.
     """
     group = collectives.checkpoint_group()
     if group is None:
@@ -300,8 +304,9 @@ def _explain(folder: Path, error: BaseException) -> str:
 
 @atexit.register
 def _report_failures() -> None:
-    """Ends the program with exit code 1 if its last save has failed without a ``wait()``. Python
-    has ended the threads before.
+    """Ends the program with exit code 1 if its last save has failed without a ``wait()``.
+
+    Python has ended the threads before.
     """
     failures = [
         _explain(folder, error)
@@ -315,8 +320,9 @@ def _report_failures() -> None:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes one checkpoint, with the ``tree`` of this rank, in a thread. ``keep`` undamaged
-    checkpoints stay.
+    """Writes one checkpoint, with the ``tree`` of this rank, in a thread.
+
+    ``keep`` undamaged checkpoints stay.
     """
 
     def __init__(
@@ -344,8 +350,9 @@ class Writer(HuggingFaceStorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Completes the checkpoint after all ranks have written, and removes old ones. Rank 0 runs
-        this.
+        """Completes the checkpoint after all ranks have written, and removes old ones.
+
+        Rank 0 runs this.
         """
         files: dict[str, list[Any]] = {}
         for rank in range(self.ranks):
@@ -381,8 +388,9 @@ class ListedFiles(FileSystem):
 
 
 def tidy(parent: Path) -> list[int]:
-    """Removes what an interrupted run has left, before any rank writes. Returns the numbers of the
-    complete checkpoints.
+    """Removes what an interrupted run has left, before any rank writes.
+
+    Returns the numbers of the complete checkpoints.
     """
     for path in parent.iterdir():
         if re.fullmatch(rf"step-[0-9]+({OLD}|{PARTIAL}|{REMOVED})", path.name):
@@ -453,8 +461,9 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damage(folder: Path) -> str:
-    """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them.
-    Files may fail to be read.
+    """Returns a sentence about damaged files, or nothing.
+
+    Each rank looks at its part of them. Files may fail to be read.
     """
     try:
         with _open_plain(folder, MANIFEST) as file:

@@ -210,8 +210,9 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
 
 
 def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
-    """Steps every scheduler after an update. Raises ``RuntimeError`` if one was stepped by hand
-    since the update before.
+    """Steps every scheduler after an update.
+
+    Raises ``RuntimeError`` if one was stepped by hand since the update before.
     """
     for scheduler in schedulers:
         epoch = getattr(scheduler, "last_epoch", 0)

@@ -51,8 +51,9 @@ class TwoPasses(Attempt):
         self._runs.append(run)
 
     def run_kept(self) -> None:
-        """Runs all batches, in one pass if every rank has a single micro-batch. All ranks call
-        this.
+        """Runs all batches, in one pass if every rank has a single micro-batch.
+
+        All ranks call this.
         """
         kind = self._accumulation.kind
         home = self._forwards.model.devices[0]
@@ -100,8 +101,9 @@ class TwoPasses(Attempt):
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:
-        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are
-        put back.
+        """Surrounds the forwards of the first pass, without a graph.
+
+        Random numbers and buffers are put back.
         """
         self._before.take()
         python = random.getstate()

@@ -103,8 +103,9 @@ class Recovery:
         self._try(lambda attempt: attempt.add(run))
 
     def _try(self, work: Callable[[Attempt], None]) -> None:
-        """Runs a part of the attempt, unless memory was too small before. An out of memory is kept
-        for :meth:`finish`.
+        """Runs a part of the attempt, unless memory was too small before.
+
+        An out of memory is kept for :meth:`finish`.
         """
         if not self._reason:
             try:
@@ -136,8 +137,9 @@ class Recovery:
         return self._work
 
     def _keep(self, error: torch.OutOfMemoryError) -> None:
-        """Keeps the reason of an out of memory, without its traceback, which holds memory. Drops
-        all gradients.
+        """Keeps the reason of an out of memory, without its traceback, which holds memory.
+
+        Drops all gradients.
         """
         self._reason = self._reason or str(error) or type(error).__name__
         self._work = None

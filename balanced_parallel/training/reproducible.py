@@ -28,8 +28,9 @@ from .update import BatchRun, Compute, Forwards, Reduced, Work
 
 
 class RandomByRow:
-    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what
-    the small forwards change.
+    """The random numbers of a :class:`TrainStep` with ``reproducible=True``.
+
+    ``before`` is for what the small forwards change.
     """
 
     def __init__(self, model: ParallelModel, before: Snapshot) -> None:
@@ -55,8 +56,9 @@ class RandomByRow:
     def find_draws(
         self, kind: Hashable, batch: Batch, update: UpdateRandom, run: Callable[[Shard], object]
     ) -> None:
-        """Runs two and three rows, and puts back what they change. A rank without rows runs none,
-        twice.
+        """Runs two and three rows, and puts back what they change.
+
+        A rank without rows runs none, twice.
         """
         self._before.take()
         try:
@@ -78,8 +80,9 @@ class RandomByRow:
 
 
 class NumberedRows:
-    """The rows of one update, which have numbers over all ranks and batches. ``open_work`` returns
-    the work that runs them.
+    """The rows of one update, which have numbers over all ranks and batches.
+
+    ``open_work`` returns the work that runs them.
     """
 
     def __init__(
@@ -148,8 +151,9 @@ class NumberedRows:
         return reduced
 
     def discard(self, error: BaseException) -> None:
-        """Drops all gradients. The CPU's generator is where it was before the update, for a
-        repetition.
+        """Drops all gradients.
+
+        The CPU's generator is where it was before the update, for a repetition.
         """
         if self._work is not None:
             self._work.discard(error)

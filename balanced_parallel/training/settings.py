@@ -1,5 +1,6 @@
-"""Settings and values of a :class:`TrainStep` that must be the same on all ranks. Otherwise they
-train different models, or hang.
+"""Settings and values of a :class:`TrainStep` that must be the same on all ranks.
+
+Otherwise they train different models, or hang.
 
 All are compared once, before the first update exchanges anything else. What may change later is a
 digest, which travels with the losses: a later comparison costs no collective, and every rank
@@ -48,8 +49,9 @@ class Settings:
         return any(optimizer.state is not state for optimizer, state in pairs)
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
-        """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks
-        call this.
+        """Compares all settings, and raises ``ValueError`` on every rank if they differ.
+
+        All ranks call this.
         """
         facts: dict[str, Hashable] = {
             **describe_criterion(self.state.criterion),
@@ -69,8 +71,9 @@ class Settings:
         compare_ranks(facts, expected, self._lines())
 
     def digest(self) -> list[float]:
-        """Returns a number of 20 bits for the settings that may change, and its square. No device
-        is read.
+        """Returns a number of 20 bits for the settings that may change, and its square.
+
+        No device is read.
         """
         has_written = versions([*self.state.trained.values()]) != [*self.before.versions]
         values = [
@@ -142,8 +145,9 @@ class Settings:
 
 
 def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Hashable]:
-    """Returns the settings of a criterion. Integers and strings of a loss that is not torch's may
-    be its rank or device.
+    """Returns the settings of a criterion.
+
+    Integers and strings of a loss that is not torch's may be its rank or device.
     """
     if criterion is None:
         return {"criterion": None}

@@ -65,8 +65,10 @@ class Snapshot:
                 self._kinds = kinds
 
     def restore(self) -> None:
-        """Puts the state back. Buffers that a forward has replaced are the former tensors again,
-        those it has added are gone.
+        """Puts the state back.
+
+        Buffers that a forward has replaced are the former tensors again, those it has added are
+        gone.
 
         Raises ``RuntimeError`` if a parameter was written of which there is no copy.
         """
@@ -107,8 +109,9 @@ def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:
 
 
 def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
-    """Describes a tensor that was changed in place, so that forwards cannot run again. Returns an
-    empty text if there is none.
+    """Describes a tensor that was changed in place, so that forwards cannot run again.
+
+    Returns an empty text if there is none.
     """
     for tensor, before in recorded:
         if versions([tensor]) != [before]:

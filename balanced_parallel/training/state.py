@@ -96,8 +96,9 @@ class TrainedState(NamedTuple):
             seed_anew(of_one["cpu"], devices, rank * len(devices))
 
     def check(self, state_dict: Mapping[str, Any], others: set[str]) -> None:
-        """Raises the errors of :meth:`TrainStep.load_state_dict`. ``others`` are entries that the
-        step has itself.
+        """Raises the errors of :meth:`TrainStep.load_state_dict`.
+
+        ``others`` are entries that the step has itself.
         """
         check_type("state_dict", state_dict, Mapping, "what a TrainStep's state_dict() returns")
         if missing := (_ENTRIES | others) - state_dict.keys():
@@ -142,8 +143,9 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the state of an optimizer, with names where ``torch.optim`` has numbers. Parameters
-    without one keep theirs.
+    """Returns the state of an optimizer, with names where ``torch.optim`` has numbers.
+
+    Parameters without one keep theirs.
     """
     groups = names_by_group(optimizer, trained)
     state = optimizer.state_dict()
@@ -225,8 +227,9 @@ def split_tensors(state: object) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _encode(value: Any, path: TreePath, tensors: dict[str, Tensor]) -> Any:
-    """Returns the tree of a value. A list is a list, other containers and tensors are a dictionary
-    with their kind as its key.
+    """Returns the tree of a value.
+
+    A list is a list, other containers and tensors are a dictionary with their kind as its key.
     """
     kind = type(value)
     name = type(value).__name__
@@ -294,8 +297,9 @@ def join_tensors(tree: Any, find: Callable[[TreePath, torch.Size, torch.dtype], 
 
 
 def tensor_key(path: Iterable[object]) -> str:
-    """Returns the name of a tensor. Other paths have other names: keys may contain a slash, and 1
-    is not ``"1"``.
+    """Returns the name of a tensor.
+
+    Other paths have other names: keys may contain a slash, and 1 is not ``"1"``.
     """
     return "/".join(
         quote(part, safe="") if isinstance(part, str) else f"%({part})" for part in path

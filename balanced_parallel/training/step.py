@@ -176,8 +176,9 @@ class TrainStep:
     def __call__(
         self, inputs: Any, targets: Any = (), *, return_outputs: bool = False
     ) -> Tensor | tuple[Tensor, PerReplica]:
-        """Trains on one effective batch, or on this rank's rows of it. Returns its loss, a detached
-        scalar.
+        """Trains on one effective batch, or on this rank's rows of it.
+
+        Returns its loss, a detached scalar.
 
         Args:
             inputs: of the model; a tuple fills its positional arguments, a mapping its keyword
@@ -241,8 +242,9 @@ class TrainStep:
 
     @contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, ExitStack]]:
-        """Surrounds a part of an update, whose last one makes it. Hooks of parameters are off until
-        the second result is closed.
+        """Surrounds a part of an update, whose last one makes it.
+
+        Hooks of parameters are off until the second result is closed.
 
         If it fails, all rows since the last update are dropped: nobody knows which rows the
         gradients are of.
@@ -296,8 +298,9 @@ class TrainStep:
         )
 
     def _add(self, update: Update, run: BatchRun) -> None:
-        """Adds a batch. If the criterion communicates with other ranks, each of them has to call it
-        once.
+        """Adds a batch.
+
+        If the criterion communicates with other ranks, each of them has to call it once.
         """
         calls = self._forwards.copies.collectives
         if calls.is_used and not run.is_whole:
@@ -376,8 +379,9 @@ class TrainStep:
 
     @property
     def micro_batch_cost(self) -> float | None:
-        """Cost per device at most in one forward, for :class:`ByCost`. With ``"auto"``, the cost
-        settled on so far.
+        """Cost per device at most in one forward, for :class:`ByCost`.
+
+        With ``"auto"``, the cost settled on so far.
         """
         return self._limit.value if self._limit.unit == "cost" else None
 
@@ -387,8 +391,9 @@ class TrainStep:
         self._limit.set("cost", cost)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state between two updates, for :class:`Checkpoints`. Under torchrun every
-        rank must call this.
+        """Returns the state between two updates, for :class:`Checkpoints`.
+
+        Under torchrun every rank must call this.
 
         The names are those of the module, with any number of devices or ranks. Tensors are not
         copied.
@@ -497,8 +502,9 @@ def _check_arguments(
 
 
 def _check_micro_batch_size(rows: Any, otherwise: str) -> None:
-    """Raises ``ValueError`` unless ``rows`` is a positive integer or None. ``otherwise`` names what
-    else is possible.
+    """Raises ``ValueError`` unless ``rows`` is a positive integer or None.
+
+    ``otherwise`` names what else is possible.
     """
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise ValueError(

@@ -30,6 +30,7 @@ class GradientSync(Protocol):
 
     def random_numbers(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Surrounds all work on rows of one update, whose random numbers are those of this process.
+
         ``is_last`` ends it.
         """
 
@@ -41,8 +42,9 @@ class UpdateSync(Protocol):
         """Returns how many micro-batches to run, if this process needs ``count``."""
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns the divisor of all gradients of the update, without waiting for a device. It is
-        the same in all processes.
+        """Returns the divisor of all gradients of the update, without waiting for a device.
+
+        It is the same in all processes.
 
         ``expected`` is the weight of this process's rows, as far as they are known; ``before``,
         that of the update before, over everything, or 0. In float16, gradients need a divisor near
@@ -54,13 +56,15 @@ class UpdateSync(Protocol):
 
     def forget_forwards(self) -> None:
         """Tells that all forwards of the update were undone, and run again.
+
         ``DistributedDataParallel`` counts them.
         """
         return
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        """Takes part in forwards that other processes still make, without rows. Yields zeros for
-        :meth:`backward`.
+        """Takes part in forwards that other processes still make, without rows.
+
+        Yields zeros for :meth:`backward`.
 
         ``is_reduced`` tells that this process has run its last backward.
         """
@@ -73,8 +77,9 @@ class UpdateSync(Protocol):
         """
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight over everything. All gradients are reduced. A weight of other
-        ranks is on the host.
+        """Returns loss and weight over everything.
+
+        All gradients are reduced. A weight of other ranks is on the host.
         """
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
@@ -91,15 +96,17 @@ class UpdateSync(Protocol):
         """
 
     def discard(self, error: BaseException) -> None:
-        """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for
-        them are told.
+        """Forgets the gradients that are not reduced yet, after a failure.
+
+        Processes that wait for them are told.
         """
 
 
 @functools.singledispatch
 def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
-    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the
-    model.
+    """Returns the gradient synchronisation of a model.
+
+    Packages register theirs by the type of the model.
     """
     compiled = without_compilation(model)
     inside = getattr(model, "module", None) if compiled is model else compiled

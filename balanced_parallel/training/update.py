@@ -182,8 +182,9 @@ class Accumulation(Attempt):
 
     @functools.cached_property
     def _total(self) -> Tensor:
-        """The sum of all losses. It is allocated where an out of memory is kept for another
-        attempt.
+        """The sum of all losses.
+
+        It is allocated where an out of memory is kept for another attempt.
         """
         return torch.zeros((), dtype=self._dtype, device=self._device)
 
@@ -244,8 +245,9 @@ class Accumulation(Attempt):
     reduce = finish  # nothing was kept
 
     def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
-        """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last
-        one reduces all gradients.
+        """Counts the losses of a micro-batch, one for each replica, and runs its backward.
+
+        The last one reduces all gradients.
 
         ``followers`` is the number of micro-batches of the same batch that follow, and probably
         weigh as much.
@@ -305,8 +307,9 @@ class Update:
 
     @contextlib.contextmanager
     def dropped_by_errors(self) -> Iterator[None]:
-        """Surrounds a part of the update. An error in it drops all gradients, so that nobody takes
-        them for another loss's.
+        """Surrounds a part of the update.
+
+        An error in it drops all gradients, so that nobody takes them for another loss's.
         """
         had_rows = self.has_rows
         try:

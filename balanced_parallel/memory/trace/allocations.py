@@ -65,8 +65,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of two updates as in :class:`Count`. The second begins at ``marks["second"]``, and
-    has ``flops`` operations.
+    """The events of two updates as in :class:`Count`.
+
+    The second begins at ``marks["second"]``, and has ``flops`` operations.
     """
 
     rows: int
@@ -85,8 +86,9 @@ _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
 
 class Count(TorchDispatchMode):
-    """Records allocations and releases of storages, real or fake, while it is active. It is entered
-    after the fake mode.
+    """Records allocations and releases of storages, real or fake, while it is active.
+
+    It is entered after the fake mode.
 
     Events are numbers of blocks, counted from 1: positive for an allocation, negative for a
     release.
@@ -161,8 +163,9 @@ class Count(TorchDispatchMode):
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
 
     def _take_for_operator(self, func: object, args: tuple[Any, ...], result: object) -> None:
-        """Records memory that an operator takes for itself, and releases before it returns. A
-        handle's stays.
+        """Records memory that an operator takes for itself, and releases before it returns.
+
+        A handle's stays.
         """
         sizes = {"temporaries": selected(func, args)}
         if self.kind.fuses:
@@ -196,8 +199,9 @@ class Count(TorchDispatchMode):
         return result
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
-        """Records the storage of a tensor once. A known storage only changes its kind, unless
-        ``kind`` is ``"temporaries"``.
+        """Records the storage of a tensor once.
+
+        A known storage only changes its kind, unless ``kind`` is ``"temporaries"``.
         """
         for storage in _storages(tensor):
             entry = self._live.get(storage_id(storage))

@@ -27,8 +27,9 @@ from ...savings.saving import OFFLOAD, OFFLOAD_OPTIMIZER, Saving, find_savings
 
 
 def traced_savings(names: Iterable[str], host: torch.device | None) -> list[Saving]:
-    """Returns savings for a trace. ``host`` is the fake device of the host; without it, nothing is
-    offloaded.
+    """Returns savings for a trace.
+
+    ``host`` is the fake device of the host; without it, nothing is offloaded.
     """
     savings = find_savings(names)
     if host is None:
@@ -58,8 +59,9 @@ _STREAM = _Stream()
 
 
 class TracedHost(Host):
-    """A fake device in the place of the host. Fake devices have one stream each, and everything on
-    it is in order.
+    """A fake device in the place of the host.
+
+    Fake devices have one stream each, and everything on it is in order.
     """
 
     kinds = (*Host.kinds, FakeTensor)
@@ -129,8 +131,9 @@ def _one_chunk(
     target: Tensor,
     factors: Tensor | None,
 ) -> Chunks:
-    """Yields one chunk. A product with a single result has the operations of all rows: ``products``
-    with the weight.
+    """Yields one chunk.
+
+    A product with a single result has the operations of all rows: ``products`` with the weight.
     """
     size = rows_per_chunk(weight.size(1))
     operations = len(hidden) * weight.numel() * products

@@ -82,8 +82,9 @@ def fake_batch(
     dim: int,
     count: Count,
 ) -> Any:
-    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it. ``count`` gets the values of
-    small ones.
+    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it.
+
+    ``count`` gets the values of small ones.
     """
 
     def fake(leaf: object) -> object:
@@ -98,8 +99,9 @@ def fake_batch(
 
 
 def with_rows(batch: object, rows: int, of: int, dim: int) -> Any:
-    """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``. Tensors are
-    on the meta device.
+    """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``.
+
+    Tensors are on the meta device.
 
     Those that are small, and lists, repeat their rows.
     """
@@ -199,8 +201,9 @@ def counting_resizes(count: Count) -> Context:
 
 
 def shapes_of_shards_uncounted(count: Count) -> Context:
-    """Leaves out the operators that ``DTensor`` runs on whole fake tensors to learn shapes. No
-    public hook surrounds them.
+    """Leaves out the operators that ``DTensor`` runs on whole fake tensors to learn shapes.
+
+    No public hook surrounds them.
     """
     # there is no public name
     from torch.distributed.tensor._sharding_prop import ShardingPropagator

@@ -54,8 +54,9 @@ from .fakes import HOME, fake_devices
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer of an update, to be made. ``foreach`` selects the multi-tensor kernels, torch's
-    default on a GPU.
+    """The optimizer of an update, to be made.
+
+    ``foreach`` selects the multi-tensor kernels, torch's default on a GPU.
     """
 
     has_state: ClassVar[bool] = False
@@ -150,8 +151,9 @@ def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> N
 
 
 class ExistingOptimizers:
-    """The optimizers of a step with their state, of which a trace has fake copies. Balanced ones
-    are made anew there.
+    """The optimizers of a step with their state, of which a trace has fake copies.
+
+    Balanced ones are made anew there.
     """
 
     has_state: ClassVar[bool] = True
@@ -168,8 +170,9 @@ class ExistingOptimizers:
     def make_all(
         self, parameters: Iterable[Tensor], model: nn.Module | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Returns all optimizers. Those in the place of balanced ones have the pieces among
-        ``parameters``.
+        """Returns all optimizers.
+
+        Those in the place of balanced ones have the pieces among ``parameters``.
 
         They are balanced again if there is a model. If there was none, the first becomes one.
         """
@@ -255,8 +258,9 @@ P = TypeVar("P", bound=Tensor)
 def run_in_this_thread(
     work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True
 ) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread. In an exchange, each
-    receives its own values.
+    """Runs replicas one after the other: a fake mode belongs to one thread.
+
+    In an exchange, each receives its own values.
     """
     return run_in_turn(work, devices, lambda index, value: [value] * len(work))
 
@@ -272,8 +276,9 @@ class TracedModel(DataParallelModel):
 
 
 class SingleDevice(Layout):
-    """The plain program on one device, and the base of the other layouts. An instance runs one
-    update on fake tensors.
+    """The plain program on one device, and the base of the other layouts.
+
+    An instance runs one update on fake tensors.
     """
 
     name = "single"

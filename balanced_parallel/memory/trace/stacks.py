@@ -37,8 +37,9 @@ SHORTEST = 8  # A shorter stack is traced as it is, which takes as long as seven
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks: ``length`` children of ``container`` from ``start`` on. ``prefix`` is its name,
-    with a dot.
+    """Equal blocks: ``length`` children of ``container`` from ``start`` on.
+
+    ``prefix`` is its name, with a dot.
     """
 
     container: nn.Module
@@ -209,8 +210,9 @@ Sized = tuple[tuple[Any, ...], int]  # the label and the bytes of an entry
 
 
 def _count_matches(left: Sequence[Sized], right: Sequence[Sized], inserted: int) -> int:
-    """Returns the number of equal first entries. Without an inserted run, the size of the first may
-    differ.
+    """Returns the number of equal first entries.
+
+    Without an inserted run, the size of the first may differ.
     """
     pairs = enumerate(zip(left, right, strict=False))
     return next(
@@ -220,8 +222,9 @@ def _count_matches(left: Sequence[Sized], right: Sequence[Sized], inserted: int)
 
 
 def extend(short: Sequence[Entry], long: Sequence[Entry], more: int) -> list[Entry]:
-    """Returns the sequence of ``more`` blocks than the shorter one has. The longer one has one
-    block more.
+    """Returns the sequence of ``more`` blocks than the shorter one has.
+
+    The longer one has one block more.
 
     Places, numbers and sizes are affine in the blocks, and in the repetition of a run. An entry in
     both sequences, and its repetition in the longer one, give all terms.
@@ -304,8 +307,9 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:
-    """Returns True if devices divide the parameters of each further block in the same way. Ranks
-    divide whole modules.
+    """Returns True if devices divide the parameters of each further block in the same way.
+
+    Ranks divide whole modules.
     """
     if request.layout.is_distributed:
         return request.devices == 1 or not request.balanced

@@ -1,5 +1,6 @@
-"""Runs two updates on fake tensors, which compute nothing, and records every allocation. In
-processes of their own.
+"""Runs two updates on fake tensors, which compute nothing, and records every allocation.
+
+In processes of their own.
 """
 
 import contextlib
@@ -54,8 +55,9 @@ T = TypeVar("T")
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
-    """Returns one trace for each request and number of rows in a micro-batch. Uses as many
-    processes as there are cores.
+    """Returns one trace for each request and number of rows in a micro-batch.
+
+    Uses as many processes as there are cores.
     """
     return _run_in_processes(jobs, _trace)
 
@@ -85,8 +87,9 @@ def keeping_processes(request: Request) -> Iterator[None]:
 
 
 class Processes:
-    """Forked processes that trace requests. They have the objects of the caller without receiving
-    them, and leave nothing behind.
+    """Forked processes that trace requests.
+
+    They have the objects of the caller without receiving them, and leave nothing behind.
 
     A trace runs in this process on other platforms than Linux, after a backward on an accelerator,
     which autograd refuses in a fork, and if all processes hang: a fork copies locks that other
@@ -134,8 +137,9 @@ class Processes:
             self._pool = None
 
     def _work(self, results: Sequence[Future[T]]) -> bool:
-        """Waits for results. Returns False if the processes use no processor for ``PATIENCE``
-        seconds.
+        """Waits for results.
+
+        Returns False if the processes use no processor for ``PATIENCE`` seconds.
         """
         used: object = None
         while self._pool is not None and wait(results, PATIENCE).not_done:
@@ -269,8 +273,9 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
 def _trace_whole(
     request: Request, rows: int, cut: contextlib.AbstractContextManager[object] = _UNCUT
 ) -> Trace:
-    """Traces the module, or the module with only some blocks of a stack. Releases between two
-    allocations are in any order.
+    """Traces the module, or the module with only some blocks of a stack.
+
+    Releases between two allocations are in any order.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with cut:

@@ -47,8 +47,9 @@ class Values:
         kwargs: dict[str, object],
         run: Callable[[], object],
     ) -> object:
-        """Returns what ``run`` returns for an operator. If all values are known, a number, or a
-        result of any size, is theirs.
+        """Returns what ``run`` returns for an operator.
+
+        If all values are known, a number, or a result of any size, is theirs.
         """
 
         tensors = _tensors((args, kwargs))
