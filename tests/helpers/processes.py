@@ -32,7 +32,7 @@ class Script:
 
     @property
     def texts(self):
-        """What the process has written so far: its output and its errors."""
+        """The output and the errors that the process has written so far."""
         return [Path(path).read_text() if os.path.exists(path) else "" for path in self._paths]
 
     def wait(self, timeout=60):

@@ -60,7 +60,7 @@ def test_frozen_shards_are_not_gathered():
 
 
 class Together(ToStart):
-    """Has smaller updates the more parameters there are."""
+    """An optimizer with smaller updates the more parameters it has."""
 
     def step(self):
         for group in self.param_groups:

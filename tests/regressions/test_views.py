@@ -56,7 +56,7 @@ def test_both_named_ways_equal_the_plain_program():
 
 
 def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
-    """Those of a row are beside each other."""
+    """The tokens of a row are beside each other."""
     net = Calls(lambda net, x: net(torch.stack([x, x * 2, x * 3], 1)).flatten(0, 1))
     x, targets = torch.randn(7, 4), class_targets(21)
     model = DataParallelModel(net, CPUS)

@@ -19,7 +19,7 @@ def fused_optimizer(parameters, device):
 
 
 class ThroughData(torch.optim.Optimizer):
-    """As many optimizers were written, and still are."""
+    """An optimizer that writes through ``.data``, as many do."""
 
     def __init__(self, parameters, device):
         super().__init__(parameters, {"lr": 0.05})
