@@ -403,7 +403,7 @@ class ShardedGradients(GradientRecord):
         self.used.clear()
         # Whole gradients and their versions, after the last backward. FSDP2 replaces those in half
         # precision.
-        self._whole_gradients: dict[int, tuple[TensorWeakRef, list[int]]] = {}
+        self._whole_gradients: dict[int, tuple[TensorWeakRef, int]] = {}
 
     def run_step(self, backward: Callable[[], None], *, keeps_whole: bool = False) -> None:
         """Runs a backward of a step. It leaves gradients whole, or reduces them."""
@@ -513,10 +513,11 @@ class ShardedGradients(GradientRecord):
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
         if not slots or is_sharded(getattr(*slots[0][1:])):
             return  # This unit has not run, or is reduced already: it has shards.
+        gradients: list[Tensor] = []
         for number, part, name in slots:
             parameter = getattr(part, name)
             gradient = parameter.grad
-            reference, version = self._whole_gradients.get(number, (None, []))
+            reference, version = self._whole_gradients.get(number, (None, 0))
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
                 # New in torch 2.15: that of the reduction.
@@ -525,13 +526,13 @@ class ShardedGradients(GradientRecord):
             elif is_dummy:
                 if not is_kept:
                     gradient.zero_()
-            elif not is_kept or torch_private.versions([gradient]) != version:
+            elif not is_kept or torch_private.versions([gradient]) != [version]:
                 self.used.add(number)
-            if self._keeps_whole:
-                self._whole_gradients[number] = (
-                    TensorWeakRef(gradient),
-                    torch_private.versions([gradient]),
-                )
+            gradients.append(gradient)
+        if self._keeps_whole:
+            versions = torch_private.versions(gradients)
+            for (number, _, _), gradient, version in zip(slots, gradients, versions, strict=True):
+                self._whole_gradients[number] = TensorWeakRef(gradient), version
 
     def _end(self) -> None:
         for slots in self._units:  # FSDP2 reduces some at the end of the backward.
