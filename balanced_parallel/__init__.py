@@ -26,6 +26,7 @@ from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss
 from .loss.rules import loss_weight
 from .loss.sums import weighted_mean
 from .optim.balanced import BalancedOptimizer
+from .replicas.all_rows import sum_over_rows
 from .replicas.batchnorm import convert_sync_batchnorm
 from .replicas.model import DataParallelModel
 from .runtime.values import Precision
@@ -65,6 +66,7 @@ __all__ = [
     "savings",
     "scatter",
     "simulate",
+    "sum_over_rows",
     "verify",
     "weighted_mean",
 ]

@@ -16,6 +16,7 @@ from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.plan import consecutive, proportional_sizes, split_sizes
 from ..batch.rows import NOTHING, Arguments, Shard, cut, move_arguments, move_leaves, spread
+from ..replicas.all_rows import ALL, forward_of
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import OnCollective, gather_objects, world_size
 from ..runtime.devices import pin
@@ -26,7 +27,10 @@ from .sums import zero_of
 Criterion = nn.Module | Callable[..., Tensor]
 T = TypeVar("T")
 _COLLECTIVES = "the criterion communicates with the other ranks itself"
-_WITHOUT = "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True"
+_WITHOUT = (
+    "write it without collectives, as for one process with all rows, and give weight=, AdditiveLoss or whole=True; in place of "
+    "all_reduce of a statistic, such as a centre, call sum_over_rows"
+)
 
 
 @dataclass(eq=False)
@@ -40,12 +44,13 @@ class OwnCollectives:
 
     is_possible: bool = False
     is_mean: bool = False
+    sums_rows: bool = False  # It calls sum_over_rows, also for no rows. Nothing else is looked for.
 
     def __post_init__(self) -> None:
         # In common ones, each rank calls the criterion once.
         self.is_used = self._is_common = False
         # It is open until the first call has come to its end.
-        self.asks = self.is_open = self.is_possible
+        self.asks = self.is_open = self.is_possible and not self.sums_rows
 
     def agree(self, calls: int) -> None:
         """Learns how often each rank calls the criterion in an update. All ranks call this."""
@@ -126,9 +131,14 @@ class ShardLoss(NamedTuple):
         return loss
 
     def nothing(self) -> Tensor:
-        """Returns a zero that is connected to the output and to the criterion's parameters."""
+        """Returns a zero that is connected to the output and to the criterion's parameters.
+
+        Without rows, a criterion that sums over all rows is called, since others wait for it.
+        """
+        is_awaited = self.collectives.sums_rows and not self.rows
+        results = [self.output, self.call()] if is_awaited else [self.output]
         tensors = [
-            *filter(is_differentiable, containers.tensors_in(self.output)),
+            *filter(is_differentiable, containers.tensors_in(results)),
             *_parameters(self.criterion),
         ]
         return zero_of(*tensors) if tensors else torch.zeros(())
@@ -193,9 +203,10 @@ class CriterionCopies:
     @property
     def checks(self) -> Checks | None:
         """The times when a loss is compared with that of halves, or None for one that is averaged
-        over the ranks.
+        over the ranks, or that sums over all rows.
         """
-        return None if self.collectives.is_used else self.halves
+        is_compared = not (self.collectives.is_used or self.collectives.sums_rows)
+        return self.halves if is_compared else None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -204,7 +215,8 @@ class CriterionCopies:
 
     def run_once(self, function: Callable[[Criterion], T], device: torch.device) -> T:
         """Returns the result of ``function`` for the copy on one device."""
-        with self.precision.autocast([device]), self.on([device]) as (criterion,):
+        autocast = self.precision.autocast([device])
+        with autocast, self.on([device]) as (criterion,), forward_of(ALL):
             return self.replicas.run(
                 [functools.partial(function, criterion)], [device], together=False
             )[0]
@@ -262,7 +274,7 @@ class Calls(NamedTuple):
                 functools.partial(_call, function, copies.collectives, *replica)
                 for replica in replicas
             ]
-            return copies.replicas.run(work, devices, together=False)
+            return copies.replicas.run(work, devices, together=copies.collectives.sums_rows)
 
 
 def _call(

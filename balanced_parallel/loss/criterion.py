@@ -12,6 +12,7 @@ from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, count_rows, mark, parameters_of, spread
+from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import explain_unwatched, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
@@ -128,7 +129,9 @@ class DataParallelCriterion(nn.Module):
         self.replicas = Replicas()
         is_averaged = kind.reduction == "mean" and not is_structure(weight)
         collectives = OwnCollectives(
-            is_possible=find_torch_loss(criterion) is None, is_mean=is_averaged
+            is_possible=find_torch_loss(criterion) is None,
+            is_mean=is_averaged,
+            sums_rows=meets_others(criterion),
         )
         settings = self.devices, self.output_device, dim or 0, self.precision
         self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, Checks())

@@ -353,10 +353,12 @@ class WeighedMean(_Mean):
     def _part(self, shard: ShardLoss, weights: Any = None) -> Any:
         minimum = self.settings.minimum
         bounds = bounds_of(minimum, weights)
-        if not shard.rows or weights == 0 == minimum:
+        is_skipped = weights == 0 == minimum and not shard.collectives.sums_rows
+        if not shard.rows or is_skipped:
             # The criterion would return nan or raise an error.
+            nothing = shard.nothing()
             return map_weights(
-                lambda weight: LossSum(shard.nothing(), weight, bound=next(bounds)), weights
+                lambda weight: LossSum(nothing, weight, bound=next(bounds)), weights
             )
         means = shard.call()
         if shard.collectives.is_used:

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.rows import Shard
+from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
 from .copies import Calls, ShardLoss
@@ -39,6 +40,7 @@ from .sums import LossSum, add_up, divide, weighted_sum, widen, zero_of
 _OF_NOTHING = 0
 _OF_TARGETS = 1
 _OF_OUTPUTS = 2
+_OF_ALL_ROWS = 3  # a sum over all rows, which is no divisor of a shard
 _CONSTANT = "a constant"
 _OVER_NUMBER = "a sum over a number"
 _SEVERAL = "several"  # the key of a mean that takes two passes in micro-batches
@@ -200,6 +202,8 @@ class MeanRecorder(TorchFunctionMode):
             )
 
     def _level_of_result(self, name: str, tensors: Sequence[Tensor], result: Tensor) -> int:
+        if name == sum_over_rows.__name__:
+            return _OF_ALL_ROWS
         is_new = name in _NEW and not result.dim() and len(tensors) == 1
         if not tensors and result.numel() != 1:
             return _OF_OUTPUTS  # An empty tensor may be written to unseen.
@@ -320,7 +324,8 @@ class MeanRecorder(TorchFunctionMode):
         count, least = self._of(divisor).bounded or (divisor, None)
         form = self._form(count) or []
         added = [term.factor for term in form if term.kind == _CONSTANT]
-        if not _is_sum([term for term in form if term.kind != _CONSTANT]):
+        is_of_shard = self._level(count) < _OF_ALL_ROWS
+        if not is_of_shard or not _is_sum([term for term in form if term.kind != _CONSTANT]):
             return None
         bounds = [("added", sum(added))] if added else []
         bounds += [] if least is None else [("least", least)]

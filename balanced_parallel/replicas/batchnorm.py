@@ -8,17 +8,14 @@ others, so the backward is an ordinary one without synchronisation.
 
 import functools
 import inspect
-import types
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.collectives import gather_rows, second_group, world_size
-from ..runtime.devices import current_stream
-from ..runtime.streams import wait_for
 from ..runtime.torch_private import BatchNorm, current_backward_id
+from .all_rows import exchange, names_in, sums_rows
 from .module_tree import check_is_module
 from .workers import current_replica
 
@@ -99,19 +96,8 @@ def computes_statistics(layer: nn.Module) -> bool:
 
 
 def _calls_super(forward: Any) -> bool:
-    names = _names(getattr(inspect.unwrap(forward), "__code__", None))
+    names = names_in(getattr(inspect.unwrap(forward), "__code__", None))
     return {"super", "forward"} <= names and "batch_norm" not in names
-
-
-def _names(code: Any) -> set[str]:
-    """Returns the names of globals and attributes in the code of a function, and in that of its
-    inner functions.
-    """
-    return (
-        {*code.co_names}.union(*map(_names, code.co_consts))
-        if isinstance(code, types.CodeType)
-        else set()
-    )
 
 
 def _torch_class(kind: type) -> type:
@@ -147,9 +133,13 @@ def use_torch_sync_batchnorm(module: nn.Module) -> None:
             _exchange(layer, AllRanksBatchNorm)
 
 
-def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
-    """Returns True if a forward of these layers waits for the same forward on every other rank."""
-    return any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
+def meets_others(part: object) -> bool:
+    """Returns True if a call of a module or a function waits for the same call of other replicas and
+    ranks.
+    """
+    layers = part.modules() if isinstance(part, nn.Module) else ()
+    has_norms = any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
+    return has_norms or sums_rows(part)
 
 
 class AllRowsBatchNorm(BatchNorm):
@@ -217,12 +207,9 @@ class AllRanksBatchNorm(nn.SyncBatchNorm):
         return second_group("statistics")
 
 
-class Statistics(NamedTuple):
-    """Statistics of some rows. They are zeros if there are no rows."""
-
-    size: int  # values per channel, a number on the host
-    moments: Tensor  # [3, channels]: mean, sum of squared differences from the mean, and the size
-    stream: torch.Stream | None = None  # The thread of the replica computes the moments on it.
+# The number of values per channel on the host, and the moments [3, channels]: mean, sum of squared
+# differences from the mean, and that number. They are zeros if there are no rows.
+Statistics = tuple[int, Tensor]
 
 
 def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
@@ -233,25 +220,19 @@ def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
     # a fill: the host does not wait
-    moments = torch.stack([mean, squares, torch.full_like(mean, count)])
-    local = Statistics(count, moments, current_stream(values.device))
-    replica = current_replica()
-    parts: list[Statistics] = [local] if replica is None else replica.exchange(local)
-    for part in parts:
-        wait_for(part.moments, part.stream)
-    moved = [Statistics(part.size, part.moments.to(local.moments.device)) for part in parts]
+    parts = exchange(torch.stack([mean, squares, torch.full_like(mean, count)]), count)
     if world_size() == 1:
-        return moved
-    packed = torch.stack([part.moments for part in moved])
+        return parts
+    packed = torch.stack([moments for _, moments in parts])
     gathered = gather_rows(packed, [len(packed)] * world_size(), 0, second_group("statistics"))
     sizes = gathered[:, 2, 0].tolist()  # the host waits once
-    return [Statistics(int(size), part) for size, part in zip(sizes, gathered, strict=True)]
+    return [(int(size), moments) for size, moments in zip(sizes, gathered, strict=True)]
 
 
 def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
     """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
-    count = sum(part.size for part in statistics)
-    means, squares, sizes = torch.stack([part.moments for part in statistics]).unbind(1)
+    count = sum(size for size, _ in statistics)
+    means, squares, sizes = torch.stack([moments for _, moments in statistics]).unbind(1)
     counts = sizes.detach()  # stacked with statistics that have gradients
     mean = (counts / max(count, 1) * means).sum(0)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)

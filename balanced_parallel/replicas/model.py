@@ -214,7 +214,8 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                 if tree is None
                 else [part for part in tree.modules if isinstance(part, AllRowsBatchNorm)]
             )
-            outputs = self.replicas.run(work, devices, together=bool(norms))
+            is_met = tree is not None and tree.sums_rows
+            outputs = self.replicas.run(work, devices, together=is_met or bool(norms))
         return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:

@@ -27,6 +27,7 @@ from ..runtime.torch_private import (
     is_compiled,
     parameters_of,
 )
+from .all_rows import sums_rows
 
 
 class TreePart(NamedTuple):
@@ -58,6 +59,7 @@ class ModuleTree:
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
         self.is_compiled = any(map(is_compiled, self.modules))
+        self.sums_rows = sums_rows(root)
         # modules of torch itself cache no tensors
         self._custom = [
             at

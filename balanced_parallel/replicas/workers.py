@@ -166,7 +166,7 @@ class Meeting:
                 if missing := (self._ended & behind) or (self._ended & {index}):
                     raise RuntimeError(
                         f"replica {min(missing)} ended without the exchange that replica {index} waits in: every replica has "
-                        "to run the same synchronised layers"
+                        "to run the same synchronised layers, and to call sum_over_rows equally often"
                     )
                 self._changed.wait()
             return [values[count - 1] for values in self._values]
@@ -197,8 +197,8 @@ class Replica:
         """
         if self.meeting is None:
             raise RuntimeError(
-                f"replica {self.index} waits for the others in a synchronised layer, and they run one after the other: expected "
-                "such layers in the model, not in the criterion"
+                f"replica {self.index} waits for the others in a synchronised layer or in sum_over_rows, and they run one after "
+                "the other, expected the name sum_over_rows in the code of the module or of a function that this calls"
             )
         return self.meeting(self.index, value)
 

@@ -450,7 +450,7 @@ class _DDPSync(RankSync):
     _model: DistributedModel
 
     def open(self) -> UpdateSync:
-        return _DDPUpdate(self._model)
+        return _DDPUpdate(self, self._model)
 
 
 class _DDPUpdate(RankUpdate):
@@ -463,18 +463,19 @@ class _DDPUpdate(RankUpdate):
 
     place = "the module or of the criterion"
 
-    def __init__(self, model: DistributedModel, *, is_abandoned: bool = False) -> None:
+    def __init__(
+        self, sync: RankSync, model: DistributedModel, *, is_abandoned: bool = False
+    ) -> None:
         super().__init__(model, model.record)
+        self._sync = sync
         self._model = model
         self._is_abandoned = is_abandoned
         self._has_begun = False  # A step forgets the gradients before it runs a batch.
         self._sums: RankReport | None = None  # The sums over all ranks.
 
     def count_micro_batches(self, count: int) -> int:
-        """Returns ``count``, or the largest of any rank if layers of the model wait for every rank
-        in each forward.
-        """
-        return collectives.max_over_ranks(count) if self._model.meets_ranks else count
+        """Returns ``count``, or the largest of any rank if each forward waits for every rank."""
+        return collectives.max_over_ranks(count) if self._sync.meets_ranks else count
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Keeps gradients on this rank, in the buckets of the reducer, where autograd adds to them."""
@@ -521,7 +522,7 @@ class _DDPUpdate(RankUpdate):
         know.
         """
         if self._sums is None:
-            return _DDPUpdate(self._model, is_abandoned=True)
+            return _DDPUpdate(self._sync, self._model, is_abandoned=True)
         self._refuse_failures(self._sums, but_memory=True)
         return None
 
@@ -531,7 +532,7 @@ class _DDPUpdate(RankUpdate):
         Tells ranks that wait for them, but not those in the backward of a layer.
         """
         is_awaited = self._local is not None and self._sums is None
-        if is_awaited and not self._model.meets_ranks:
+        if is_awaited and not self._sync.meets_ranks:
             self._model.begin_sparse_gradients()
             # A failed backward has not run hooks that other ranks wait for.
             for parameter in self._model.record.parameters:
@@ -565,7 +566,7 @@ class _DDPUpdate(RankUpdate):
 
 @gradient_sync.register
 def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
-    return _DDPSync(model)
+    return _DDPSync(model, criterion)
 
 
 def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None]) -> Tensor:

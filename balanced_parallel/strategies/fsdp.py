@@ -222,12 +222,12 @@ class _FSDPSync(RankSync):
 
     _model: ShardedModel
 
-    def __init__(self, model: ShardedModel, *, takes_two_passes: bool) -> None:
-        super().__init__(model)
+    def __init__(self, model: ShardedModel, criterion: DataParallelCriterion) -> None:
+        super().__init__(model, criterion)
         # micro-batches that all ranks run before they exchange anything; 0: they ask
         self.round = 0
         self.keeps_whole = False  # gradients until the end of a round
-        self._always_asks = takes_two_passes or model.meets_ranks
+        self._always_asks = criterion.kind.passes > 1 or self.meets_ranks
         self._updates = 0  # complete ones
 
     def open(self) -> UpdateSync:
@@ -362,7 +362,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
             "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
-    return _FSDPSync(model, takes_two_passes=criterion.kind.passes > 1)
+    return _FSDPSync(model, criterion)
 
 
 def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:

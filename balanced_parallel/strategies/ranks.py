@@ -18,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..batch.containers import Dims, Nested, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, ParallelModel, Shard, count_rows, take
+from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
-from ..replicas.batchnorm import meets_other_ranks
+from ..replicas.all_rows import NONE, forward_of
+from ..replicas.batchnorm import meets_others
 from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import Devices, is_accelerator, start_copy
@@ -62,7 +64,7 @@ class RankModel(ParallelModel):
         self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision(precision or "fp32")
-        self.meets_ranks = meets_other_ranks(self.module.modules())
+        self.meets_ranks = meets_others(self.module)
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
@@ -73,7 +75,7 @@ class RankModel(ParallelModel):
         if shard.is_joined and not rows and self.meets_ranks:
             raise RuntimeError(
                 "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
-                "others wait for its batch norm, and joined samples of another batch would count"
+                "others wait for its batch norm or sum over all rows, and joined samples of another batch would count"
             )
         with shard.context():
             return self._watched_run(None, shard.inputs, rows, in_step=True)
@@ -112,8 +114,8 @@ class RankModel(ParallelModel):
             self.meets_ranks = True
             warnings.warn(
                 f"the module communicates with the other ranks itself ({', '.join(sorted(names))}): each rank runs as many "
-                "micro-batches as the others, and has rows in each. convert_sync_batchnorm is exact for batch norm; other "
-                "statistics over all rows belong into the criterion, as an AdditiveLoss",
+                "micro-batches as the others, and has rows in each. Exact without these limits: convert_sync_batchnorm for batch "
+                "norm, and sum_over_rows in place of all_reduce for other statistics",
                 stacklevel=2,
             )
         return output
@@ -140,8 +142,14 @@ class RankSync(GradientSync):
     Subclasses open the updates of their strategy.
     """
 
-    def __init__(self, model: RankModel) -> None:
+    def __init__(self, model: RankModel, criterion: DataParallelCriterion) -> None:
         self._model = model
+        self._criterion_sums_rows = criterion.copies.collectives.sums_rows
+
+    @property
+    def meets_ranks(self) -> bool:
+        """True if ranks wait for each other in a forward, so that all of them run equally many."""
+        return self._model.meets_ranks or self._criterion_sums_rows
 
     def random_numbers(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Draws the numbers of this rank. On an accelerator, the generator has a seed of its own."""
@@ -384,7 +392,8 @@ def undone(module: nn.Module, devices: Devices) -> Iterator[None]:
     for part, name, buffer in buffers:
         setattr(part, name, buffer.clone())
     try:
-        yield
+        with forward_of(NONE):
+            yield
     finally:
         random_numbers.restore()
         for part, name, buffer in buffers:

@@ -25,7 +25,7 @@ from ..batch.outputs import PerReplica, join_outputs
 from ..batch.rows import Arguments, Batch, Cut, ParallelModel, as_arguments, spread
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import SEVERAL
-from ..replicas.batchnorm import meets_other_ranks
+from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import window
 from ..runtime import collectives
 from ..runtime.torch_private import (
@@ -136,9 +136,10 @@ class TrainStep:
             Limit("rows", rows) if cut is None or rows is not None else Limit("cost", cut.limit)
         )
         self._has_ranks = collectives.world_size() > 1
-        if self._is_auto and self._has_ranks and meets_other_ranks(model.modules()):
+        meets = meets_others(model) or criterion.copies.collectives.sums_rows
+        if self._is_auto and self._has_ranks and meets:
             raise ValueError(
-                "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
+                "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows: after an out of memory in the forward of one rank, the "
                 "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
         is_any_compiled = any(map(is_compiled, model.modules()))
@@ -224,10 +225,10 @@ class TrainStep:
         if (
             not batch.has_example
             and collectives.world_size() > 1
-            and meets_other_ranks(self.model.modules())
+            and meets_others(self.model)
         ):
             raise RuntimeError(
-                "this rank had no sample in its first batch, expected one: others wait for its batch norm"
+                "this rank had no sample in its first batch, expected one: others wait for its batch norm or sum over all rows"
             )
         return batch
 

@@ -1,0 +1,197 @@
+"""Sums over the rows of all replicas and ranks, for statistics of a forward.
+
+Replicas meet in the exchange of their threads, ranks in an all-reduce whose backward sums the
+gradients::
+
+    replica 0   statistic 0 --+--> sum --> all-reduce over the ranks --> forward goes on
+    replica 1   statistic 1 --+--> sum --> ...
+
+Replicas can only meet if they run at the same time, and ranks if each of them runs every forward.
+So the engine has to know before a forward: :func:`sums_rows` reads the code of a module.
+"""
+
+import contextlib
+import contextvars
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from ..runtime.collectives import second_group, sum_over_ranks_in_graph, world_size
+from ..runtime.devices import current_stream
+from ..runtime.streams import wait_for
+from ..runtime.torch_private import current_backward_id
+from .workers import current_replica
+
+ALL = "all rows"  # A loss with whole=True is computed once, from the rows of all ranks.
+NONE = "no rows"  # A rank without rows runs a row in their place.
+_rows: contextvars.ContextVar[str] = contextvars.ContextVar("rows", default="")
+# Replicas have met in this process. A recomputation in the backward does not know its replica.
+_have_met = False
+# A traversal of the code ends at these: they do not call functions of this package.
+_FOREIGN = {*sys.stdlib_module_names, "torch", __name__.partition(".")[0]}
+
+
+def sum_over_rows(tensor: Tensor) -> Tensor:
+    """Returns the sum of ``tensor`` over all replicas and ranks of the running forward.
+
+    Called inside of a forward or of a criterion, for statistics that must be those of all rows: the
+    counts of a codebook, the centre of DINO, the load of experts, the moments of a data-dependent
+    initialisation. ``tensor`` is such a statistic of the rows at hand, summed over them. On one
+    device the result is a copy of it. The gradient of the sum reaches the statistics of all
+    replicas and ranks; under ``no_grad`` there is none.
+
+    All replicas and ranks call it equally often, in the same order, with tensors of one shape and
+    dtype. A rank without rows runs its forward without rows, and adds zeros. Micro-batches have sums of
+    their own, as with :func:`convert_sync_batchnorm`. Outside of a forward of this package, it sums
+    over the ranks of the process group, if there is one.
+
+    Args:
+        tensor: of any shape, on the device of this replica. The dtype is kept; halves are added in
+            float32.
+
+    Raises:
+        TypeError: a tensor of booleans.
+        ValueError: the replicas have tensors of different shapes or dtypes.
+        RuntimeError: a replica ended without this call; it was called in a recomputation of
+            activation checkpointing, where the other replicas are not present.
+
+    Example:
+        >>> class Centred(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         count = sum_over_rows(torch.tensor(len(x)))
+        ...         return x - sum_over_rows(x.sum(0)) / count
+        >>> model = DataParallelModel(Centred(), ["cpu"] * 2)
+        >>> model(torch.tensor([[1.0], [2.0], [6.0]])).gather().flatten()
+        tensor([-2., -1.,  3.])
+    """
+    global _have_met
+    if has_torch_function_unary(tensor):
+        summed: Tensor = handle_torch_function(sum_over_rows, (tensor,), tensor)
+        return summed
+    if torch.compiler.is_compiling():
+        # the compiler does not trace the exchange
+        return torch.compiler.disable(sum_over_rows)(tensor)
+    if tensor.dtype == torch.bool:
+        raise TypeError("sum_over_rows was given booleans, expected numbers: write mask.sum()")
+    if _rows.get() == NONE:
+        raise RuntimeError(
+            "sum_over_rows was called by a rank without rows, whose forward was not expected to do so, expected its name in the "
+            "code of the module or of a function that this calls, and step.add(...) equally often on all ranks"
+        )
+    replica = current_replica()
+    if replica is None and _have_met and current_backward_id() is not None:
+        raise RuntimeError(
+            "sum_over_rows cannot be called again in the backward: keep it out of activation checkpointing"
+        )
+    if _rows.get() == ALL or (replica is None and world_size() == 1):
+        return tensor.clone()
+    _have_met = _have_met or replica is not None
+    parts = [part for _, part in exchange(tensor)]
+    kinds = dict.fromkeys(f"{tuple(part.shape)} ({part.dtype})" for part in parts)
+    if len(kinds) > 1:
+        raise ValueError(
+            f"sum_over_rows was given {' and '.join(kinds)} by the replicas, expected one shape and dtype: sum over the rows "
+            "first, as in sum_over_rows(x.sum(0))"
+        )
+    is_half = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    total = functools.reduce(torch.add, [part.float() if is_half else part for part in parts])
+    if world_size() > 1:
+        total = sum_over_ranks_in_graph(total, second_group("statistics"))
+    return total.to(tensor.dtype)
+
+
+def exchange(tensor: Tensor, size: int = 0) -> list[tuple[int, Tensor]]:
+    """Returns ``size`` and ``tensor`` of each replica, in their order.
+
+    Tensors are moved to the device of this replica's.
+    """
+    replica = current_replica()
+    if replica is None:
+        return [(size, tensor)]
+    parts = replica.exchange((size, tensor, current_stream(tensor.device)))
+    for _, part, stream in parts:
+        wait_for(part, stream)
+    return [(each, part.to(tensor.device)) for each, part, _ in parts]
+
+
+@contextlib.contextmanager
+def forward_of(rows: str) -> Iterator[None]:
+    """Tells that code in this block has ``ALL`` or ``NONE`` of the rows."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+def sums_rows(part: object) -> bool:
+    """Returns True if the code of a module or function, or code that it calls, names
+    :func:`sum_over_rows`.
+    """
+    seen = set[int]()
+    ahead = [part]
+    while ahead:
+        value = ahead.pop()
+        if value is sum_over_rows:
+            return True
+        is_code = isinstance(value, (type, types.FunctionType))
+        is_foreign = is_code and str(value.__module__).partition(".")[0] in _FOREIGN
+        if id(value) in seen or is_foreign:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            names = names_in(value.__code__)
+            if sum_over_rows.__name__ in names:
+                return True
+            ahead += _named(value, names)
+        ahead += _inside(value)
+    return False
+
+
+def names_in(code: Any) -> set[str]:
+    """Returns the names of globals and attributes in the code of a function, and in that of its
+    inner functions.
+    """
+    return (
+        {*code.co_names}.union(*map(names_in, code.co_consts))
+        if isinstance(code, types.CodeType)
+        else set()
+    )
+
+
+def _named(function: types.FunctionType, names: set[str]) -> Iterator[object]:
+    """Yields the globals that a function names, and what it names in modules among them."""
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType):
+            yield from (vars(value)[other] for other in names & vars(value).keys())
+        else:
+            yield value
+
+
+_WRAPPERS = (functools.partial, types.MethodType, property, staticmethod, classmethod)
+
+
+def _inside(value: object) -> Iterator[object]:
+    """Yields the objects whose code may run where ``value`` is called."""
+    if isinstance(value, nn.Module):
+        for module in value.modules():
+            yield type(module)
+            yield from vars(module).values()
+    elif isinstance(value, type):
+        yield from value.__mro__[1:]
+        yield from vars(value).values()
+    elif isinstance(value, types.FunctionType):
+        yield value.__dict__.get("__wrapped__")
+        with contextlib.suppress(ValueError):  # a cell is empty
+            yield from (cell.cell_contents for cell in value.__closure__ or ())
+    elif isinstance(value, _WRAPPERS):
+        yield from (getattr(value, name, None) for name in ("func", "fget", "__func__", "__self__"))
+    else:
+        yield type(value)
