@@ -182,7 +182,8 @@ class CriterionCopies:
     """A criterion and its copies, one on the device of each output.
 
     ``halves`` and ``collectives`` note what the calls have shown. A second user of the criterion
-    has notes of its own (:meth:`without_notes`). Traces do not compare halves.
+    has notes of its own (:meth:`without_notes`). Traces, and criteria that
+    sum over all rows, do not compare halves.
     """
 
     criterion: Criterion
@@ -203,10 +204,9 @@ class CriterionCopies:
     @property
     def checks(self) -> Checks | None:
         """The times when a loss is compared with that of halves, or None for one that is averaged
-        over the ranks, or that sums over all rows.
+        over the ranks.
         """
-        is_compared = not (self.collectives.is_used or self.collectives.sums_rows)
-        return self.halves if is_compared else None
+        return None if self.collectives.is_used else self.halves
 
     @property
     def parameters(self) -> list[nn.Parameter]:

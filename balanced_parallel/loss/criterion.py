@@ -133,8 +133,9 @@ class DataParallelCriterion(nn.Module):
             is_mean=is_averaged,
             sums_rows=meets_others(criterion),
         )
+        halves = None if collectives.sums_rows else Checks()
         settings = self.devices, self.output_device, dim or 0, self.precision
-        self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, Checks())
+        self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, halves)
 
     @property
     def reduction(self) -> str:

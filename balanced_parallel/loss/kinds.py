@@ -357,9 +357,7 @@ class WeighedMean(_Mean):
         if not shard.rows or is_skipped:
             # The criterion would return nan or raise an error.
             nothing = shard.nothing()
-            return map_weights(
-                lambda weight: LossSum(nothing, weight, bound=next(bounds)), weights
-            )
+            return map_weights(lambda weight: LossSum(nothing, weight, bound=next(bounds)), weights)
         means = shard.call()
         if shard.collectives.is_used:
             weights = 1.0

@@ -13,6 +13,7 @@ So the engine has to know before a forward: :func:`sums_rows` reads the code of 
 import contextlib
 import contextvars
 import functools
+import gc
 import sys
 import types
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from ..runtime.collectives import second_group, sum_over_ranks_in_graph, world_size
+from ..runtime.collectives import SumOverRanks, second_group, world_size
 from ..runtime.devices import current_stream
 from ..runtime.streams import wait_for
 from ..runtime.torch_private import current_backward_id
@@ -32,9 +33,10 @@ ALL = "all rows"  # A loss with whole=True is computed once, from the rows of al
 NONE = "no rows"  # A rank without rows runs a row in their place.
 _rows: contextvars.ContextVar[str] = contextvars.ContextVar("rows", default="")
 # Replicas have met in this process. A recomputation in the backward does not know its replica.
-_have_met = False
-# A traversal of the code ends at these: they do not call functions of this package.
+_replicas_met = False
+# The search for calls ends at classes and functions of these packages, and goes on in the objects.
 _FOREIGN = {*sys.stdlib_module_names, "torch", __name__.partition(".")[0]}
+_OPEN = nn.Module, dict, tuple, functools.partial, types.MethodType, types.CellType, staticmethod
 
 
 def sum_over_rows(tensor: Tensor) -> Tensor:
@@ -70,39 +72,36 @@ def sum_over_rows(tensor: Tensor) -> Tensor:
         >>> model(torch.tensor([[1.0], [2.0], [6.0]])).gather().flatten()
         tensor([-2., -1.,  3.])
     """
-    global _have_met
     if has_torch_function_unary(tensor):
-        summed: Tensor = handle_torch_function(sum_over_rows, (tensor,), tensor)
-        return summed
-    if torch.compiler.is_compiling():
-        # the compiler does not trace the exchange
-        return torch.compiler.disable(sum_over_rows)(tensor)
-    if tensor.dtype == torch.bool:
-        raise TypeError("sum_over_rows was given booleans, expected numbers: write mask.sum()")
+        seen: Tensor = handle_torch_function(sum_over_rows, (tensor,), tensor)
+        return seen
     if _rows.get() == NONE:
         raise RuntimeError(
             "sum_over_rows was called by a rank without rows, whose forward was not expected to do so, expected its name in the "
             "code of the module or of a function that this calls, and step.add(...) equally often on all ranks"
         )
-    replica = current_replica()
-    if replica is None and _have_met and current_backward_id() is not None:
+    is_alone = current_replica() is None and world_size() == 1
+    if is_alone and _replicas_met and current_backward_id() is not None:
         raise RuntimeError(
             "sum_over_rows cannot be called again in the backward: keep it out of activation checkpointing"
         )
-    if _rows.get() == ALL or (replica is None and world_size() == 1):
-        return tensor.clone()
-    _have_met = _have_met or replica is not None
+    return tensor.clone() if is_alone or _rows.get() == ALL else _summed(tensor)
+
+
+def _summed(tensor: Tensor) -> Tensor:
+    global _replicas_met
     parts = [part for _, part in exchange(tensor)]
-    kinds = dict.fromkeys(f"{tuple(part.shape)} ({part.dtype})" for part in parts)
+    _replicas_met = _replicas_met or len(parts) > 1
+    kinds = {f"{tuple(part.shape)} ({part.dtype})" for part in parts}
     if len(kinds) > 1:
         raise ValueError(
-            f"sum_over_rows was given {' and '.join(kinds)} by the replicas, expected one shape and dtype: sum over the rows "
-            "first, as in sum_over_rows(x.sum(0))"
+            f"sum_over_rows was given {' and '.join(sorted(kinds))} by the replicas, expected one shape and dtype: sum over the "
+            "rows first, as in sum_over_rows(x.sum(0))"
         )
-    is_half = tensor.is_floating_point() and tensor.dtype.itemsize < 4
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
     total = functools.reduce(torch.add, [part.float() if is_half else part for part in parts])
     if world_size() > 1:
-        total = sum_over_ranks_in_graph(total, second_group("statistics"))
+        total = SumOverRanks.apply(total, second_group("statistics"))
     return total.to(tensor.dtype)
 
 
@@ -138,60 +137,33 @@ def sums_rows(part: object) -> bool:
     ahead = [part]
     while ahead:
         value = ahead.pop()
-        if value is sum_over_rows:
+        if value is sum_over_rows or sum_over_rows.__name__ in names_in(value):
             return True
-        is_code = isinstance(value, (type, types.FunctionType))
-        is_foreign = is_code and str(value.__module__).partition(".")[0] in _FOREIGN
-        if id(value) in seen or is_foreign:
-            continue
-        seen.add(id(value))
-        if isinstance(value, types.FunctionType):
-            names = names_in(value.__code__)
-            if sum_over_rows.__name__ in names:
-                return True
-            ahead += _named(value, names)
-        ahead += _inside(value)
+        kind: Any = value if isinstance(value, (type, types.FunctionType)) else type(value)
+        is_open = str(kind.__module__).partition(".")[0] not in _FOREIGN or isinstance(value, _OPEN)
+        if is_open and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, types.FunctionType):
+                ahead += _outside(value)
+            else:
+                ahead += gc.get_referents(value)
     return False
 
 
-def names_in(code: Any) -> set[str]:
+def names_in(code: object) -> set[str]:
     """Returns the names of globals and attributes in the code of a function, and in that of its
     inner functions.
     """
-    return (
-        {*code.co_names}.union(*map(names_in, code.co_consts))
-        if isinstance(code, types.CodeType)
-        else set()
-    )
+    if isinstance(code, types.FunctionType):
+        code = code.__code__
+    if not isinstance(code, types.CodeType):
+        return set()
+    return {*code.co_names}.union(*map(names_in, code.co_consts))
 
 
-def _named(function: types.FunctionType, names: set[str]) -> Iterator[object]:
-    """Yields the globals that a function names, and what it names in modules among them."""
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):
-            yield from (vars(value)[other] for other in names & vars(value).keys())
-        else:
-            yield value
-
-
-_WRAPPERS = (functools.partial, types.MethodType, property, staticmethod, classmethod)
-
-
-def _inside(value: object) -> Iterator[object]:
-    """Yields the objects whose code may run where ``value`` is called."""
-    if isinstance(value, nn.Module):
-        for module in value.modules():
-            yield type(module)
-            yield from vars(module).values()
-    elif isinstance(value, type):
-        yield from value.__mro__[1:]
-        yield from vars(value).values()
-    elif isinstance(value, types.FunctionType):
-        yield value.__dict__.get("__wrapped__")
-        with contextlib.suppress(ValueError):  # a cell is empty
-            yield from (cell.cell_contents for cell in value.__closure__ or ())
-    elif isinstance(value, _WRAPPERS):
-        yield from (getattr(value, name, None) for name in ("func", "fget", "__func__", "__self__"))
-    else:
-        yield type(value)
+def _outside(function: types.FunctionType) -> list[object]:
+    """Returns the objects that the code of a function names, and what it wraps."""
+    names = names_in(function)
+    named = [vars(function), function.__closure__, *map(function.__globals__.get, names)]
+    modules = [vars(each) for each in named if isinstance(each, types.ModuleType)]
+    return [*named, *(module.get(name) for module in modules for name in names)]

@@ -96,7 +96,7 @@ def computes_statistics(layer: nn.Module) -> bool:
 
 
 def _calls_super(forward: Any) -> bool:
-    names = names_in(getattr(inspect.unwrap(forward), "__code__", None))
+    names = names_in(inspect.unwrap(forward))
     return {"super", "forward"} <= names and "batch_norm" not in names
 
 

@@ -209,13 +209,15 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                 for replica in zip(modules, shards, strict=True)
             ]
             tree = self.replicas.tree  # always there if several replicas run
-            norms = (
+            meets = (
                 []
                 if tree is None
-                else [part for part in tree.modules if isinstance(part, AllRowsBatchNorm)]
+                else [
+                    tree.sums_rows,
+                    *[isinstance(part, AllRowsBatchNorm) for part in tree.modules],
+                ]
             )
-            is_met = tree is not None and tree.sums_rows
-            outputs = self.replicas.run(work, devices, together=is_met or bool(norms))
+            outputs = self.replicas.run(work, devices, together=any(meets))
         return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:

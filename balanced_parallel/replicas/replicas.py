@@ -269,7 +269,8 @@ class Replicas:
         if together and len(work) > 1:
             raise TypeError(
                 "the module is compiled, and its batch norm over all rows or sum_over_rows needs all replicas at the same time, "
-                "expected one of the two: pass the module without torch.compile, or without convert_sync_batchnorm and sum_over_rows"
+                "expected one of the two: pass the module without torch.compile, or without convert_sync_batchnorm and "
+                "sum_over_rows"
             )
         if (
             len(set(devices)) > 1

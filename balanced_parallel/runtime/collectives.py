@@ -125,15 +125,6 @@ def start_sum(tensor: Tensor, group: Group = None) -> Callable[[], Tensor]:
     return wait
 
 
-def sum_over_ranks_in_graph(tensor: Tensor, group: Group = None) -> Tensor:
-    """Returns the sum of ``tensor`` over all ranks.
-
-    The gradient of a rank's tensor is the sum of those that the ranks have for the result.
-    """
-    total: Tensor = _SumOverRanks.apply(tensor, group)
-    return total
-
-
 def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
     """Returns the sums over all ranks of some numbers of the hosts, field by field of a named
     tuple.
@@ -206,7 +197,7 @@ class _GatherRows(torch.autograd.Function):
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
 
 
-class _SumOverRanks(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
     """All-reduce. Backward sums the gradients over the ranks, which DDP averages."""
 
     @staticmethod
@@ -216,7 +207,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return sum_over_ranks_in_graph(gradient.contiguous(), ctx.group), None
+        return sum_over_ranks(gradient.contiguous(), ctx.group), None
 
 
 _LINES = "the first difference"

@@ -136,11 +136,11 @@ class TrainStep:
             Limit("rows", rows) if cut is None or rows is not None else Limit("cost", cut.limit)
         )
         self._has_ranks = collectives.world_size() > 1
-        meets = meets_others(model) or criterion.copies.collectives.sums_rows
-        if self._is_auto and self._has_ranks and meets:
+        has_sums = criterion.copies.collectives.sums_rows
+        if self._is_auto and self._has_ranks and (has_sums or meets_others(model)):
             raise ValueError(
-                "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows: after an out of memory in the forward of one rank, the "
-                "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
+                "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows: after an out of memory in the forward "
+                "of one rank, the others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
         is_any_compiled = any(map(is_compiled, model.modules()))
         self._forwards = Forwards(
@@ -222,11 +222,7 @@ class TrainStep:
             inputs, spread(targets), self._mark, forward, unit=self._limit.unit, is_strict=is_strict
         )
         self._example = batch.take_example(self._example)
-        if (
-            not batch.has_example
-            and collectives.world_size() > 1
-            and meets_others(self.model)
-        ):
+        if not batch.has_example and collectives.world_size() > 1 and meets_others(self.model):
             raise RuntimeError(
                 "this rank had no sample in its first batch, expected one: others wait for its batch norm or sum over all rows"
             )

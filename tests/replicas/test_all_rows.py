@@ -1,0 +1,179 @@
+"""Statistics of a forward over the rows of all replicas and ranks: losses, gradients and state of the plain program."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, gradients
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, sum_over_rows
+from balanced_parallel.replicas.all_rows import ALL, forward_of
+
+CPUS = ["cpu"] * 3
+
+
+class Codebook(nn.Module):
+    """The codes of VQ-VAE, moving averages of the rows that are nearest to them."""
+
+    def __init__(self, codes=5, size=3):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(codes, size))
+        self.register_buffer("counts", torch.ones(codes))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x):
+        index = torch.cdist(x, self.codes).argmin(1)
+        chosen = F.one_hot(index, len(self.codes)).to(x.dtype)
+        nearest = self.codes[index]
+        if self.training:
+            with torch.no_grad():
+                self.counts.lerp_(sum_over_rows(chosen.sum(0)), 0.1)
+                self.sums.lerp_(sum_over_rows(chosen.T @ x), 0.1)
+                self.codes.copy_(self.sums / self.counts[:, None])
+        return x + (nearest - x).detach()
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of all rows, with its gradient."""
+
+    def forward(self, x):
+        count = sum_over_rows(torch.tensor(len(x)))
+        return x - sum_over_rows(x.sum(0)) / count
+
+
+class Experts(nn.Module):
+    """Sends each row to one of three experts. The load of all rows scales the outputs, and is counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(3, 3)
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.register_buffer("load", torch.zeros(3, dtype=torch.long))
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(1)
+        index = shares.argmax(1)
+        self.load += sum_over_rows(torch.bincount(index, minlength=3))
+        mean = sum_over_rows(shares.sum(0)) / sum_over_rows(x.new_tensor(len(x)))
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        return outputs[torch.arange(len(x)), index] * (shares / mean).gather(1, index[:, None])
+
+
+class Centre(nn.Module):
+    """The loss of DINO, whose centre is a moving average of all targets. Its sharpness depends on the outputs of all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, output, target):
+        count = sum_over_rows(torch.tensor(len(target)))
+        spread = sum_over_rows(output.square().sum()) / count
+        loss = -((target - self.centre).softmax(1) * (output / (1 + spread)).log_softmax(1)).sum(1)
+        with torch.no_grad():
+            self.centre.lerp_(sum_over_rows(target.sum(0)) / count, 0.1)
+        return loss.mean()
+
+
+PARTS = {"codebook": Codebook, "centred": Centred, "experts": Experts, "tanh": nn.Tanh}
+CRITERIA = {"mse": nn.MSELoss, "centre": Centre}
+
+
+def build(part):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 3), PARTS[part](), nn.Linear(3, 4))
+
+
+def batch(rows):
+    numbers = torch.Generator().manual_seed(2)
+    return torch.randn(rows, 4, generator=numbers), torch.randn(rows, 4, generator=numbers)
+
+
+def plain_loss(net, criterion, x, target, pieces):
+    """The mean of a plain program that runs the pieces of the batch one after the other."""
+    with forward_of(ALL):  # also in a process that has other ranks
+        losses = [criterion(net(x[rows]), target[rows]) * len(rows) for rows in pieces]
+    return sum(losses) / len(x)
+
+
+def assert_same_state(one, other):
+    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def compare(step, net, plain, criteria, batches, pieces):
+    """Compares three updates of a step with those of the plain program."""
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, target, mine = batches
+    for _ in range(3):
+        found = step(x[mine], target[mine])
+        optimizer.zero_grad()
+        loss = plain_loss(plain, criteria[0], x, target, pieces)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-9, atol=1e-10)
+        assert_same_state(net, plain)
+        if isinstance(criteria[1], nn.Module):
+            assert_same_state(criteria[1], criteria[0])
+
+
+PROGRAMS = [("codebook", "mse"), ("centred", "mse"), ("experts", "mse"), ("tanh", "centre"), ("codebook", "centre")]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize(("part", "loss"), PROGRAMS)
+def test_three_replicas_equal_the_plain_program(part, loss, rows, double):
+    plain, criterion = build(part), CRITERIA[loss]()
+    net, split = copy.deepcopy(plain), copy.deepcopy(criterion)
+    model = DataParallelModel(net, CPUS)
+    step = TrainStep(model, DataParallelCriterion(split), torch.optim.SGD(net.parameters(), lr=0.1))
+    compare(step, net, plain, (criterion, split), (*batch(rows), slice(None)), [range(rows)])
+
+
+@pytest.mark.parametrize(("part", "loss"), PROGRAMS)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_micro_batches_have_sums_of_their_own(devices, part, loss, double):
+    plain, criterion = build(part), CRITERIA[loss]()
+    net, split = copy.deepcopy(plain), copy.deepcopy(criterion)
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * devices),
+        DataParallelCriterion(split),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        micro_batch_size=4 // devices,
+    )
+    compare(step, net, plain, (criterion, split), (*batch(12), slice(None)), torch.arange(12).split(4))
+
+
+def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
+    torch.set_default_dtype(torch.float64)
+    plain, criterion = build(part), CRITERIA[loss]()
+    split = copy.deepcopy(criterion)
+    net = copy.deepcopy(plain)
+    model, wrapped = parallelize(net, split, strategy=strategy)
+    step = TrainStep(model, wrapped, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
+    rows = torch.arange(7).split(sizes)
+    counts = [-(-size // (micro_batch_size or 7)) for size in sizes]
+    pieces = [torch.cat([mine.tensor_split(max(counts))[piece] for mine in rows]) for piece in range(max(counts))]
+    x, target = batch(7)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        found = step(x[rows[rank]], target[rows[rank]])
+        optimizer.zero_grad()
+        expected = plain_loss(plain, criterion, x, target, pieces)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-10)
+        whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.state_dict().items()}
+        torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-9, atol=1e-10)
+        assert_same_state(split, criterion)
+    return True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("part", "loss"), PROGRAMS)
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([0, 7], None), ([6, 1], 2)])
+def test_ranks_equal_the_plain_program(sizes, micro_batch_size, part, loss, strategy):
+    assert run_ranks(2, check_ranks, strategy, part, loss, sizes, micro_batch_size, timeout=30) == [True] * 2
