@@ -26,13 +26,14 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from ..runtime.collectives import SumOverRanks, second_group, world_size
 from ..runtime.devices import current_stream
 from ..runtime.streams import wait_for
-from ..runtime.torch_private import current_backward_id
+from ..runtime.torch_private import current_backward_id, in_checkpoint
 from .workers import current_replica
 
 ALL = "all rows"  # A loss with whole=True is computed once, from the rows of all ranks.
 NONE = "no rows"  # A rank without rows runs a row in their place.
 _rows: contextvars.ContextVar[str] = contextvars.ContextVar("rows", default="")
-# Replicas have met in this process. A recomputation in the backward does not know its replica.
+# Replicas have met in this process. The recomputation of reentrant checkpointing does not know its
+# replica.
 _replicas_met = False
 # The search for calls ends at classes and functions of these packages, and goes on in the objects.
 _FOREIGN = {*sys.stdlib_module_names, "torch", __name__.partition(".")[0]}
@@ -58,10 +59,9 @@ def sum_over_rows(tensor: Tensor) -> Tensor:
             float32.
 
     Raises:
-        TypeError: a tensor of booleans.
         ValueError: the replicas have tensors of different shapes or dtypes.
-        RuntimeError: a replica ended without this call; it was called in a recomputation of
-            activation checkpointing, where the other replicas are not present.
+        RuntimeError: a replica ended without this call; several replicas called it inside of
+            activation checkpointing, whose recomputation is without the others.
 
     Example:
         >>> class Centred(torch.nn.Module):
@@ -80,10 +80,13 @@ def sum_over_rows(tensor: Tensor) -> Tensor:
             "sum_over_rows was called by a rank without rows, whose forward was not expected to do so, expected its name in the "
             "code of the module or of a function that this calls, and step.add(...) equally often on all ranks"
         )
-    is_alone = current_replica() is None and world_size() == 1
-    if is_alone and _replicas_met and current_backward_id() is not None:
+    is_replica = current_replica() is not None
+    is_alone = not is_replica and world_size() == 1
+    is_reentrant = is_alone and _replicas_met and current_backward_id() is not None
+    if is_replica if in_checkpoint() else is_reentrant:
         raise RuntimeError(
-            "sum_over_rows cannot be called again in the backward: keep it out of activation checkpointing"
+            "sum_over_rows cannot be called again in the backward, without the other replicas, expected it outside of activation "
+            "checkpointing"
         )
     return tensor.clone() if is_alone or _rows.get() == ALL else _summed(tensor)
 

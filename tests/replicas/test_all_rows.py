@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 from torch import nn
 
