@@ -142,8 +142,13 @@ def sums_rows(part: object) -> bool:
         value = ahead.pop()
         if value is sum_over_rows or sum_over_rows.__name__ in names_in(value):
             return True
-        kind: Any = value if isinstance(value, (type, types.FunctionType)) else type(value)
-        is_open = str(kind.__module__).partition(".")[0] not in _FOREIGN or isinstance(value, _OPEN)
+        is_code = isinstance(value, (type, types.FunctionType))
+        kind: Any = value if is_code else type(value)
+        root = str(kind.__module__).partition(".")[0]
+        # Classes and functions that exec() makes may be of builtins.
+        is_open = (
+            root not in _FOREIGN or isinstance(value, _OPEN) or (is_code and root == "builtins")
+        )
         if is_open and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, types.FunctionType):

@@ -11,7 +11,10 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, verify
 
-WRITTEN = "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept"
+WRITTEN = (
+    "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept: compute it from "
+    "sum_over_rows(statistic), which adds up the rows of all replicas and ranks"
+)
 MIXED = (
     "the output of a row depends on the other rows of its batch, or rows are in another order: move this part into the "
     "criterion, with whole=True if rows are mixed; for a batch norm use convert_sync_batchnorm(module); for rows in another "

@@ -1,15 +1,26 @@
 """Statistics of a forward over the rows of all replicas and ranks: losses, gradients and state of the plain program."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, sum_over_rows
-from balanced_parallel.replicas.all_rows import ALL, forward_of
+import balanced_parallel
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    parallelize,
+    sum_over_rows,
+    verify,
+)
+from balanced_parallel.replicas.all_rows import ALL, forward_of, sums_rows
 
 CPUS = ["cpu"] * 3
 
@@ -171,8 +182,144 @@ def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
     return True
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("part", "loss"), PROGRAMS)
-@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([0, 7], None), ([6, 1], 2)])
+LAYOUTS = [("ddp", *program) for program in PROGRAMS] + [("fsdp", "codebook", "centre"), ("fsdp", "centred", "mse")]
+LAYOUTS += [
+    pytest.param("fsdp", *program, marks=pytest.mark.slow) for program in PROGRAMS if program not in (PROGRAMS[1], PROGRAMS[4])
+]
+
+
+@pytest.mark.parametrize(("strategy", "part", "loss"), LAYOUTS)
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([0, 7], None), ([6, 1], 2)])
 def test_ranks_equal_the_plain_program(sizes, micro_batch_size, part, loss, strategy):
     assert run_ranks(2, check_ranks, strategy, part, loss, sizes, micro_batch_size, timeout=30) == [True] * 2
+
+
+@pytest.mark.timeout(60)
+def test_sums_outside_of_a_forward_are_those_of_the_ranks():
+    assert run_ranks(2, check_outside, timeout=30) == [3.0, 3.0]
+
+
+def check_outside(rank):
+    return float(sum_over_rows(torch.tensor([rank + 1.0], dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.tensor([True, False])], ids=str)
+def test_one_device_gets_a_copy(value):
+    total = sum_over_rows(value)
+    assert torch.equal(total, value)
+    assert total.dtype == value.dtype
+    assert total.data_ptr() != value.data_ptr()
+
+
+class Calling(nn.Module):
+    """Returns ``function`` of the rows."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def run(function, rows=7):
+    return gather(DataParallelModel(Calling(function), CPUS)(torch.arange(float(rows)).view(rows, 1)))
+
+
+def test_halves_are_added_in_float32_and_keep_their_dtype():
+    total = run(lambda x: sum_over_rows(torch.full((1,), 100.0 + len(x) % 2).bfloat16()).expand(len(x), 1))
+    assert total.dtype == torch.bfloat16
+    assert set(total.flatten().tolist()) == {float(torch.tensor(301.0).bfloat16())}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (
+            lambda x: x + sum_over_rows(x.sum()) if 0.0 in x else x,
+            RuntimeError,
+            "ended without the exchange .* sum_over_rows equally",
+        ),
+        (
+            lambda x: x + sum_over_rows(x)[0],
+            ValueError,
+            r"given \(2, 1\) \(torch.float32\) and \(3, 1\) .*as in sum_over_rows\(x.sum",
+        ),
+        (
+            lambda x: checkpoint(lambda y: y - sum_over_rows(y.sum()), x, use_reentrant=False),
+            RuntimeError,
+            "expected it outside of activation checkpointing",
+        ),
+        (
+            lambda x: getattr(balanced_parallel, "sum_over_" + "rows")(x.sum(0)) + x,
+            RuntimeError,
+            "one after the other, expected the name sum_over_rows in the code",
+        ),
+    ],
+)
+def test_calls_that_cannot_meet_raise_an_error(function, error, message):
+    with pytest.raises(error, match=message):
+        run(function)
+
+
+def test_a_checkpoint_on_one_device_is_recomputed():
+    run(lambda x: x - sum_over_rows(x.sum()))  # replicas of this process have met
+    x = torch.ones(3, 1, requires_grad=True)
+    checkpoint(Centred(), x * 2, use_reentrant=False).pow(2).sum().backward()
+    assert torch.equal(x.grad, torch.zeros(3, 1))
+
+
+def helper(value):
+    return sum_over_rows(value)
+
+
+class Helper:
+    """An object with a method that a forward calls."""
+
+    @staticmethod
+    def total(value):
+        return helper(value)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: balanced_parallel.sum_over_rows(x.sum(0)).expand(len(x), 1),
+        lambda x: helper(x.sum(0)).expand(len(x), 1),
+        lambda x, total=None: (total or Helper.total)(x.sum(0)).expand(len(x), 1),
+        functools.partial(lambda total, x: total(x.sum(0)).expand(len(x), 1), sum_over_rows),
+        functools.partial(lambda total, x: total.total(x.sum(0)).expand(len(x), 1), Helper()),
+    ],
+)
+def test_calls_are_found_through_functions_and_objects(function):
+    assert run(function).flatten().tolist() == [21.0] * 7
+
+
+def test_code_that_does_not_call_it_is_not_found():
+    assert not sums_rows(build("tanh"))
+    assert not sums_rows(F.mse_loss)
+    assert not sums_rows(nn.TransformerEncoderLayer(4, 2))
+
+
+def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
+    def loss(output, target):
+        return (output - target).pow(2).sum() / sum_over_rows(output.new_tensor(output.numel())).clamp(min=1)
+
+    net, (x, target) = build("tanh"), batch(7)
+    outputs = DataParallelModel(net, CPUS)(x)
+    with pytest.raises(ValueError, match="is not a sum of known means"):
+        DataParallelCriterion(loss)(outputs, target)
+    found = DataParallelCriterion(loss, reduction="sum")(outputs, target)
+    torch.testing.assert_close(found, F.mse_loss(net(x), target))
+
+
+def test_a_whole_loss_has_all_rows(double):
+    net, (x, target) = build("codebook"), batch(7)
+    assert verify(net, DataParallelCriterion(Centre(), whole=True), x, target, device_ids=CPUS).equal
+
+
+def test_verify_names_the_sums_of_micro_batches(double):
+    net, (x, target) = build("centred"), batch(7)
+    report = verify(net, nn.MSELoss(), x, target, device_ids=CPUS, micro_batch_size=1)
+    assert "sum_over_rows: each micro-batch has sums of its own rows, not of the whole batch" in report.reasons
