@@ -64,13 +64,12 @@ def sum_over_rows(tensor: Tensor) -> Tensor:
             activation checkpointing, whose recomputation is without the others.
 
     Example:
-        >>> class Centred(torch.nn.Module):
-        ...     def forward(self, x):
-        ...         count = sum_over_rows(torch.tensor(len(x)))
-        ...         return x - sum_over_rows(x.sum(0)) / count
-        >>> model = DataParallelModel(Centred(), ["cpu"] * 2)
-        >>> model(torch.tensor([[1.0], [2.0], [6.0]])).gather().flatten()
-        tensor([-2., -1.,  3.])
+        >>> def error(output, target):  # of outputs whose mean over all rows is subtracted
+        ...     count = sum_over_rows(torch.tensor(len(output)))
+        ...     return (output - sum_over_rows(output.sum(0)) / count - target).pow(2).mean()
+        >>> outputs = PerReplica([torch.tensor([[1.0], [2.0]]), torch.tensor([[6.0]])], [2, 1])
+        >>> DataParallelCriterion(error)(outputs, torch.zeros(3, 1))
+        tensor(4.6667)
     """
     if has_torch_function_unary(tensor):
         seen: Tensor = handle_torch_function(sum_over_rows, (tensor,), tensor)

@@ -202,11 +202,13 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        """Returns the sum of ``tensor`` over all ranks."""
         ctx.group = group
         return sum_over_ranks(tensor.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the sum of the gradients of all ranks."""
         return sum_over_ranks(gradient.contiguous(), ctx.group), None
 
 

@@ -154,20 +154,16 @@ def saved_tensor_hooks() -> Hooks | None:
     Hooks of activation checkpointing are left out: the backwards of several devices would recompute
     at the same time, and fail.
     """
-    return None if in_checkpoint() else _top_hooks()
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks
 
 
 def in_checkpoint() -> bool:
     """Returns True in activation checkpointing that is not reentrant, in its forward or
     recomputation.
     """
-    hooks = _top_hooks()
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
-def _top_hooks() -> Hooks | None:
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 # Properties of tensors.

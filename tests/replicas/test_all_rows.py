@@ -239,12 +239,12 @@ def test_halves_are_added_in_float32_and_keep_their_dtype():
         (
             lambda x: x + sum_over_rows(x.sum()) if 0.0 in x else x,
             RuntimeError,
-            "ended without the exchange .* sum_over_rows equally",
+            "without the exchange .* sum_over_rows equally",
         ),
         (
             lambda x: x + sum_over_rows(x)[0],
             ValueError,
-            r"given \(2, 1\) \(torch.float32\) and \(3, 1\) .*as in sum_over_rows\(x.sum",
+            r"given \(2, 1\) \(.* and \(3, 1\) \(.*as in sum_over_rows\(x.sum",
         ),
         (
             lambda x: checkpoint(lambda y: y - sum_over_rows(y.sum()), x, use_reentrant=False),
