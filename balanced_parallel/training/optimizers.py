@@ -161,8 +161,8 @@ class ParameterUpdate:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """All parameters, for a scaler."""
-        return [{"params": self._parameters}]
+        """All parameters, for a scaler, which needs the sharded ones first."""
+        return [{"params": sorted(self._parameters, key=is_sharded, reverse=True)}]
 
     def step(self) -> None:
         """Steps every optimizer."""
