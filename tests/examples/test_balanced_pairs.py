@@ -16,7 +16,7 @@ from balanced_parallel import Rows, TrainStep, parallelize, simulate
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = sorted(path.parent.name for path in EXAMPLES.glob("*/plain.py"))
 IMAGES = "image_classification"  # in float32, on all devices
-MOST_LINES = {pair: (9, 80) for pair in PAIRS} | {IMAGES: (7, 55), "detection": (9, 99)}  # that are added, and in a program
+MOST_LINES = dict.fromkeys(PAIRS, (9, 80)) | {IMAGES: (7, 55), "detection": (9, 99)}  # that are added, and in a program
 
 
 def load(pair, name):
@@ -42,8 +42,9 @@ def losses_of_detection(rank, strategy):
     model, criterion = parallelize(example["Net"](), example["detection_loss"], ["cpu"], strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=4, max_grad_norm=0.5)
+    batches = [*example["load_batches"]()]  # before a step draws numbers
     losses = []
-    for number, (images, targets) in enumerate(example["load_batches"]()):
+    for number, (images, targets) in enumerate(batches):
         part = slice(0, number) if rank else slice(number, None)
         losses.append(step(images[part], Rows(targets[part])).item())
     return losses
