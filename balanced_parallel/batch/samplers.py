@@ -262,6 +262,14 @@ class BalancedBatchSampler(RankBatchSampler):
         super().__init__(rows, batch_size, seed, rank=rank, ranks=ranks)
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
+    def _check_order(self, order: Sequence[Any]) -> None:
+        super()._check_order(order)
+        if not 0 <= min(order) <= max(order) < len(self.costs):
+            raise ValueError(
+                f"the {type(self.sampler).__name__} drew rows from {min(order)} to {max(order)}, and there are "
+                f"{len(self.costs)} costs, expected the cost of each row of the data set"
+            )
+
     def share(self, batch: list[int]) -> list[int]:
         """Returns this rank's rows of an effective batch, the costliest first."""
         shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
@@ -305,8 +313,8 @@ def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     generators = [torch.default_generator]
-    if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
-        generators.append(own)
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        generators.append(sampler.generator)
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:

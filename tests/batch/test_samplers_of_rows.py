@@ -181,6 +181,8 @@ def test_other_errors_of_samplers():
         RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 8)
     with pytest.raises(ValueError, match="the OfNumpy drew other rows from the same seed"):
         list(RankBatchSampler(OfNumpy(), 8, 0))
+    with pytest.raises(ValueError, match="drew rows from 0 to 29, and there are 20 costs"):
+        list(BalancedBatchSampler(COSTS, 8, 0, sampler=Own(30)))
     shrinking = RankBatchSampler(Shrinking(), 8, 0)
     epoch_of([shrinking])
     with pytest.raises(ValueError, match="drew 19 entries in epoch 1, .*expected 20 rows in each epoch"):
