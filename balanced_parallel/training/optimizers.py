@@ -38,8 +38,14 @@ class ParameterUpdate:
     ``trained`` are the parameters of model and criterion by name, each once.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        trained: Mapping[str, Tensor],
+        skip_above: float | None = None,
+    ) -> None:
         self.optimizers = optimizers
+        self._skip_above = skip_above
         self.trained = trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
@@ -104,10 +110,9 @@ class ParameterUpdate:
         factor: Weight,
         scaler: torch.amp.GradScaler | None,
         max_grad_norm: float | None,
-        skip_above: float | None,
     ) -> None:
         """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and
-        steps the optimizers, unless the norm is above a limit.
+        steps the optimizers.
 
         Hooks of parameters are called before the clipping, once, with the gradient of the whole
         batch. Scaled gradients are one optimizer's to the scaler, which would otherwise skip each
@@ -129,26 +134,20 @@ class ParameterUpdate:
             sync.multiply([*self._parameters, *outside], factor)
             self._call_hooks()
             # An overflow in one optimizer makes the gradients of the others zero here.
-            is_limited = max_grad_norm is not None or skip_above is not None
-            is_skipped = is_limited and self._clip(max_grad_norm, skip_above)
-            if scaler is not None:
-                if not is_skipped:
-                    scaler.step(whole)  # unless it found an overflow
-                scaler.update()
-            elif not is_skipped:
+            if max_grad_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm)
+                self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
+            if scaler is None:
                 self.step()
+            else:
+                scaler.step(whole)  # unless it found an overflow
+                scaler.update()
             _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
         except BaseException:
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
                 scaler.update(scaler.get_scale())
             raise
-
-    def _clip(self, max_grad_norm: float | None, skip_above: float | None) -> bool:
-        """Clips the gradients. Returns True if their norm is above a limit, or nan."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm or math.inf)
-        self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
-        return skip_above is not None and not self.grad_norm.item() <= skip_above
 
     def _call_hooks(self) -> None:
         """Calls the hooks of parameters with their gradients."""
@@ -172,7 +171,14 @@ class ParameterUpdate:
         return [{"params": sorted(self._parameters, key=is_sharded, reverse=True)}]
 
     def step(self) -> None:
-        """Steps every optimizer."""
+        """Steps every optimizer, unless the norm of the gradients is above the limit."""
+        norm = self.grad_norm
+        if (
+            norm is not None
+            and self._skip_above is not None
+            and not norm.item() <= self._skip_above
+        ):
+            return
         for optimizer in self.optimizers:
             _claims[optimizer] = -1  # the hook lets this step pass
             try:

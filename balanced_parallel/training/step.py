@@ -12,6 +12,7 @@ plan. A loss whose rows depend on each other goes through the plan twice.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -279,7 +280,7 @@ class TrainStep:
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
-        optimizers = ParameterUpdate(each_optimizer(self.optimizer), self._trained)
+        optimizers = ParameterUpdate(each_optimizer(self.optimizer), self._trained, self.skip_above)
         attempt: Callable[..., Attempt] = functools.partial(self._attempt, optimizers)
         open_work: Callable[[], Work] = attempt
         if self._is_auto:
@@ -334,8 +335,10 @@ class TrainStep:
             return reduced.loss
         try:
             with retrying_allocations(self.model.devices) if self._is_auto else nullcontext():
-                norms = self.max_grad_norm, self.skip_above
-                optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, *norms)
+                norm = self.max_grad_norm
+                if self.skip_above is not None:
+                    norm = norm or math.inf  # It is computed.
+                optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, norm)
         except BaseException as error:
             # The other ranks learn of it in the next reduction.
             self._last = self._last._replace(failure=f"failed with {type(error).__name__}: {error}")
