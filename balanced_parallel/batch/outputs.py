@@ -132,6 +132,30 @@ class PerReplica(list[Any], containers.Leaf):
         dims = [dims_at(self[0], self.dim, index) for index in range(len(parts))]
         return tuple(map(self._of_same_rows, parts, dims))
 
+    def zip(self, *others: "PerReplica") -> "PerReplica":
+        """Joins these outputs with those of other models for the same rows.
+
+        Each entry is a tuple, which fills the leading arguments of a criterion.
+
+        Raises:
+            ValueError: the numbers of rows differ in a replica, or the orders of the rows.
+
+        Example:
+            >>> student, teacher = (PerReplica([torch.zeros(3, n), torch.zeros(2, n)]) for n in (10, 4))
+            >>> [tuple(part.shape) for part in student.zip(teacher)[1]]
+            [(2, 10), (2, 4)]
+        """
+        parts = [self, *others]
+        for part in others:
+            check_type("others", part, PerReplica, "the outputs of another model, one per replica")
+            if part.sizes != self.sizes or part.order != self.order:
+                rows = "in another order" if part.sizes == self.sizes else f"and {list(part.sizes)}"
+                raise ValueError(
+                    f"outputs have {list(self.sizes)} rows per replica {rows}, expected the same rows: give both models "
+                    "the same inputs, devices and split"
+                )
+        return self._of_same_rows(zip(*parts, strict=True), tuple(part.dim for part in parts))
+
     def narrow(self, start: int, rows: int) -> "PerReplica":
         """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
         if self.order is not None:

@@ -4,12 +4,14 @@
 cost for each rank.
 """
 
+import gc
 import reprlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type, naming_arguments
@@ -37,18 +39,27 @@ class RankBatchSampler(Sampler[list[int]]):
     rows. The position is counted in batches that were trained on: call :meth:`advance` after each.
     An iteration yields the rest of the present epoch.
 
+    A sampler of rows, such as torch's ``WeightedRandomSampler``, may choose the rows of each epoch.
+    All ranks draw the same ones: its ``generator``, or that of torch, has the state of seed and
+    epoch while it draws, and its own state afterwards. A sampler with ``set_epoch`` is told the
+    epoch, and may draw by a seed of its own.
+
     Args:
-        rows: the data set.
+        rows: the data set; or a sampler of its rows with a ``generator`` or ``set_epoch``, which
+            draws equally many in each epoch.
         batch_size: rows of an effective batch, over all ranks. The last batch of an epoch may be
             smaller.
         seed: shuffles each epoch anew; ``None`` keeps the order of the data set, and every
-            iteration is the same.
+            iteration is the same. For a sampler, ``None`` is the seed of its generator.
         rank, ranks: this process and the number of processes; ``None`` asks the process group, or
             is one process.
 
     Raises:
-        TypeError: a sampler or a loader in place of the data set.
-        ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
+        TypeError: a loader, or a sampler that no seed reaches, that cuts by rank or that draws
+            batches.
+        ValueError: no rows, a batch size below 1, or a rank outside of the ranks. In an iteration:
+            the sampler draws other rows from the same seed, or another number of rows.
+        RuntimeError: in an iteration, ``DataLoader(sampler=...)`` was given this batch sampler.
 
     Example:
         >>> sampler = RankBatchSampler(range(10), batch_size=6, rank=1, ranks=4)
@@ -58,6 +69,9 @@ class RankBatchSampler(Sampler[list[int]]):
         >>> sampler.load_state_dict({**sampler.state_dict(), "batches": 3})  # one epoch and a half
         >>> sampler.epoch, [len(batch) for batch in sampler]
         (1, [4])
+        >>> weighted = torch.utils.data.WeightedRandomSampler([0.0, 1.0, 0.0], num_samples=3)
+        >>> list(RankBatchSampler(weighted, batch_size=2, seed=0))  # all of them are row 1
+        [[1, 1], [1]]
     """
 
     @naming_arguments
@@ -70,8 +84,8 @@ class RankBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        _refuse_samplers("rows", rows)
-        check_type("rows", rows, Sized, "a data set with a length")
+        check_type("rows", rows, Sized, "a data set or a sampler with a length")
+        self.sampler: Any = rows if _is_sampler(rows) else None
         for name, value in (
             ("batch_size", batch_size),
             ("seed", seed),
@@ -82,7 +96,7 @@ class RankBatchSampler(Sampler[list[int]]):
                 check_number(name, value, "an integer", whole=True)
         self.rows = len(rows)
         self.batch_size = batch_size
-        self.seed = seed
+        self.seed = seed if self.sampler is None else _seed_of(self.sampler, seed)
         self.rank = collectives.rank() if rank is None else rank
         self.ranks = collectives.world_size() if ranks is None else ranks
         self.batches = 0  # trained on, in all epochs
@@ -106,6 +120,10 @@ class RankBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         begin = self.batches
         order = self._order()
+        if self.sampler is not None:
+            self._check_order(order)
+        if self._yielded_from < 0:
+            self._refuse_batches_of_batches()
         if self.seed is not None and self._yielded_from == begin:
             raise RuntimeError(
                 "the rest of this epoch was yielded already, expected sampler.advance() after each batch"
@@ -113,6 +131,8 @@ class RankBatchSampler(Sampler[list[int]]):
         if self._follows_group:
             global _begun
             settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
+            if self.sampler is not None:
+                settings += f", {type(self.sampler).__name__} with order {zlib.crc32(repr(order).encode()):x}"
             _begun = f"{type(self).__name__} of {settings}"
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
             yield self.share(list(order[start : start + self.batch_size]))
@@ -127,13 +147,13 @@ class RankBatchSampler(Sampler[list[int]]):
         """Counts a batch that was trained on."""
         self.batches += 1
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, int | str | None]:
         """Returns the position. It is the same on all ranks."""
         return {"batches": self.batches, **self._data()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes to a position, which any number of ranks may have saved."""
-        saved = {name: state_dict[name] for name in self._data()}
+        saved = {name: value for name, value in state_dict.items() if name != "batches"}
         if saved != self._data():
             raise ValueError(
                 f"the position was saved with {saved}, expected {self._data()}: the batches would be others"
@@ -141,18 +161,48 @@ class RankBatchSampler(Sampler[list[int]]):
         self.batches = state_dict["batches"]
         self._yielded_from = -1
 
-    def _data(self) -> dict[str, int | None]:
-        return {"rows": self.rows, "batch_size": self.batch_size, "seed": self.seed}
+    def _data(self) -> dict[str, int | str | None]:
+        data: dict[str, int | str | None] = {
+            "rows": self.rows,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+        return data if self.sampler is None else {**data, "sampler": type(self.sampler).__name__}
 
     def _order(self) -> Sequence[int]:
+        if self.seed is None:
+            return range(self.rows)
         # the CPU's generator uses only the low 32 bits
-        mixed = (self.seed or 0) * 1_000_003 + self.epoch
-        generator = torch.Generator().manual_seed(mixed % 2**32)
-        return (
-            range(self.rows)
-            if self.seed is None
-            else torch.randperm(self.rows, generator=generator).tolist()
-        )
+        seed = (self.seed * 1_000_003 + self.epoch) % 2**32
+        if self.sampler is not None:
+            return _draw(self.sampler, seed, self.epoch)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(self.rows, generator=generator).tolist()
+
+    def _check_order(self, order: Sequence[Any]) -> None:
+        """Raises an error if a sampler has not drawn the rows of its seed, as many as it said."""
+        name = type(self.sampler).__name__
+        if len(order) != self.rows or any(isinstance(row, list) for row in order):
+            raise ValueError(
+                f"the {name} drew {len(order)} entries in epoch {self.epoch}, such as {reprlib.repr(order[:1])}, expected "
+                f"{self.rows} rows in each epoch, its length at first"
+            )
+        if self._yielded_from < 0 and repr(order) != repr(self._order()):
+            raise ValueError(
+                f"the {name} drew other rows from the same seed, so ranks would differ, expected numbers from its generator alone"
+            )
+
+    def _refuse_batches_of_batches(self) -> None:
+        """Raises ``RuntimeError`` in ``DataLoader(sampler=...)``.
+
+        Its ``BatchSampler`` asks for rows as any caller does, so it is looked for among all objects.
+        """
+        batches = [each for each in gc.get_objects() if issubclass(type(each), BatchSampler)]
+        if any(getattr(each, "sampler", None) is self for each in batches):
+            raise RuntimeError(
+                f"DataLoader(sampler={type(self).__name__}(...)) would make batches of batches, expected a new "
+                f"{type(self).__name__}, and DataLoader(batch_sampler=...)"
+            )
 
 
 class BalancedBatchSampler(RankBatchSampler):
@@ -167,6 +217,7 @@ class BalancedBatchSampler(RankBatchSampler):
     Args:
         costs: the cost of each row of the data set, such as its length. Not negative.
         batch_size, seed, rank, ranks: as for :class:`RankBatchSampler`.
+        sampler: chooses the rows of each epoch, as for :class:`RankBatchSampler`.
         combine: returns the cost of a rank from the costs of its rows. ``sum`` is for costs that
             add up, without padding.
 
@@ -190,10 +241,15 @@ class BalancedBatchSampler(RankBatchSampler):
         seed: int | None = None,
         *,
         combine: Combine | None = None,
+        sampler: Sampler[int] | None = None,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        _refuse_samplers("costs", costs)
+        if _is_sampler(costs):
+            raise TypeError(
+                f"costs is a {type(costs).__name__}, expected the cost of each row of the data set: give a sampler as sampler="
+            )
+        check_type("sampler", sampler, Sampler | None, "a sampler of rows")
         check_type("combine", combine, Callable | None, "a function")
         try:
             self.costs = [float(cost) for cost in costs]
@@ -202,8 +258,17 @@ class BalancedBatchSampler(RankBatchSampler):
             raise TypeError(
                 f"costs={reprlib.repr(costs)}, expected one number for each row: {error}"
             ) from error
-        super().__init__(self.costs, batch_size, seed, rank=rank, ranks=ranks)
+        rows: Any = self.costs if sampler is None else sampler
+        super().__init__(rows, batch_size, seed, rank=rank, ranks=ranks)
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
+
+    def _check_order(self, order: Sequence[Any]) -> None:
+        super()._check_order(order)
+        if not 0 <= min(order) <= max(order) < len(self.costs):
+            raise ValueError(
+                f"the {type(self.sampler).__name__} drew rows from {min(order)} to {max(order)}, and there are "
+                f"{len(self.costs)} costs, expected the cost of each row of the data set"
+            )
 
     def share(self, batch: list[int]) -> list[int]:
         """Returns this rank's rows of an effective batch, the costliest first."""
@@ -212,9 +277,49 @@ class BalancedBatchSampler(RankBatchSampler):
         return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []
 
 
-def _refuse_samplers(name: str, value: object) -> None:
-    if isinstance(value, (Sampler, DataLoader)):
-        raise TypeError(
-            f"{name} is a {type(value).__name__}, expected the data set, or costs of its rows: order, weights and "
-            "batches of a sampler would be ignored. Rows are drawn here, by seed, and given to DataLoader(batch_sampler=...)"
+def _is_sampler(value: object) -> bool:
+    has_rows = hasattr(value, "__getitem__")
+    return isinstance(value, Sampler) or (isinstance(value, Iterable) and not has_rows)
+
+
+def _seed_of(sampler: Any, seed: int | None) -> int:
+    """Returns the seed that is given, or that of the sampler.
+
+    Raises ``TypeError`` for a sampler whose rows the ranks cannot draw from one seed.
+    """
+    generator = getattr(sampler, "generator", sampler)
+    if isinstance(sampler, DataLoader):
+        advice = "expected its data set or its sampler of rows; give this batch sampler to DataLoader(batch_sampler=...)"
+    elif isinstance(sampler, (BatchSampler, RankBatchSampler)):
+        advice = "which draws batches, expected its sampler of rows: they are put into batches here"
+    elif hasattr(sampler, "num_replicas"):
+        advice = "which cuts rows by rank, expected a sampler of all rows: they are cut here"
+    elif not isinstance(generator, torch.Generator | None) and not hasattr(sampler, "set_epoch"):
+        advice = (
+            "which no seed reaches, expected a sampler with a torch.Generator or None as its generator, or with set_epoch; or "
+            "the data set, in its order with seed=None and shuffled with a seed"
         )
+    elif seed is not None:
+        return seed
+    elif isinstance(generator, torch.Generator):
+        return generator.initial_seed()
+    else:
+        advice = "and seed=None, expected an integer, from which all ranks draw"
+    raise TypeError(f"a {type(sampler).__name__} was given, {advice}")
+
+
+def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    """Returns the rows of a sampler from a seed. Generators keep their state."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    generators = [torch.default_generator]
+    if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        generators.append(sampler.generator)
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        return list(sampler)
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -229,24 +229,12 @@ def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
             "one output per replica; for the output of one replica write criterion([output], ...)"
         )
     if all(isinstance(part, PerReplica) for part in outputs):
-        return _joined_arguments(outputs)
+        first: PerReplica = outputs[0]
+        return first.zip(*outputs[1:])
     dim = 0 if dim is None else dim
     sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
     _refuse_outputs_of_one_replica(outputs, sizes)
     return PerReplica(outputs, sizes, dim)
-
-
-def _joined_arguments(outputs: Sequence[PerReplica]) -> PerReplica:
-    """Returns one ``PerReplica`` of several, each of which has one argument of the criterion for
-    all replicas.
-    """
-    if len({part.sizes for part in outputs}) > 1:
-        rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
-        raise ValueError(
-            f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each"
-        )
-    dims = tuple(part.dim for part in outputs)
-    return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, dims).in_order(outputs[0].order)
 
 
 def _rows_of(tensor: torch.Tensor | None, dim: Dims) -> int | None:

@@ -41,7 +41,7 @@ from ..batch.containers import tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight, run_backward, zero_of
+from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
@@ -320,6 +320,7 @@ class _FSDPUpdate(RankUpdate):
                 break
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
+        self._model.gradients.average_scalars()
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
         self._ran = 0  # A failure after this may be of one rank.
         return sums
@@ -394,6 +395,7 @@ class ShardedGradients(GradientRecord):
         self._ran: list[str] = []
         self._compared: list[str] | None = None
         self._units: list[list[Slot]] = []  # the parameters of each sharded module
+        self._scalars: list[int] = []  # Parameters that each rank has whole.
         self._root: Any = None  # The last sharded module, which contains the others.
         self._is_dummy = False  # The forwards of the running backward had no rows.
         self.begin_update()
@@ -436,7 +438,11 @@ class ShardedGradients(GradientRecord):
         for path, parameter in unit.named_parameters():
             if parameter.requires_grad and id(parameter) not in others:
                 parent, _, name = path.rpartition(".")
-                slots.append((len(self.parameters), unit.get_submodule(parent), name))
+                number = len(self.parameters)
+                if parameter.dim():
+                    slots.append((number, unit.get_submodule(parent), name))
+                else:
+                    self._scalars.append(number)
                 self.parameters.append(parameter)
         self._units.append(slots)
         self._root = unit
@@ -520,9 +526,7 @@ class ShardedGradients(GradientRecord):
             reference, version = self._whole_gradients.get(number, (None, 0))
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
-                # New in torch 2.15: that of the reduction.
-                dtype = getattr(parameter, "grad_dtype", None)
-                gradient = parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+                gradient = _gradient_of(parameter)
             elif is_dummy:
                 if not is_kept:
                     gradient.zero_()
@@ -537,8 +541,38 @@ class ShardedGradients(GradientRecord):
     def _end(self) -> None:
         for slots in self._units:  # FSDP2 reduces some at the end of the backward.
             self.complete(slots, is_dummy=self._is_dummy)
+        if not self._is_dummy:
+            self.used.update(
+                number for number in self._scalars if self.parameters[number].grad is not None
+            )
         if self.is_by_hand:
-            run_after_backward(self.forget_unused)  # FSDP2's callback comes first.
+            run_after_backward(self._end_by_hand)  # FSDP2's callback comes first.
+
+    def _end_by_hand(self) -> None:
+        self.average_scalars()
+        self.forget_unused()
+
+    @torch.no_grad()
+    def average_scalars(self) -> None:
+        """Averages the gradients of 0-dim parameters, as FSDP2 does those of shards. All ranks call
+        this.
+
+        A part that was averaged before is equal on all ranks, so it stays.
+        """
+        gradients = [_gradient_of(self.parameters[number]) for number in self._scalars]
+        if gradients:
+            total = collectives.sum_over_ranks(torch.stack([*map(widen, gradients)]))
+            for gradient, mean in zip(gradients, total / collectives.world_size(), strict=True):
+                gradient.copy_(mean)
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    """Returns the gradient of a parameter. One that is missing is set to zeros."""
+    if parameter.grad is None:
+        # New in torch 2.15: that of the reduction.
+        dtype = getattr(parameter, "grad_dtype", None)
+        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+    return parameter.grad
 
 
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
@@ -567,14 +601,15 @@ def shard(
     Returns the sharded blocks, and the root at the end.
 
     Parameters are all-gathered and used in the dtype of ``precision``, except in blocks with batch
-    norm. Gradients are reduced in float32. ``prepare`` is called for each block, and for the root,
-    before it is sharded.
+    norm. 0-dim ones, which FSDP2 cannot shard, stay whole. Gradients are reduced in float32.
+    ``prepare`` is called for each block, and for the root, before it is sharded.
     """
     # imports torch._dynamo, which takes seconds
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
     units = [*find_sharded_blocks(module), without_compilation(module)]
+    scalars = {parameter for parameter in module.parameters() if not parameter.dim()}
     for unit in units:
         prepare(unit)
         # batch norm takes parameters of the dtype of its statistics; autocast casts in the other
@@ -582,7 +617,8 @@ def shard(
         is_full = precision.dtype is None or any(
             isinstance(part, BatchNorm) for part in unit.modules()
         )
-        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy() if is_full else half)
+        policy = MixedPrecisionPolicy() if is_full else half
+        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=scalars)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return units
 

@@ -38,8 +38,14 @@ class ParameterUpdate:
     ``trained`` are the parameters of model and criterion by name, each once.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        trained: Mapping[str, Tensor],
+        skip_above: float | None = None,
+    ) -> None:
         self.optimizers = optimizers
+        self._skip_above = skip_above
         self.trained = trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
@@ -161,11 +167,18 @@ class ParameterUpdate:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """All parameters, for a scaler."""
-        return [{"params": self._parameters}]
+        """All parameters, for a scaler, which needs the sharded ones first."""
+        return [{"params": sorted(self._parameters, key=is_sharded, reverse=True)}]
 
     def step(self) -> None:
-        """Steps every optimizer."""
+        """Steps every optimizer, unless the norm of the gradients is above the limit."""
+        norm = self.grad_norm
+        if (
+            norm is not None
+            and self._skip_above is not None
+            and not norm.item() <= self._skip_above
+        ):
+            return
         for optimizer in self.optimizers:
             _claims[optimizer] = -1  # the hook lets this step pass
             try:

@@ -12,6 +12,7 @@ plan. A loss whose rows depend on each other goes through the plan twice.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -84,6 +85,8 @@ class TrainStep:
         max_grad_norm: clips the norm of the true gradient over all optimizers, as
             ``torch.nn.utils.clip_grad_norm_`` does. ``step.grad_norm`` is that of the last update
             before it was clipped, a tensor.
+        skip_above: makes no update, and steps no scheduler, if the norm of the true gradient is
+            larger, or nan. ``step.grad_norm`` is that norm, and tells. The host waits for it.
         scheduler: one or a list, stepped once after each update that was made.
         cut: a :class:`ByCost`, which cuts batches by the cost of their rows, so that all devices
             carry about the same.
@@ -114,17 +117,21 @@ class TrainStep:
         micro_batch_size: int | Literal["auto"] | None = None,
         precision: str | Precision = "fp32",
         max_grad_norm: float | None = None,
+        skip_above: float | None = None,
         scheduler: Schedulers | None = None,
         cut: Cut | None = None,
         reproducible: bool = False,
     ) -> None:
-        _check_arguments(criterion, micro_batch_size, max_grad_norm, cut)
+        _check_arguments(criterion, micro_batch_size, cut)
+        _check_norm("max_grad_norm", max_grad_norm)
+        _check_norm("skip_above", skip_above)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
         self.criterion = criterion
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
+        self.skip_above = skip_above
         self.precision = Precision(precision)
         self.cut = cut
         self.precision.scaler_on(self.model.devices[0])  # makes the scaler of fp16
@@ -270,7 +277,7 @@ class TrainStep:
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
-        optimizers = ParameterUpdate(each_optimizer(self.optimizer), self._trained)
+        optimizers = ParameterUpdate(each_optimizer(self.optimizer), self._trained, self.skip_above)
         attempt: Callable[..., Attempt] = functools.partial(self._attempt, optimizers)
         open_work: Callable[[], Work] = attempt
         if self._is_auto:
@@ -325,9 +332,10 @@ class TrainStep:
             return reduced.loss
         try:
             with retrying_allocations(self.model.devices) if self._is_auto else nullcontext():
-                optimizers.run(
-                    reduced.sync, reduced.factor, self.precision.scaler, self.max_grad_norm
-                )
+                norm = self.max_grad_norm
+                if self.skip_above is not None:
+                    norm = norm or math.inf  # It is computed.
+                optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, norm)
         except BaseException as error:
             # The other ranks learn of it in the next reduction.
             self._last = self._last._replace(failure=f"failed with {type(error).__name__}: {error}")
@@ -357,6 +365,7 @@ class TrainStep:
         arguments: dict[str, Hashable] = {
             "precision": self.precision.name,
             "max_grad_norm": self.max_grad_norm,
+            "skip_above": self.skip_above,
             "micro_batch_size='auto'": self._is_auto,
             "unit of the micro-batches": self._limit.unit,
             "reproducible": self._by_row is not None,
@@ -473,9 +482,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
         )
 
 
-def _check_arguments(
-    criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, cut: Any
-) -> None:
+def _check_arguments(criterion: Any, micro_batch_size: Any, cut: Any) -> None:
     """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of
     their range.
     """
@@ -491,11 +498,12 @@ def _check_arguments(
         raise ValueError(
             f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them"
         )
-    is_positive = isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0
-    if max_grad_norm is True or not (max_grad_norm is None or is_positive):
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping"
-        )
+
+
+def _check_norm(name: str, norm: Any) -> None:
+    is_positive = isinstance(norm, (int, float)) and norm > 0
+    if norm is True or not (norm is None or is_positive):
+        raise ValueError(f"{name}={norm!r}, expected a positive number, or None for no limit")
 
 
 def _check_micro_batch_size(rows: Any, otherwise: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
 
@@ -155,14 +155,3 @@ def test_ranks_train_as_one_process():
     losses = losses_of(0)
     for losses_of_rank in run_ranks(2, losses_of):
         assert losses_of_rank == pytest.approx(losses, rel=1e-10)
-
-
-@pytest.mark.parametrize("make", [RankBatchSampler, BalancedBatchSampler])
-def test_samplers_and_loaders_are_not_taken_for_data(make):
-    """The weights of a sampler were ignored: every row was drawn."""
-    weighted = WeightedRandomSampler([0.0] * 15 + [1.0] * 5, 20)
-    for value in (weighted, BatchSampler(weighted, 4, False), DistributedSampler(ROWS, 2, 0), DataLoader(ROWS, batch_size=4)):
-        with pytest.raises(
-            TypeError, match=rf"is a {type(value).__name__}, expected .* weights and batches of a sampler would be ignored"
-        ):
-            make(value, SIZE)

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401  its first import changes environment variables
+import torch
 from helpers.processes import run_script
+from helpers.ranks import run_ranks
 
-from balanced_parallel import simulate
+from balanced_parallel import Rows, TrainStep, parallelize, simulate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = sorted(path.parent.name for path in EXAMPLES.glob("*/plain.py"))
 IMAGES = "image_classification"  # in float32, on all devices
-MOST_LINES = {pair: (7, 55) if pair == IMAGES else (9, 80) for pair in PAIRS}  # that are added, and in a program
+MOST_LINES = dict.fromkeys(PAIRS, (9, 80)) | {IMAGES: (7, 55), "detection": (9, 99)}  # that are added, and in a program
 
 
 def load(pair, name):
@@ -30,6 +32,31 @@ def test_losses_are_equal(pair, capsys):
     assert printed_too == printed
     assert printed.count("\n") >= 4
     assert sum(expected[-4:]) < sum(expected[:4])
+
+
+def losses_of_detection(rank, strategy):
+    """Trains the plain example over ranks, of which one has no row in the first step."""
+    torch.set_default_dtype(torch.float64)
+    example = runpy.run_path(str(EXAMPLES / "detection" / "plain.py"))
+    torch.manual_seed(0)
+    model, criterion = parallelize(example["Net"](), example["detection_loss"], ["cpu"], strategy=strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=4, max_grad_norm=0.5)
+    batches = [*example["load_batches"]()]  # before a step draws numbers
+    losses = []
+    for number, (images, targets) in enumerate(batches):
+        part = slice(0, number) if rank else slice(number, None)
+        losses.append(step(images[part], Rows(targets[part])).item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_detect_as_the_plain_program(strategy):
+    expected = load("detection", "plain")()
+    for losses in run_ranks(2, losses_of_detection, strategy):
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 def test_losses_of_images_on_three_simulated_gpus_equal_the_plain_program(monkeypatch):

@@ -14,10 +14,10 @@ class Towers(nn.Module):
     def __init__(self):
         super().__init__()
         self.left, self.right = build_net(), build_net()
-        self.scale = nn.Parameter(torch.tensor([0.7]))  # FSDP refuses parameters without a dimension
+        self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, inputs):
-        return self.left(inputs), self.right(inputs.flip(1)), self.scale[0].exp()
+        return self.left(inputs), self.right(inputs.flip(1)), self.scale.exp()
 
 
 class PairLoss(nn.Module):

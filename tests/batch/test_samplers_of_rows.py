@@ -1,0 +1,236 @@
+"""Samplers that choose the rows of an epoch: all ranks draw the same ones from seed and epoch, and cut them."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from helpers.problems import build_net, class_targets
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
+
+ROWS = 20
+COSTS = [1 + 7 * row % 13 for row in range(ROWS)]
+WEIGHTS = [0.0] * 12 + [1.0] * 8  # rows 12 to 19 only
+
+
+class Own(Sampler):
+    """Draws rows in an order that depends on the epoch, from a seed of its own."""
+
+    def __init__(self, drawn=ROWS):
+        self.drawn, self.epoch = drawn, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.drawn
+
+    def __iter__(self):
+        yield from torch.randperm(self.drawn, generator=torch.Generator().manual_seed(9 + self.epoch)).tolist()
+
+
+class Shrinking(Own):
+    """Draws fewer rows in each epoch."""
+
+    def __iter__(self):
+        return iter(range(self.drawn - self.epoch))
+
+
+class OfGlobalNumbers(Sampler):
+    """Draws from torch's generator, and says so in no way."""
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter(torch.randperm(ROWS).tolist())
+
+
+class OfNumpy(OfGlobalNumbers):
+    """Draws from numpy's generator, although it has the attribute of one of torch."""
+
+    generator = None
+
+    def __iter__(self):
+        return iter(np.random.permutation(ROWS).tolist())
+
+
+class Endless(Sampler):
+    """Has no length."""
+
+    generator = None
+
+    def __iter__(self):
+        yield 0
+
+
+SAMPLERS = {
+    "weighted": lambda: WeightedRandomSampler(WEIGHTS, ROWS),
+    "with generator": lambda: WeightedRandomSampler(WEIGHTS, ROWS, generator=torch.Generator().manual_seed(4)),
+    "subset": lambda: SubsetRandomSampler(range(8, ROWS)),
+    "all": lambda: RandomSampler(range(ROWS)),
+    "replacement": lambda: RandomSampler(range(ROWS), replacement=True, num_samples=31),
+    "own": Own,
+}
+
+
+def make_samplers(sampler, ranks, *, is_balanced=False):
+    if is_balanced:
+        return [BalancedBatchSampler(COSTS, 8, 0, sampler=sampler(), rank=rank, ranks=ranks) for rank in range(ranks)]
+    return [RankBatchSampler(sampler(), 8, 0, rank=rank, ranks=ranks) for rank in range(ranks)]
+
+
+def epoch_of(samplers):
+    """Returns the effective batches of an epoch, sorted, and advances."""
+    batches = [sorted(chain(*parts)) for parts in zip(*samplers, strict=True)]
+    for sampler in samplers:
+        for _ in batches:
+            sampler.advance()
+    return batches
+
+
+@pytest.mark.parametrize("is_balanced", [False, True], ids=["equal rows", "equal cost"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_ranks_cut_the_same_rows_in_every_epoch(name, is_balanced):
+    sampler = SAMPLERS[name]
+    one, several = (make_samplers(sampler, ranks, is_balanced=is_balanced) for ranks in (1, 3))
+    torch.manual_seed(5)
+    epochs = [epoch_of(one) for _ in range(3)]
+    torch.manual_seed(6)  # The order does not follow the state of the program.
+    assert [epoch_of(several) for _ in range(3)] == epochs
+    assert len({str(batches) for batches in epochs}) == 3
+    assert {len([*chain(*batches)]) for batches in epochs} == {len(sampler())}
+    drawn = {*chain(*chain(*epochs))}
+    first = {"weighted": 12, "with generator": 12, "subset": 8}.get(name, 0)
+    assert drawn <= {*range(first, ROWS)}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_position_continues_in_the_middle_of_an_epoch_with_other_ranks(name):
+    whole, after = make_samplers(SAMPLERS[name], 1), make_samplers(SAMPLERS[name], 3, is_balanced=name != "replacement")
+    expected = epoch_of(whole) + epoch_of(whole)
+    (before,) = make_samplers(SAMPLERS[name], 1)
+    before.advance()
+    for sampler in after:
+        sampler.load_state_dict(before.state_dict())
+    assert epoch_of(after) + epoch_of(after) == expected[1:]
+
+
+def test_generators_keep_their_state():
+    own = torch.Generator().manual_seed(4)
+    sampler = RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS, generator=own), 8, seed=1)
+    torch.manual_seed(5)
+    states = own.get_state(), torch.get_rng_state()
+    first = list(sampler)
+    assert torch.equal(own.get_state(), states[0])
+    assert torch.equal(torch.get_rng_state(), states[1])
+    of_generator = RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS, generator=own), 8)
+    assert of_generator.seed == 4
+    assert first != list(of_generator)
+
+
+def test_a_position_of_another_sampler_raises_an_error():
+    state = RankBatchSampler(RandomSampler(range(ROWS)), 8, seed=0).state_dict()
+    for other in (range(ROWS), Own(), SubsetRandomSampler(range(ROWS))):
+        with pytest.raises(ValueError, match="saved with .*'sampler': 'RandomSampler'}, expected"):
+            RankBatchSampler(other, 8, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="'rows': 20, .* expected {'rows': 12"):
+        RankBatchSampler(RandomSampler(range(12)), 8, seed=0).load_state_dict(state)
+
+
+REFUSED = {
+    "no seed reaches": OfGlobalNumbers,
+    "no seed reaches, .* or the data set": lambda: SequentialSampler(range(ROWS)),
+    "cuts rows by rank": lambda: DistributedSampler(range(ROWS), 2, 0),
+    "expected its sampler of rows": lambda: BatchSampler(SequentialSampler(range(ROWS)), 4, False),
+    "RankBatchSampler was given": lambda: RankBatchSampler(range(ROWS), 4),
+    "with a length": Endless,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_samplers_that_ranks_cannot_draw_alike_raise_an_error(message):
+    for make in (RankBatchSampler, lambda *args: BalancedBatchSampler(COSTS, *args[1:], sampler=args[0])):
+        with pytest.raises(TypeError, match=message):
+            make(REFUSED[message](), 8, 0)
+
+
+def test_other_errors_of_samplers():
+    loader = DataLoader(range(ROWS))
+    with pytest.raises(TypeError, match=r"a DataLoader was given, expected its data set .*DataLoader\(batch_sampler=...\)"):
+        RankBatchSampler(loader, 8, 0)
+    with pytest.raises(TypeError, match="costs is a RandomSampler, expected the cost .* as sampler="):
+        BalancedBatchSampler(RandomSampler(range(ROWS)), 8)
+    with pytest.raises(TypeError, match="sampler=.*, expected a sampler of rows"):
+        BalancedBatchSampler(COSTS, 8, sampler=loader)
+    with pytest.raises(TypeError, match="WeightedRandomSampler was given, and seed=None, expected an integer"):
+        RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 8)
+    with pytest.raises(ValueError, match="the OfNumpy drew other rows from the same seed"):
+        list(RankBatchSampler(OfNumpy(), 8, 0))
+    with pytest.raises(ValueError, match="drew rows from 0 to 29, and there are 20 costs"):
+        list(BalancedBatchSampler(COSTS, 8, 0, sampler=Own(30)))
+    shrinking = RankBatchSampler(Shrinking(), 8, 0)
+    epoch_of([shrinking])
+    with pytest.raises(ValueError, match="drew 19 entries in epoch 1, .*expected 20 rows in each epoch"):
+        list(shrinking)
+
+
+def test_a_loader_that_takes_batches_for_rows_raises_an_error():
+    """Each of its batches had one entry, a list of rows, and data got another dimension."""
+    rows = TensorDataset(torch.arange(ROWS))
+    sampler = RankBatchSampler(rows, 8, 0)
+    wrong = DataLoader(rows, sampler=sampler)
+    for again in (wrong, DataLoader(rows, sampler=sampler)):
+        with pytest.raises(RuntimeError, match=r"expected a new RankBatchSampler, and DataLoader\(batch_sampler=...\)"):
+            list(again)
+    right = DataLoader(rows, batch_sampler=RankBatchSampler(rows, 8, 0))
+    assert [len(batch) for (batch,) in right] == [8, 8, 4]
+    bulk = DataLoader(rows, sampler=RankBatchSampler(rows, 8, 0), batch_size=None)  # takes each list as the rows of a batch
+    assert [len(batch) for (batch,) in bulk] == [8, 8, 4]
+
+
+def losses_of(rank):
+    net, targets = build_net().double(), class_targets(ROWS, ignored=6)
+    inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)).double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
+    torch.manual_seed(rank)
+    sampler = RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 6, seed=0)
+    losses = []
+    for rows in sampler:
+        losses.append(step(inputs[rows], targets[rows]).item())
+        sampler.advance()
+    return losses
+
+
+def fail_with_weights_of(rank):
+    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
+    sampler = RankBatchSampler(WeightedRandomSampler([*range(1 + 9 * rank, ROWS + 1 + 9 * rank)], ROWS), 6, seed=0)
+    rows = next(iter(sampler))
+    with pytest.raises(ValueError, match="WeightedRandomSampler with order"):
+        step(torch.randn(len(rows), 4), class_targets(len(rows)))
+
+
+def test_ranks_train_as_one_process():
+    losses = losses_of(0)
+    for losses_of_rank in run_ranks(2, losses_of):
+        assert losses_of_rank == pytest.approx(losses, rel=1e-10)
+
+
+def test_ranks_with_other_weights_raise_an_error():
+    run_ranks(2, fail_with_weights_of, fresh=True)

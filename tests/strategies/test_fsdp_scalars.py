@@ -1,0 +1,164 @@
+"""Parameters without a dimension under FSDP2, such as the temperature of CLIP: whole on each rank, updated as by one device."""
+
+import pytest
+import torch
+from helpers.checkpoints import load, save
+from helpers.fsdp import whole
+from helpers.problems import CLASSES
+from helpers.ranks import on_ranks
+from helpers.slow import slow_but
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, parallelize
+
+CUTS = {"uneven": ([0, 5], [5, 7]), "no rows on rank 1": ([0, 7], [7, 7])}
+
+
+class Pairs(nn.Module):
+    """Two towers, a temperature, a scale in each block, a frozen scalar, and one that nobody uses."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, hidden):
+            return hidden + self.scale * self.layer(hidden).tanh()
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.head = nn.Linear(4, CLASSES)
+        self.shift = nn.Parameter(torch.tensor(0.2), requires_grad=False)
+        self.never = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.temperature.exp() * F.normalize(self.head(inputs), dim=1) + self.shift
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(7, 4), torch.tensor([0, 1, -100, 2, 1, 0, 2])
+
+
+def rows_of(rank, cut="uneven"):
+    return [tensor[slice(*CUTS[cut][rank])] for tensor in batch()]
+
+
+def plain(updates=3, *, optimizer=torch.optim.AdamW, max_grad_norm=None, times=1):
+    """Returns the trained module and its optimizer. The gradient of an update is added up several times."""
+    torch.manual_seed(0)
+    net = Pairs()
+    algorithm = optimizer(net.parameters(), lr=0.1)
+    inputs, targets = batch()
+    for _ in range(updates):
+        algorithm.zero_grad()
+        for _ in range(times):
+            F.cross_entropy(net(inputs), targets).backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), max_grad_norm)
+        algorithm.step()
+    return net, algorithm
+
+
+def shard(rank):
+    torch.manual_seed(rank)  # Ranks begin with the values of rank 0.
+    model, split = parallelize(Pairs(), DataParallelCriterion(nn.CrossEntropyLoss()), ["cpu"], strategy="fsdp")
+    assert {name for name, value in model.module.named_parameters() if not hasattr(value, "full_tensor")} == {
+        "temperature",
+        "blocks.0.scale",
+        "blocks.1.scale",
+        "shift",
+        "never",
+    }
+    return model, split
+
+
+def assert_same(model, expected):
+    for (name, found), (_, value) in zip(model.module.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(found), value, msg=lambda text, name=name: f"{name}: {text}")
+        assert (found.grad is None) == (value.grad is None), name
+        if value.grad is not None:
+            torch.testing.assert_close(whole(found.grad), value.grad, msg=lambda text, name=name: f"gradient of {name}: {text}")
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+@on_ranks(2)
+def test_updates_are_those_of_the_plain_program(rank, max_grad_norm, cut):
+    torch.set_default_dtype(torch.float64)
+    expected, _ = plain(max_grad_norm=max_grad_norm)
+    model, criterion = shard(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=max_grad_norm)
+    for _ in range(3):
+        step(*rows_of(rank, cut))
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@on_ranks(2)
+def test_gradients_of_several_backwards_by_hand_are_added_up_once(rank, cut):
+    torch.set_default_dtype(torch.float64)
+    expected, _ = plain(times=3, max_grad_norm=0.01)
+    model, criterion = shard(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs, targets = rows_of(rank, cut)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(3):
+            criterion(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("kind", slow_but(["elements", "parameters"], "parameters"))
+@on_ranks(2)
+def test_balanced_optimizers_update_them(rank, kind, optimizer):
+    torch.set_default_dtype(torch.float64)
+    expected, algorithm = plain(optimizer=optimizer)
+    model, criterion = shard(rank)
+    balanced = BalancedOptimizer(model, optimizer, shard=kind, lr=0.1)
+    step = TrainStep(model, criterion, balanced)
+    for _ in range(3):
+        step(*rows_of(rank))
+    assert_same(model, expected)
+    torch.testing.assert_close(balanced.state_dict()["state"], algorithm.state_dict()["state"])
+
+
+@on_ranks(2)
+def test_scaled_gradients_of_float16_are_unscaled_once(rank):
+    expected, _ = plain(1)
+    model, criterion = shard(rank)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), precision="fp16", max_grad_norm=1e9)
+    for _ in range(5):  # The scale falls where gradients overflow.
+        step(*rows_of(rank))
+    for (name, found), (_, value) in zip(model.module.named_parameters(), expected.named_parameters(), strict=True):
+        if value.grad is not None:
+            torch.testing.assert_close(whole(found.grad), value.grad, rtol=0.02, atol=2e-3, msg=name)
+
+
+def trained(rank, updates):
+    model, criterion = shard(rank)
+    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(updates):
+        step(*rows_of(rank))
+    return model, step
+
+
+@on_ranks(2)
+def test_a_checkpoint_continues(rank, tmp_path):
+    torch.set_default_dtype(torch.float64)
+    expected, _ = plain()
+    _, step = trained(rank, 2)
+    save(tmp_path, 2, step=step)
+    model, step = trained(rank, 0)
+    load(tmp_path, step=step)
+    step(*rows_of(rank))
+    assert_same(model, expected)
