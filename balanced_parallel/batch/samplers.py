@@ -4,7 +4,7 @@
 cost for each rank.
 """
 
-import gc
+import inspect
 import reprlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -122,8 +122,7 @@ class RankBatchSampler(Sampler[list[int]]):
         order = self._order()
         if self.sampler is not None:
             self._check_order(order)
-        if self._yielded_from < 0:
-            self._refuse_batches_of_batches()
+        self._refuse_batches_of_batches()
         if self.seed is not None and self._yielded_from == begin:
             raise RuntimeError(
                 "the rest of this epoch was yielded already, expected sampler.advance() after each batch"
@@ -195,10 +194,13 @@ class RankBatchSampler(Sampler[list[int]]):
     def _refuse_batches_of_batches(self) -> None:
         """Raises ``RuntimeError`` in ``DataLoader(sampler=...)``.
 
-        Its ``BatchSampler`` asks for rows as any caller does, so it is looked for among all objects.
+        Its ``BatchSampler`` asks for rows as any caller does, so the caller is looked at.
         """
-        batches = [each for each in gc.get_objects() if issubclass(type(each), BatchSampler)]
-        if any(getattr(each, "sampler", None) is self for each in batches):
+        method = inspect.currentframe()
+        iteration = method and method.f_back
+        caller = iteration and iteration.f_back
+        wrapper = caller and caller.f_locals.get("self")
+        if isinstance(wrapper, BatchSampler) and getattr(wrapper, "sampler", None) is self:
             raise RuntimeError(
                 f"DataLoader(sampler={type(self).__name__}(...)) would make batches of batches, expected a new "
                 f"{type(self).__name__}, and DataLoader(batch_sampler=...)"
