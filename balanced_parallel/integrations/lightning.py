@@ -1,33 +1,28 @@
 """Strategies of Lightning whose devices, ranks and accumulation have the loss and the gradients of
 the whole batch.
 
-Lightning keeps its loop. Its hooks of an update are::
+Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradients::
 
-    training_step      TrainStep makes gradients: it calls training_step of the module on each shard.
-                       After the last batch of a window, they are those of the update
-    zero_grad          gradients are aside: TrainStep clears them itself
+    training_step      that of the module runs on each shard, forward and backward. After the last
+                       batch of a window, gradients are those of the update
+    zero_grad          gradients are aside: the TrainStep clears them itself
     backward           gradients are back, and there is nothing else to do
     optimizer_step     that of Lightning: clipping, scaler, optimizer, schedulers
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-try:
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-except ImportError:
-    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-
-from ..batch.outputs import PerReplica, join
-from ..batch.rows import Arguments, ParallelModel, count_rows, move_leaves
-from ..loss.copies import OwnCollectives, ShardLoss
+from ..batch.outputs import PerReplica, detach_outputs, join
+from ..batch.rows import count_rows, move_leaves
+from ..loss.copies import ShardLoss
 from ..loss.criterion import DataParallelCriterion
-from ..loss.means import FoundMeans, UnknownMeanError, find_means
+from ..loss.means import FoundMeans, find_means
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import ModuleTree
 from ..replicas.replicas import copy_buffers
@@ -37,16 +32,16 @@ from ..runtime.values import forget_gradients
 from ..strategies.ddp import DistributedModel
 from ..training.step import TrainStep
 
-Logged = dict[str, tuple[Any, dict[str, Any]]]  # by name: a value, and the settings of log()
+Output = dict[str, Any]  # of training_step, with the loss
+Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
 
 
 class ShardResult(NamedTuple):
-    """The results of ``training_step`` on a shard, beside the means in its loss."""
+    """The results of ``training_step`` on a shard, but for the loss."""
 
     rows: int
-    loss: Tensor
-    extras: dict[str, Any]
-    logged: Logged
+    output: Output
+    logged: Logged  # None is the value of the loss
 
 
 class Task(nn.Module):
@@ -57,65 +52,58 @@ class Task(nn.Module):
         self.module = module
         self._is_shared = is_shared  # Several replicas have rows of a batch.
 
-    def forward(self, arguments: tuple[Any, ...], scale: Any, is_split: bool) -> FoundMeans:
-        """Returns the means, multiplied by ``scale``.
-
-        ``is_split`` tells that the update has other rows.
-        """
+    def forward(self, inputs: Any, scale: Any, is_split: bool) -> FoundMeans:
+        """Returns the means, times ``scale``. ``is_split`` tells that the update has other rows."""
         # The first of two passes leaves no trace.
         module = self.module if torch.is_grad_enabled() else twin(self.module)
-        outputs: list[Any] = []
-        logged: Logged = {}
+        updates = count_updates(module)
+        rows = count_rows(inputs) or 1
+        output: Output = {}
+        logged: Logged = []
 
         def compute() -> Any:
-            outputs.append(run(module, arguments, logged))
-            return loss_of(outputs[0])
+            output.update(run(module, inputs, logged))
+            return output.get("loss")
 
-        rows = count_rows(Arguments(arguments, {})) or 1
-        counts = self._update_counts(module)
         loss, means = find_means(ShardLoss(compute, rows, (), (), {}), is_split=is_split)
-        if self._is_shared and counts != self._update_counts(module):
+        if self._is_shared and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
-                "devices in one process: log a mean of the batch, or update it in on_train_batch_end, from outputs"
+                "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
+        logged = [(name, without_loss(value, loss), *more) for name, value, *more in logged]
         scaled = {name: mean._replace(factor=mean.factor * scale) for name, mean in means.items()}
-        extras = {**outputs[0], "loss": None} if isinstance(outputs[0], dict) else {}
-        return FoundMeans(loss, scaled, arguments, ShardResult(rows, loss.detach(), extras, logged))
-
-    def _update_counts(self, module: nn.Module) -> list[int]:
-        return [part.update_count for part in module.modules() if isinstance(part, Metric)]
+        return FoundMeans(loss, scaled, inputs, ShardResult(rows, {**output, "loss": None}, logged))
 
 
-def run(module: nn.Module, arguments: tuple[Any, ...], logged: Logged) -> Any:
-    """Calls ``training_step``. Values go to ``logged`` in place of Lightning, which gets those of
-    all rows.
-    """
+def run(module: Any, inputs: Any, logged: Logged) -> Output:
+    """Calls ``training_step``. Values that it logs are kept: Lightning gets them after the update."""
 
     def log(name: str, value: Any, *positional: Any, **settings: Any) -> None:
-        if positional:
-            raise TypeError(f"log({name!r}, value, {positional[0]!r}), expected names of settings")
-        logged[name] = (value.detach() if isinstance(value, Tensor) else value), settings
+        logged.append((name, value, positional, settings))
 
     device = next(module.parameters()).device
     for part in module.modules():
-        if "_device" in vars(part):
-            vars(part)["_device"] = device  # self.device of a LightningModule
+        if "_device" in vars(part):  # self.device of a LightningModule
+            vars(part)["_device"] = device
     vars(module)["log"] = log
     try:
-        return module.training_step(*arguments)
+        output = module.training_step(*inputs)
     finally:
         del vars(module)["log"]
+    return output if isinstance(output, dict) else {"loss": output}
 
 
-def loss_of(output: Any) -> Any:
-    """Returns the loss in the result of ``training_step``."""
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"training_step returned {output!r}, expected a loss, or a dictionary with one"
-        )
-    return loss
+def without_loss(value: Any, loss: Tensor) -> Any:
+    """Returns a logged value, or None for that of the loss."""
+    if isinstance(value, Tensor):
+        return None if value.data_ptr() == loss.data_ptr() else value
+    return None if type(value) is float and value == loss.item() else value
+
+
+def count_updates(module: nn.Module) -> list[int]:
+    """Returns the number of updates of each metric."""
+    return [part.update_count for part in module.modules() if isinstance(part, Metric)]
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -125,27 +113,8 @@ def twin(module: nn.Module) -> nn.Module:
     return tree.fill(tree.make_skeletons(), None, *copy_buffers(tree.buffers(home), [home]))
 
 
-class LossOfModule(DataParallelCriterion):
-    """Brings the means in the losses of all shards together.
-
-    Some of them are compared with those of halves, in evaluation mode.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        home = next(module.parameters()).device
-
-        def training_step(*arguments: Any) -> Any:
-            return loss_of(run(twin(module).eval(), move_leaves(arguments, home), {}))
-
-        super().__init__(training_step)
-        self.copies = dataclasses.replace(self.copies, collectives=OwnCollectives())
-
-
 class Gradients(torch.optim.Optimizer):
     """Leaves the gradients of an update to the optimizer of Lightning."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.parameters(), {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates nothing."""
@@ -154,95 +123,87 @@ class Gradients(torch.optim.Optimizer):
 class ExactSteps(Strategy):
     """The training steps of a strategy of Lightning, made by a :class:`TrainStep`.
 
-    ``class BalancedStrategy(ExactSteps, SingleDeviceStrategy)`` has them. A strategy of
-    ``pytorch_lightning`` is made in the same way.
-
     An update has the rows of ``accumulate_grad_batches`` batches, of all devices and ranks.
 
     Raises:
-        TypeError: manual optimization, a compiled module, or options of
-            ``DistributedDataParallel``.
-        UnknownMeanError: the loss is not a sum of means, or its rows depend on each other. One
-            shard alone may have any loss.
+        TypeError: manual optimization; a compiled module; a metric that several replicas update.
+        UnknownMeanError: the loss is not a sum of means.
+        ValueError: its rows depend on each other. One shard alone may have any loss.
     """
 
-    replica_devices: Sequence[DeviceLike] | None = None
+    replica_devices: Sequence[DeviceLike] = ()
+    _step: TrainStep | None = None
 
     def setup(self, trainer: Any) -> None:
-        """Sets up the module and its optimizers, and for a fit the :class:`TrainStep`."""
+        """Sets up the module and its optimizers, and the :class:`TrainStep` of a fit."""
         super().setup(trainer)
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._results: list[ShardResult] = []  # of this window
-        self._step = self._make_step() if trainer.state.fn == "fit" else None
+        if trainer.state.fn == "fit":
+            self._step = self._make_step(self.lightning_module)
 
-    def _make_step(self) -> TrainStep:
-        module: Any = self.lightning_module
+    def _make_step(self, module: Any) -> TrainStep:
         if not module.automatic_optimization or module._compiler_ctx is not None:
             raise TypeError(
                 f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
-                "it, or call TrainStep in training_step, with a strategy of Lightning"
+                "it, or call a TrainStep in its training_step, with a strategy of Lightning"
             )
-        devices = self.replica_devices or [self.root_device]
-        task = Task(module, is_shared=len(devices) > 1)
-        has_ranks = world_size() > 1
-        model: ParallelModel = (
+        task = Task(module, len(self.replica_devices) > 1)
+        model = (
             DistributedModel(task, self.root_device, None)
-            if has_ranks
-            else DataParallelModel(task, devices)
+            if world_size() > 1
+            else DataParallelModel(task, self.replica_devices or [self.root_device])
         )
         model.register_forward_hook(self._keep_results)
-        return TrainStep(model, LossOfModule(module), Gradients(module))
+        criterion = DataParallelCriterion(self._loss_of_rows)
+        return TrainStep(model, criterion, Gradients(module.parameters(), {}))
 
     def _keep_results(self, model: nn.Module, inputs: Any, outputs: PerReplica) -> None:
         if torch.is_grad_enabled():
-            self._results += [found.rest for found in outputs]
+            self._results += [found.rest for found in detach_outputs(outputs, None)]
 
-    def training_step(self, *arguments: Any, **kwargs: Any) -> Any:
-        """Makes the gradients of a batch, or after the last one those of the update.
+    def _loss_of_rows(self, *inputs: Any) -> Any:
+        """Returns the loss of some rows in evaluation mode, and leaves no trace."""
+        module = twin(self.lightning_module).eval()
+        return run(module, move_leaves(inputs, self.root_device), []).get("loss")
 
-        Returns the loss of the update then, and zero before, in place of the loss in the result of
-        the module.
+    def training_step(self, *inputs: Any, **settings: Any) -> Output:
+        """Makes the gradients of a batch, after the last one those of the update.
+
+        Returns the result of the module. Its loss is that of the update then, and zero before.
         """
         assert self._step is not None
         module: Any = self.lightning_module
-        trainer = module.trainer
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
-        batches = trainer.accumulate_grad_batches
-        inputs = arguments, scale, batches * len(self._step.model.devices) * world_size() > 1
-        before = len(self._results)
+        batches = module.trainer.accumulate_grad_batches
+        is_split = batches * len(self._step.model.devices) * world_size() > 1
         loss = torch.zeros((), device=self.root_device)
-        is_last = not trainer.fit_loop._should_accumulate()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.scale(loss + 1)
+        before = len(self._results)
+        is_last = not module.trainer.fit_loop._should_accumulate()
         with self.precision_plugin.train_step_context():
             if is_last:
-                loss = self._step(inputs) / scale
+                loss = self._step((inputs, scale, is_split)) / scale
             else:
-                self._step.add(inputs)
+                self._step.add((inputs, scale, is_split))
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         forget_gradients(module.parameters())
-        extras = [result.extras for result in self._results[before:]]
+        outputs = [result.output for result in self._results[before:]]
         if is_last:
-            self._log(module, loss)
+            self._log(loss)
         # Lightning divides it by the number of batches, and runs its backward.
-        loss = (loss * batches).requires_grad_()
-        if not any(extras):
-            return loss
-        return {**(join(extras, self.root_device, 0) if len(extras) > 1 else extras[0]), "loss": loss}
+        found = {"loss": (loss * batches).requires_grad_()}
+        return (join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)) | found
 
-    def _log(self, module: Any, loss: Tensor) -> None:
-        """Logs each value once for all rows of this rank: the loss of the update, or a mean."""
-        results, self._results = self._results, []
-        for name in dict.fromkeys(name for result in results for name in result.logged):
-            having = [result for result in results if name in result.logged]
-            values, settings = zip(*(result.logged[name] for result in having), strict=True)
-            rows = [settings[0].get("batch_size") or result.rows for result in having]
-            is_mean = settings[0].get("reduce_fx", "mean") in ("mean", torch.mean)
-            if is_mean and not isinstance(values[0], Metric):
-                losses = [result.loss for result in having]
-                values = (mean_of(values, losses, torch.tensor(rows), loss),)
-                rows = [sum(rows)]
-            for value, number in zip(values, rows, strict=True):
-                module.log(name, value, **{**settings[0], "batch_size": number})
+    def _log(self, loss: Tensor) -> None:
+        """Logs the values of each shard, and that of the update for a loss."""
+        for rows, _, logged in self._results:
+            for name, value, positional, settings in logged:
+                number = loss if value is None else value
+                self.lightning_module.log(
+                    name, number, *positional, **{"batch_size": rows, **settings}
+                )
+        self._results = []
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Puts the gradients back."""
@@ -256,46 +217,35 @@ class ExactSteps(Strategy):
         super().teardown()
 
 
-def mean_of(values: Any, losses: Sequence[Tensor], rows: Tensor, loss: Tensor) -> Tensor:
-    """Returns ``loss`` if the values of shards are ``losses``, and otherwise their mean over the
-    rows of shards with a loss.
-    """
-    device = loss.device
-    numbers = torch.stack([torch.as_tensor(value, device=device).double() for value in values])
-    others = torch.stack([each.to(device).double() for each in losses])
-    weights = rows.to(device) * ~others.isnan()
-    mean = torch.where(weights > 0, numbers * weights, 0).sum() / weights.sum()
-    return torch.where((numbers.isclose(others, equal_nan=True)).all(), loss.double(), mean)
-
-
 class BalancedStrategy(ExactSteps, SingleDeviceStrategy):
     """A strategy of Lightning for one process, with a replica of the module on each device.
 
     Args:
         device_ids: as in :class:`DataParallelModel`.
-        options: those of ``SingleDeviceStrategy``.
+        settings: those of ``SingleDeviceStrategy``.
 
     Example:
         >>> trainer = Trainer(strategy=BalancedStrategy(), accumulate_grad_batches=4)  # doctest: +SKIP
     """
 
-    def __init__(self, device_ids: Sequence[DeviceLike] | None = None, **options: Any) -> None:
+    def __init__(self, device_ids: Sequence[DeviceLike] | None = None, **settings: Any) -> None:
         self.replica_devices = resolve_devices(device_ids)
-        super().__init__(self.replica_devices[0], **options)
+        super().__init__(self.replica_devices[0], **settings)
 
 
 class BalancedDDPStrategy(ExactSteps, DDPStrategy):
     """A strategy of Lightning with a process for each device.
 
-    Args:
-        options: those of ``DDPStrategy``, but for those of ``DistributedDataParallel`` itself.
+    Its settings are those of ``DDPStrategy``, without those of ``DistributedDataParallel`` itself.
 
     Example:
         >>> trainer = Trainer(strategy=BalancedDDPStrategy(), devices=2)  # doctest: +SKIP
     """
 
     def _setup_model(self, model: nn.Module) -> Any:
-        """Returns the module itself, which the :class:`TrainStep` wraps."""
-        if options := [*self._ddp_kwargs, *filter(None, [self._ddp_comm_hook])]:
-            raise TypeError(f"{options} were given, expected no options of DistributedDataParallel")
+        """Returns the module, which the :class:`TrainStep` wraps."""
+        if self._ddp_kwargs or self._ddp_comm_hook:
+            raise TypeError(
+                f"{self._ddp_kwargs or self._ddp_comm_hook} was given, expected no settings of DistributedDataParallel"
+            )
         return model
