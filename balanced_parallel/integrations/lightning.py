@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ..batch.outputs import PerReplica, detach_outputs, join
-from ..batch.rows import count_rows, move_leaves
+from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
 from ..loss.criterion import DataParallelCriterion
+from ..loss.kinds import OneCount
 from ..loss.means import FoundMeans, find_means
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import ModuleTree
@@ -98,7 +99,8 @@ def without_loss(value: Any, loss: Tensor) -> Any:
     """Returns a logged value, or None for that of the loss."""
     if isinstance(value, Tensor):
         return None if value.data_ptr() == loss.data_ptr() else value
-    return None if type(value) is float and value == loss.item() else value
+    is_loss = type(value) is float and str(value) == str(loss.item())
+    return None if is_loss else value
 
 
 def count_updates(module: nn.Module) -> list[int]:
@@ -140,23 +142,31 @@ class ExactSteps(Strategy):
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._results: list[ShardResult] = []  # of this window
         if trainer.state.fn == "fit":
-            self._step = self._make_step(self.lightning_module)
+            self._replicate(self.lightning_module)
 
-    def _make_step(self, module: Any) -> TrainStep:
+    def _replicate(self, module: Any) -> None:
         if not module.automatic_optimization or module._compiler_ctx is not None:
             raise TypeError(
                 f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
                 "it, or call a TrainStep in its training_step, with a strategy of Lightning"
             )
         task = Task(module, len(self.replica_devices) > 1)
-        model = (
+        self._replicas = (
             DistributedModel(task, self.root_device, None)
             if world_size() > 1
             else DataParallelModel(task, self.replica_devices or [self.root_device])
         )
-        model.register_forward_hook(self._keep_results)
+        self._replicas.register_forward_hook(self._keep_results)
+
+    def _make_step(self, inputs: Any, is_split: bool) -> TrainStep:
         criterion = DataParallelCriterion(self._loss_of_rows)
-        return TrainStep(model, criterion, Gradients(module.parameters(), {}))
+        row = ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {})
+        with torch.no_grad():
+            means = find_means(row, is_split=is_split)[1] if is_split else {}
+        if means and not any(name.has_several for name in means):
+            criterion.kind = OneCount(criterion.kind.settings, "mean")
+        optimizer = Gradients(self.lightning_module.parameters(), {})
+        return TrainStep(self._replicas, criterion, optimizer)
 
     def _keep_results(self, model: nn.Module, inputs: Any, outputs: PerReplica) -> None:
         if torch.is_grad_enabled():
@@ -172,10 +182,10 @@ class ExactSteps(Strategy):
 
         Returns the result of the module. Its loss is that of the update then, and zero before.
         """
-        assert self._step is not None
         module: Any = self.lightning_module
         batches = module.trainer.accumulate_grad_batches
-        is_split = batches * len(self._step.model.devices) * world_size() > 1
+        is_split = batches * len(self._replicas.devices) * world_size() > 1
+        self._step = step = self._step or self._make_step(inputs, is_split)
         loss = torch.zeros((), device=self.root_device)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.scale(loss + 1)
@@ -183,9 +193,9 @@ class ExactSteps(Strategy):
         is_last = not module.trainer.fit_loop._should_accumulate()
         with self.precision_plugin.train_step_context():
             if is_last:
-                loss = self._step((inputs, scale, is_split)) / scale
+                loss = step((inputs, scale, is_split)) / scale
             else:
-                self._step.add((inputs, scale, is_split))
+                step.add((inputs, scale, is_split))
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         forget_gradients(module.parameters())
         outputs = [result.output for result in self._results[before:]]
@@ -200,9 +210,8 @@ class ExactSteps(Strategy):
         for rows, _, logged in self._results:
             for name, value, positional, settings in logged:
                 number = loss if value is None else value
-                self.lightning_module.log(
-                    name, number, *positional, **{"batch_size": rows, **settings}
-                )
+                settings["batch_size"] = settings.get("batch_size") or rows
+                self.lightning_module.log(name, number, *positional, **settings)
         self._results = []
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -213,7 +222,7 @@ class ExactSteps(Strategy):
 
     def teardown(self) -> None:
         """Releases the copies of the module."""
-        self._step = None
+        self._step = self._replicas = None
         super().teardown()
 
 
