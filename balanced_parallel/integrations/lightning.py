@@ -11,7 +11,7 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -23,7 +23,8 @@ from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import OneCount
-from ..loss.means import FoundMeans, find_means
+from ..loss.means import FoundMeans, UnknownMeanError, find_means
+from ..optim.balanced import refuse_closures
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import ModuleTree
 from ..replicas.replicas import copy_buffers
@@ -35,14 +36,6 @@ from ..training.step import TrainStep
 
 Output = dict[str, Any]  # of training_step, with the loss
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
-
-
-class ShardResult(NamedTuple):
-    """The results of ``training_step`` on a shard, but for the loss."""
-
-    rows: int
-    output: Output
-    logged: Logged  # None is the value of the loss
 
 
 class Task(nn.Module):
@@ -74,7 +67,7 @@ class Task(nn.Module):
             )
         logged = [(name, without_loss(value, loss), *more) for name, value, *more in logged]
         scaled = {name: mean._replace(factor=mean.factor * scale) for name, mean in means.items()}
-        return FoundMeans(loss, scaled, inputs, ShardResult(rows, {**output, "loss": None}, logged))
+        return FoundMeans(loss, scaled, inputs, (rows, {**output, "loss": None}, logged))
 
 
 def run(module: Any, inputs: Any, logged: Logged) -> Output:
@@ -112,7 +105,12 @@ def twin(module: nn.Module) -> nn.Module:
     """Returns a module with the same parameters, and with attributes and buffers of its own."""
     tree = ModuleTree(module)
     home = next(module.parameters()).device
-    return tree.fill(tree.make_skeletons(), None, *copy_buffers(tree.buffers(home), [home]))
+    copied = tree.fill(tree.make_skeletons(), None, *copy_buffers(tree.buffers(home), [home]))
+    for part in copied.modules():
+        for name, child in part.named_children():
+            if isinstance(child, Metric):  # its methods are bound to the first one
+                setattr(part, name, child.clone())
+    return copied
 
 
 class Gradients(torch.optim.Optimizer):
@@ -140,7 +138,8 @@ class ExactSteps(Strategy):
         """Sets up the module and its optimizers, and the :class:`TrainStep` of a fit."""
         super().setup(trainer)
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._results: list[ShardResult] = []  # of this window
+        # rows, output and logged values of each shard of this window
+        self._results: list[tuple[int, Output, Logged]] = []
         if trainer.state.fn == "fit":
             self._replicate(self.lightning_module)
 
@@ -159,14 +158,16 @@ class ExactSteps(Strategy):
         self._replicas.register_forward_hook(self._keep_results)
 
     def _make_step(self, inputs: Any, is_split: bool) -> TrainStep:
+        for optimizer in self.optimizers:
+            refuse_closures(type(optimizer), type(self).__name__)
         criterion = DataParallelCriterion(self._loss_of_rows)
         row = ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {})
         with torch.no_grad():
             means = find_means(row, is_split=is_split)[1] if is_split else {}
         if means and not any(name.has_several for name in means):
             criterion.kind = OneCount(criterion.kind.settings, "mean")
-        optimizer = Gradients(self.lightning_module.parameters(), {})
-        return TrainStep(self._replicas, criterion, optimizer)
+        gradients = Gradients(self.lightning_module.parameters(), {})
+        return TrainStep(self._replicas, criterion, gradients)
 
     def _keep_results(self, model: nn.Module, inputs: Any, outputs: PerReplica) -> None:
         if torch.is_grad_enabled():
@@ -185,20 +186,27 @@ class ExactSteps(Strategy):
         module: Any = self.lightning_module
         batches = module.trainer.accumulate_grad_batches
         is_split = batches * len(self._replicas.devices) * world_size() > 1
-        self._step = step = self._step or self._make_step(inputs, is_split)
         loss = torch.zeros((), device=self.root_device)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.scale(loss + 1)
         before = len(self._results)
         is_last = not module.trainer.fit_loop._should_accumulate()
-        with self.precision_plugin.train_step_context():
-            if is_last:
-                loss = step((inputs, scale, is_split)) / scale
-            else:
-                step.add((inputs, scale, is_split))
+        try:
+            with self.precision_plugin.train_step_context():
+                self._step = step = self._step or self._make_step(inputs, is_split)
+                if is_last:
+                    loss = step((inputs, scale, is_split)) / scale
+                else:
+                    step.add((inputs, scale, is_split))
+        except UnknownMeanError as error:
+            error.add_note(
+                "In a LightningModule, set automatic_optimization=False, and call a TrainStep with such a criterion in "
+                "training_step, with a strategy of Lightning (docs/libraries.md)"
+            )
+            raise
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         forget_gradients(module.parameters())
-        outputs = [result.output for result in self._results[before:]]
+        outputs = [output for _, output, _ in self._results[before:]]
         if is_last:
             self._log(loss)
         # Lightning divides it by the number of batches, and runs its backward.
