@@ -45,7 +45,8 @@ extras = {
         "tqdm",
         "transformers",
     ],
-    "libraries": ["bitsandbytes"],  # that slow down the import of others: tests of their own
+    # These slow down the import of others: tests of their own.
+    "libraries": ["bitsandbytes", "lightning>=2.5", "tensorboard", "wandb"],
     "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }

@@ -22,7 +22,7 @@ from ..batch.outputs import PerReplica, detach_outputs, join
 from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
 from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import OneCount
+from ..loss.kinds import MeansInside, OneCount
 from ..loss.means import FoundMeans, UnknownMeanError, find_means
 from ..optim.balanced import refuse_closures
 from ..replicas.model import DataParallelModel
@@ -164,8 +164,10 @@ class ExactSteps(Strategy):
         row = ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {})
         with torch.no_grad():
             means = find_means(row, is_split=is_split)[1] if is_split else {}
-        if means and not any(name.has_several for name in means):
-            criterion.kind = OneCount(criterion.kind.settings, "mean")
+        kind = criterion.kind
+        has_one_count = bool(means) and not any(name.has_several for name in means)
+        if has_one_count and isinstance(kind, MeansInside):
+            criterion.kind = OneCount(kind.settings, kind.reduction)
         gradients = Gradients(self.lightning_module.parameters(), {})
         return TrainStep(self._replicas, criterion, gradients)
 
@@ -227,11 +229,6 @@ class ExactSteps(Strategy):
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         super().pre_backward(closure_loss)
-
-    def teardown(self) -> None:
-        """Releases the copies of the module."""
-        self._step = self._replicas = None
-        super().teardown()
 
 
 class BalancedStrategy(ExactSteps, SingleDeviceStrategy):
