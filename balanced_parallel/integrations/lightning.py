@@ -5,12 +5,12 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
 
     training_step      that of the module runs on each shard, forward and backward. After the last
                        batch of a window, gradients are those of the update
-    zero_grad          gradients are aside: the TrainStep clears them itself
-    backward           gradients are back, and there is nothing else to do
+    zero_grad          left out: the TrainStep clears gradients itself
+    backward           nothing is left to do
     optimizer_step     that of Lightning: clipping, scaler, optimizer, schedulers
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from ..replicas.module_tree import ModuleTree
 from ..replicas.replicas import copy_buffers
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike, resolve_devices
-from ..runtime.values import forget_gradients
 from ..strategies.ddp import DistributedModel
 from ..training.step import TrainStep
 
@@ -38,7 +37,7 @@ Output = dict[str, Any]  # of training_step, with the loss
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
 
 
-class Task(nn.Module):
+class StepTask(nn.Module):
     """Calls ``training_step`` of a module on a shard, and finds the means in its loss."""
 
     def __init__(self, module: nn.Module, is_shared: bool) -> None:
@@ -113,7 +112,16 @@ def twin(module: nn.Module) -> nn.Module:
     return copied
 
 
-class Gradients(torch.optim.Optimizer):
+class StepCriterion(DataParallelCriterion):
+    """Brings the means of all shards together. ``function`` computes the loss of halves of some."""
+
+    def __init__(self, function: Callable[..., Any], has_one_count: bool) -> None:
+        super().__init__(function)
+        if has_one_count and isinstance(self.kind, MeansInside):
+            self.kind = OneCount(self.kind.settings, self.kind.reduction)
+
+
+class NoOptimizer(torch.optim.Optimizer):
     """Leaves the gradients of an update to the optimizer of Lightning."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -137,11 +145,12 @@ class ExactSteps(Strategy):
     def setup(self, trainer: Any) -> None:
         """Sets up the module and its optimizers, and the :class:`TrainStep` of a fit."""
         super().setup(trainer)
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
         # rows, output and logged values of each shard of this window
         self._results: list[tuple[int, Output, Logged]] = []
         if trainer.state.fn == "fit":
             self._replicate(self.lightning_module)
+            # Lightning calls it between forward and backward, and a TrainStep clears itself.
+            vars(self.lightning_module)["optimizer_zero_grad"] = lambda *arguments: None
 
     def _replicate(self, module: Any) -> None:
         if not module.automatic_optimization or module._compiler_ctx is not None:
@@ -149,7 +158,7 @@ class ExactSteps(Strategy):
                 f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
                 "it, or call a TrainStep in its training_step, with a strategy of Lightning"
             )
-        task = Task(module, len(self.replica_devices) > 1)
+        task = StepTask(module, len(self.replica_devices) > 1)
         self._replicas = (
             DistributedModel(task, self.root_device, None)
             if world_size() > 1
@@ -158,22 +167,19 @@ class ExactSteps(Strategy):
         self._replicas.register_forward_hook(self._keep_results)
 
     def _make_step(self, inputs: Any, is_split: bool) -> TrainStep:
-        for optimizer in self.optimizers:
-            refuse_closures(type(optimizer), type(self).__name__)
-        criterion = DataParallelCriterion(self._loss_of_rows)
+        for user in self.optimizers:
+            refuse_closures(type(user), type(self).__name__)
         row = ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {})
         with torch.no_grad():
             means = find_means(row, is_split=is_split)[1] if is_split else {}
-        kind = criterion.kind
         has_one_count = bool(means) and not any(name.has_several for name in means)
-        if has_one_count and isinstance(kind, MeansInside):
-            criterion.kind = OneCount(kind.settings, kind.reduction)
-        gradients = Gradients(self.lightning_module.parameters(), {})
-        return TrainStep(self._replicas, criterion, gradients)
+        criterion = StepCriterion(self._loss_of_rows, has_one_count)
+        optimizer = NoOptimizer(self.lightning_module.parameters(), {})
+        return TrainStep(self._replicas, criterion, optimizer)
 
     def _keep_results(self, model: nn.Module, inputs: Any, outputs: PerReplica) -> None:
         if torch.is_grad_enabled():
-            self._results += [found.rest for found in detach_outputs(outputs, None)]
+            self._results += [result.rest for result in detach_outputs(outputs, None)]
 
     def _loss_of_rows(self, *inputs: Any) -> Any:
         """Returns the loss of some rows in evaluation mode, and leaves no trace."""
@@ -206,14 +212,12 @@ class ExactSteps(Strategy):
                 "training_step, with a strategy of Lightning (docs/libraries.md)"
             )
             raise
-        self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-        forget_gradients(module.parameters())
         outputs = [output for _, output, _ in self._results[before:]]
         if is_last:
             self._log(loss)
         # Lightning divides it by the number of batches, and runs its backward.
-        found = {"loss": (loss * batches).requires_grad_()}
-        return (join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)) | found
+        update = {"loss": (loss * batches).requires_grad_()}
+        return (join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)) | update
 
     def _log(self, loss: Tensor) -> None:
         """Logs the values of each shard, and that of the update for a loss."""
@@ -224,11 +228,10 @@ class ExactSteps(Strategy):
                 self.lightning_module.log(name, number, *positional, **settings)
         self._results = []
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Puts the gradients back."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        super().pre_backward(closure_loss)
+    def teardown(self) -> None:
+        """Gives the hook back to the module."""
+        vars(self.lightning_module).pop("optimizer_zero_grad", None)
+        super().teardown()
 
 
 class BalancedStrategy(ExactSteps, SingleDeviceStrategy):

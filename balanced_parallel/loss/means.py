@@ -485,7 +485,7 @@ class FoundMeans(NamedTuple):
     loss: Tensor
     means: dict[MeanName, Term]
     inputs: tuple[Any, ...]
-    rest: Any = None  # what else the model returns
+    rest: Any = None  # The model returns it too.
 
 
 def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName, Term]]:
@@ -671,7 +671,7 @@ class LossOfMeans(LossOfSums):
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
         refuse_coupled(self.copies.criterion)
         if isinstance(output[0], FoundMeans):
-            output = output.map(lambda found: found.inputs)
+            output = output.map(lambda result: result.inputs)
         super()._check_halves(output, shard)
 
     def _kind(self, place: Any) -> Hashable:
