@@ -21,6 +21,7 @@ def long_description() -> str:
 
 extras = {
     "hf": ["accelerate>=1.10", "transformers>=5.23"],
+    "lightning": ["lightning>=2.5"],
     "train": ["safetensors", "scikit-learn", "tqdm"],
     "checkpoints": ["safetensors"],
     "plot": ["matplotlib", "plotly"],
