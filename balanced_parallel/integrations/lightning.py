@@ -45,7 +45,9 @@ class StepTask(nn.Module):
         self.module = module
         self._is_shared = is_shared  # Several replicas have rows of a batch.
 
-    def forward(self, inputs: Any, scale: Any, is_split: bool) -> FoundMeans:
+    def forward(
+        self, inputs: tuple[object, ...], scale: Tensor | float, is_split: bool
+    ) -> FoundMeans:
         """Returns the means, times ``scale``. ``is_split`` tells that the update has other rows."""
         # The first of two passes leaves no trace.
         module = self.module if torch.is_grad_enabled() else twin(self.module)
@@ -69,10 +71,10 @@ class StepTask(nn.Module):
         return FoundMeans(loss, scaled, inputs, (rows, {**output, "loss": None}, logged))
 
 
-def run(module: Any, inputs: Any, logged: Logged) -> Output:
+def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
     """Calls ``training_step``. Values that it logs are kept: Lightning gets them after the update."""
 
-    def log(name: str, value: Any, *positional: Any, **settings: Any) -> None:
+    def log(name: str, value: Any, *positional: object, **settings: object) -> None:
         logged.append((name, value, positional, settings))
 
     device = next(module.parameters()).device
@@ -87,7 +89,7 @@ def run(module: Any, inputs: Any, logged: Logged) -> Output:
     return output if isinstance(output, dict) else {"loss": output}
 
 
-def without_loss(value: Any, loss: Tensor) -> Any:
+def without_loss(value: object, loss: Tensor) -> object:
     """Returns a logged value, or None for that of the loss."""
     if isinstance(value, Tensor):
         return None if value.data_ptr() == loss.data_ptr() else value
@@ -124,7 +126,7 @@ class StepCriterion(DataParallelCriterion):
 class NoOptimizer(torch.optim.Optimizer):
     """Leaves the gradients of an update to the optimizer of Lightning."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Updates nothing."""
 
 
@@ -149,8 +151,9 @@ class ExactSteps(Strategy):
         self._results: list[tuple[int, Output, Logged]] = []
         if trainer.state.fn == "fit":
             self._replicate(self.lightning_module)
+            attributes: dict[str, object] = self.lightning_module.__dict__
             # Lightning calls it between forward and backward, and a TrainStep clears itself.
-            vars(self.lightning_module)["optimizer_zero_grad"] = lambda *arguments: None
+            attributes["optimizer_zero_grad"] = lambda *arguments: None
 
     def _replicate(self, module: Any) -> None:
         if not module.automatic_optimization or module._compiler_ctx is not None:
@@ -166,7 +169,7 @@ class ExactSteps(Strategy):
         )
         self._replicas.register_forward_hook(self._keep_results)
 
-    def _make_step(self, inputs: Any, is_split: bool) -> TrainStep:
+    def _make_step(self, inputs: tuple[object, ...], is_split: bool) -> TrainStep:
         for user in self.optimizers:
             refuse_closures(type(user), type(self).__name__)
         row = ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {})
@@ -177,16 +180,16 @@ class ExactSteps(Strategy):
         optimizer = NoOptimizer(self.lightning_module.parameters(), {})
         return TrainStep(self._replicas, criterion, optimizer)
 
-    def _keep_results(self, model: nn.Module, inputs: Any, outputs: PerReplica) -> None:
+    def _keep_results(self, model: nn.Module, inputs: object, outputs: PerReplica) -> None:
         if torch.is_grad_enabled():
             self._results += [result.rest for result in detach_outputs(outputs, None)]
 
-    def _loss_of_rows(self, *inputs: Any) -> Any:
+    def _loss_of_rows(self, *inputs: object) -> Any:
         """Returns the loss of some rows in evaluation mode, and leaves no trace."""
         module = twin(self.lightning_module).eval()
         return run(module, move_leaves(inputs, self.root_device), []).get("loss")
 
-    def training_step(self, *inputs: Any, **settings: Any) -> Output:
+    def training_step(self, *inputs: object, **settings: object) -> Output:
         """Makes the gradients of a batch, after the last one those of the update.
 
         Returns the result of the module. Its loss is that of the update then, and zero before.
@@ -230,7 +233,7 @@ class ExactSteps(Strategy):
 
     def teardown(self) -> None:
         """Gives the hook back to the module."""
-        vars(self.lightning_module).pop("optimizer_zero_grad", None)
+        self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
         super().teardown()
 
 
@@ -245,7 +248,7 @@ class BalancedStrategy(ExactSteps, SingleDeviceStrategy):
         >>> trainer = Trainer(strategy=BalancedStrategy(), accumulate_grad_batches=4)  # doctest: +SKIP
     """
 
-    def __init__(self, device_ids: Sequence[DeviceLike] | None = None, **settings: Any) -> None:
+    def __init__(self, device_ids: Sequence[DeviceLike] | None = None, **settings: object) -> None:
         self.replica_devices = resolve_devices(device_ids)
         super().__init__(self.replica_devices[0], **settings)
 
@@ -259,7 +262,7 @@ class BalancedDDPStrategy(ExactSteps, DDPStrategy):
         >>> trainer = Trainer(strategy=BalancedDDPStrategy(), devices=2)  # doctest: +SKIP
     """
 
-    def _setup_model(self, model: nn.Module) -> Any:
+    def _setup_model(self, model: nn.Module) -> nn.Module:
         """Returns the module, which the :class:`TrainStep` wraps."""
         if self._ddp_kwargs or self._ddp_comm_hook:
             raise TypeError(
