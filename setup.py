@@ -21,6 +21,7 @@ def long_description() -> str:
 
 extras = {
     "hf": ["accelerate>=1.10", "transformers>=5.23"],
+    "lightning": ["lightning>=2.5"],
     "train": ["safetensors", "scikit-learn", "tqdm"],
     "checkpoints": ["safetensors"],
     "plot": ["matplotlib", "plotly"],
@@ -45,7 +46,8 @@ extras = {
         "tqdm",
         "transformers",
     ],
-    "libraries": ["bitsandbytes"],  # that slow down the import of others: tests of their own
+    # These slow down the import of others: tests of their own.
+    "libraries": ["bitsandbytes", "lightning>=2.5", "tensorboard", "wandb"],
     "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }

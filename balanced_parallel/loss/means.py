@@ -481,12 +481,26 @@ class MeanName(NamedTuple):
 _ROWS = MeanName("", -1, "", False, ""), "rows"
 
 
+class FoundMeans(NamedTuple):
+    """The output of a model that computes the loss itself: the loss, and the means in it.
+
+    They are compared with those that the criterion computes of halves of ``inputs``.
+    """
+
+    loss: Tensor
+    means: dict[MeanName, Term]
+    inputs: tuple[Any, ...]
+    rest: Any = None  # The model returns it too.
+
+
 def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName, Term]]:
     """Calls a criterion. Returns its result, and the terms of the losses in it.
 
     Raises:
         UnknownMeanError: with ``is_split``, if a loss is not a sum of means.
     """
+    if isinstance(shard.output, FoundMeans):
+        return shard.output.loss, shard.output.means
     module, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     constants = (
         [*module.parameters(), *module.buffers()]
@@ -661,6 +675,8 @@ class LossOfMeans(LossOfSums):
 
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
         refuse_coupled(self.copies.criterion)
+        if isinstance(output[0], FoundMeans):
+            output = output.map(lambda result: result.inputs)
         super()._check_halves(output, shard)
 
     def _kind(self, place: Any) -> Hashable:

@@ -1,0 +1,271 @@
+"""Strategies of Lightning whose devices, ranks and accumulation have the loss and the gradients of
+the whole batch.
+
+Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradients::
+
+    training_step      that of the module runs on each shard, forward and backward. After the last
+                       batch of a window, gradients are those of the update
+    zero_grad          left out: the TrainStep clears gradients itself
+    backward           nothing is left to do
+    optimizer_step     that of Lightning: clipping, scaler, optimizer, schedulers
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from ..batch.outputs import PerReplica, detach_outputs, join
+from ..batch.rows import count_rows, move_leaves, take
+from ..loss.copies import ShardLoss
+from ..loss.criterion import DataParallelCriterion
+from ..loss.kinds import MeansInside, OneCount
+from ..loss.means import FoundMeans, UnknownMeanError, find_means
+from ..optim.balanced import refuse_closures
+from ..replicas.model import DataParallelModel
+from ..replicas.module_tree import ModuleTree
+from ..replicas.replicas import copy_buffers
+from ..runtime.collectives import world_size
+from ..runtime.devices import DeviceLike, resolve_devices
+from ..strategies.ddp import DistributedModel
+from ..training.step import TrainStep
+
+Output = dict[str, Any]  # of training_step, with the loss
+Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
+
+
+class StepTask(nn.Module):
+    """Calls ``training_step`` of a module on a shard, and finds the means in its loss."""
+
+    def __init__(self, module: nn.Module, is_shared: bool) -> None:
+        super().__init__()
+        self.module = module
+        self._is_shared = is_shared  # Several replicas have rows of a batch.
+
+    def forward(
+        self, inputs: tuple[object, ...], scale: Tensor | float, is_split: bool
+    ) -> FoundMeans:
+        """Returns the means, times ``scale``. ``is_split`` tells that the update has other rows."""
+        # The first of two passes leaves no trace.
+        module = self.module if torch.is_grad_enabled() else twin(self.module)
+        updates = count_updates(module)
+        rows = count_rows(inputs) or 1
+        output: Output = {}
+        logged: Logged = []
+
+        def compute() -> Any:
+            output.update(run(module, inputs, logged))
+            return output.get("loss")
+
+        loss, means = find_means(ShardLoss(compute, rows, (), (), {}), is_split=is_split)
+        if self._is_shared and updates != count_updates(module):
+            raise TypeError(
+                "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
+                "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
+            )
+        logged = [(name, without_loss(value, loss), *more) for name, value, *more in logged]
+        scaled = {name: mean._replace(factor=mean.factor * scale) for name, mean in means.items()}
+        return FoundMeans(loss, scaled, inputs, (rows, {**output, "loss": None}, logged))
+
+
+def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
+    """Calls ``training_step``. Values that it logs are kept: Lightning gets them after the update."""
+
+    def log(name: str, value: Any, *positional: object, **settings: object) -> None:
+        logged.append((name, value, positional, settings))
+
+    device = next(module.parameters()).device
+    for part in module.modules():
+        if "_device" in vars(part):  # self.device of a LightningModule
+            vars(part)["_device"] = device
+    vars(module)["log"] = log
+    try:
+        output = module.training_step(*inputs)
+    finally:
+        del vars(module)["log"]
+    return output if isinstance(output, dict) else {"loss": output}
+
+
+def without_loss(value: object, loss: Tensor) -> object:
+    """Returns a logged value, or None for that of the loss."""
+    if isinstance(value, Tensor):
+        return None if value.data_ptr() == loss.data_ptr() else value
+    is_loss = type(value) is float and str(value) == str(loss.item())
+    return None if is_loss else value
+
+
+def count_updates(module: nn.Module) -> list[int]:
+    """Returns the number of updates of each metric."""
+    return [part.update_count for part in module.modules() if isinstance(part, Metric)]
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """Returns a module with the same parameters, and with attributes and buffers of its own."""
+    tree = ModuleTree(module)
+    home = next(module.parameters()).device
+    copied = tree.fill(tree.make_skeletons(), None, *copy_buffers(tree.buffers(home), [home]))
+    for part in copied.modules():
+        for name, child in part.named_children():
+            if isinstance(child, Metric):  # its methods are bound to the first one
+                setattr(part, name, child.clone())
+    return copied
+
+
+class StepCriterion(DataParallelCriterion):
+    """Brings the means of all shards together. ``function`` computes the loss of halves of some."""
+
+    def __init__(self, function: Callable[..., Any], has_one_count: bool) -> None:
+        super().__init__(function)
+        if has_one_count and isinstance(self.kind, MeansInside):
+            self.kind = OneCount(self.kind.settings, self.kind.reduction)
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """Leaves the gradients of an update to the optimizer of Lightning."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Updates nothing."""
+
+
+class ExactSteps(Strategy):
+    """The training steps of a strategy of Lightning, made by a :class:`TrainStep`.
+
+    An update has the rows of ``accumulate_grad_batches`` batches, of all devices and ranks.
+
+    Raises:
+        TypeError: manual optimization; a compiled module; a metric that several replicas update.
+        UnknownMeanError: the loss is not a sum of means.
+        ValueError: its rows depend on each other. One shard alone may have any loss.
+    """
+
+    replica_devices: Sequence[DeviceLike] = ()
+    _step: TrainStep | None = None
+
+    def setup(self, trainer: Any) -> None:
+        """Sets up the module and its optimizers, and the :class:`TrainStep` of a fit."""
+        super().setup(trainer)
+        # rows, output and logged values of each shard of this window
+        self._results: list[tuple[int, Output, Logged]] = []
+        if trainer.state.fn == "fit":
+            self._replicate(self.lightning_module)
+            attributes: dict[str, object] = self.lightning_module.__dict__
+            # Lightning calls it between forward and backward, and a TrainStep clears itself.
+            attributes["optimizer_zero_grad"] = lambda *arguments: None
+
+    def _replicate(self, module: Any) -> None:
+        if not module.automatic_optimization or module._compiler_ctx is not None:
+            raise TypeError(
+                f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
+                "it, or call a TrainStep in its training_step, with a strategy of Lightning"
+            )
+        task = StepTask(module, len(self.replica_devices) > 1)
+        self._replicas = (
+            DistributedModel(task, self.root_device, None)
+            if world_size() > 1
+            else DataParallelModel(task, self.replica_devices or [self.root_device])
+        )
+        self._replicas.register_forward_hook(self._keep_results)
+
+    def _make_step(self, inputs: tuple[object, ...], is_split: bool) -> TrainStep:
+        for user in self.optimizers:
+            refuse_closures(type(user), type(self).__name__)
+        row = ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {})
+        with torch.no_grad():
+            means = find_means(row, is_split=is_split)[1] if is_split else {}
+        has_one_count = bool(means) and not any(name.has_several for name in means)
+        criterion = StepCriterion(self._loss_of_rows, has_one_count)
+        optimizer = NoOptimizer(self.lightning_module.parameters(), {})
+        return TrainStep(self._replicas, criterion, optimizer)
+
+    def _keep_results(self, model: nn.Module, inputs: object, outputs: PerReplica) -> None:
+        if torch.is_grad_enabled():
+            self._results += [result.rest for result in detach_outputs(outputs, None)]
+
+    def _loss_of_rows(self, *inputs: object) -> Any:
+        """Returns the loss of some rows in evaluation mode, and leaves no trace."""
+        module = twin(self.lightning_module).eval()
+        return run(module, move_leaves(inputs, self.root_device), []).get("loss")
+
+    def training_step(self, *inputs: object, **settings: object) -> Output:
+        """Makes the gradients of a batch, after the last one those of the update.
+
+        Returns the result of the module. Its loss is that of the update then, and zero before.
+        """
+        module: Any = self.lightning_module
+        batches = module.trainer.accumulate_grad_batches
+        is_split = batches * len(self._replicas.devices) * world_size() > 1
+        loss = torch.zeros((), device=self.root_device)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.scale(loss + 1)
+        before = len(self._results)
+        is_last = not module.trainer.fit_loop._should_accumulate()
+        try:
+            with self.precision_plugin.train_step_context():
+                self._step = step = self._step or self._make_step(inputs, is_split)
+                if is_last:
+                    loss = step((inputs, scale, is_split)) / scale
+                else:
+                    step.add((inputs, scale, is_split))
+        except UnknownMeanError as error:
+            error.add_note(
+                "In a LightningModule, set automatic_optimization=False, and call a TrainStep with such a criterion in "
+                "training_step, with a strategy of Lightning (docs/libraries.md)"
+            )
+            raise
+        outputs = [output for _, output, _ in self._results[before:]]
+        if is_last:
+            self._log(loss)
+        # Lightning divides it by the number of batches, and runs its backward.
+        update = {"loss": (loss * batches).requires_grad_()}
+        return (join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)) | update
+
+    def _log(self, loss: Tensor) -> None:
+        """Logs the values of each shard, and that of the update for a loss."""
+        for rows, _, logged in self._results:
+            for name, value, positional, settings in logged:
+                number = loss if value is None else value
+                settings["batch_size"] = settings.get("batch_size") or rows
+                self.lightning_module.log(name, number, *positional, **settings)
+        self._results = []
+
+    def teardown(self) -> None:
+        """Gives the hook back to the module."""
+        self.lightning_module.__dict__.pop("optimizer_zero_grad", None)
+        super().teardown()
+
+
+class BalancedStrategy(ExactSteps, SingleDeviceStrategy):
+    """A strategy of Lightning for one process, with a replica of the module on each device.
+
+    Args:
+        device_ids: as in :class:`DataParallelModel`.
+        settings: those of ``SingleDeviceStrategy``.
+
+    Example:
+        >>> trainer = Trainer(strategy=BalancedStrategy(), accumulate_grad_batches=4)  # doctest: +SKIP
+    """
+
+    def __init__(self, device_ids: Sequence[DeviceLike] | None = None, **settings: object) -> None:
+        self.replica_devices = resolve_devices(device_ids)
+        super().__init__(self.replica_devices[0], **settings)
+
+
+class BalancedDDPStrategy(ExactSteps, DDPStrategy):
+    """A strategy of Lightning with a process for each device.
+
+    Its settings are those of ``DDPStrategy``, without those of ``DistributedDataParallel`` itself.
+
+    Example:
+        >>> trainer = Trainer(strategy=BalancedDDPStrategy(), devices=2)  # doctest: +SKIP
+    """
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """Returns the module, which the :class:`TrainStep` wraps."""
+        if self._ddp_kwargs or self._ddp_comm_hook:
+            raise TypeError(
+                f"{self._ddp_kwargs or self._ddp_comm_hook} was given, expected no settings of DistributedDataParallel"
+            )
+        return model
