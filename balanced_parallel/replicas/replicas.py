@@ -18,7 +18,7 @@ import contextvars
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ class Replicas:
         workers: Workers | None = None,
     ) -> None:
         check_refresh(refresh)
-        self._refresh: Refresh = refresh
+        self._refresh = refresh
         self._recorded = RecordedWrites() if refresh == "recorded" else None
         # the pool is kept from its first use on
         self._workers = workers or functools.partial(
@@ -194,26 +194,22 @@ class Replicas:
         ]
 
     @contextmanager
-    def publishing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Surrounds a block that writes the same new values to ``parameters`` and to their copies.
+    def publishing(self, parameters: Collection[Tensor]) -> Iterator[None]:
+        """Surrounds a block that writes new values to ``parameters`` and to all their copies.
 
         Before it they are compared, since the block takes elements of each from one of these.
         """
         with self.in_turn():
             tree = self.tree
             recorded = self._recorded
-            if tree is None or recorded is None:
+            if tree is None or recorded is None or not parameters:
                 yield
                 return
             places = [tree.place[id(parameter)] for parameter in parameters]
-            try:
-                if places:
-                    recorded.compare(tree, self.copies.by_device, places)
-                yield
-            except BaseException:
-                self.forget_values()
-                raise
-            self.copies.accept(tree.parameters, places)
+            recorded.compare(tree, self.copies.by_device, places)
+            self.forget_values()  # The block may fail.
+            yield
+            self.copies.find_changes(tree.parameters)  # There is nothing left to copy.
 
     def compare(self, module: nn.Module, devices: Devices) -> None:
         """Compares the parameters with their copies, which have all recorded writes.
@@ -272,31 +268,22 @@ class Replicas:
     def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
         copies = self.copies
         parameters = tree.parameters
-        recorded = self._recorded
         try:
             written, toggled, is_moved = copies.find_changes(parameters)
             if is_moved or toggled:
                 check_device(tree.modules[0], devices[0])
                 self._follow_buckets(tree)
-            places: Sequence[int] = written
-            if recorded is not None:
-                if all_values:
-                    recorded.read()
-                    recorded.begin_forward(tree, is_evaluating=self._is_evaluating(tree))
-                places = sorted({*written, *toggled, *recorded.take(tree)})
-            elif all_values and not self.are_fresh:
-                places = range(len(parameters))
+            places = self._places_to_copy(tree, {*written, *toggled}, all_values)
             copies.refresh(parameters, written, places)
-            is_extended = copies.extend_to(devices[1:], parameters)
-            if recorded is not None:
-                recorded.compare_if_due(tree, copies.by_device)
+            is_moved |= copies.extend_to(devices[1:], parameters)
+            if self._recorded is not None:
+                self._recorded.compare_if_due(tree, copies.by_device)
         except BaseException:  # Some devices have the new values if, for example, memory runs out.
             self.forget_values()
             raise
         self._fresh_in = (
             self.windows[0] if self.windows and (all_values or self.are_fresh) else None
         )
-        is_moved |= is_extended
         if not (is_moved or toggled):
             return
         for each in copies.by_device.values():
@@ -308,10 +295,16 @@ class Replicas:
         for piece in self.gradients.pieces:
             piece.repoint(self._everywhere(tree, piece.parameter))
 
-    def _is_evaluating(self, tree: ModuleTree) -> bool:
-        """Returns True for a forward by hand in evaluation mode or without gradients."""
-        is_training = tree.modules[0].training and torch.is_grad_enabled()
-        return not (is_training or True in [entry.in_step for entry in self.windows])
+    def _places_to_copy(self, tree: ModuleTree, changed: set[int], all_values: bool) -> list[int]:
+        """Returns the places of the parameters that are copied now. ``changed`` are recorded."""
+        if self._recorded is not None:
+            if all_values:
+                in_step = True in [entry.in_step for entry in self.windows]
+                self._recorded.begin_forward(tree, in_step=in_step)
+            changed.update(self._recorded.take(tree))
+        elif all_values and not self.are_fresh:
+            return [*range(len(tree.parameters))]
+        return sorted(changed)
 
     def _follow_buckets(self, tree: ModuleTree) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
@@ -476,9 +469,7 @@ class ParameterCopies:
         """Marks every copy as outdated."""
         self._states: list[ParameterState] = []
 
-    def find_changes(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[int], list[int], bool]:
+    def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int], bool]:
         """Returns the places of the parameters that torch saw written, and of those that were
         frozen or unfrozen.
 
@@ -493,12 +484,6 @@ class ParameterCopies:
         toggled = [place for place, (now, then) in enumerate(pairs) if now[4] != then[4]]
         is_moved = any(now[1:4] != then[1:4] for now, then in pairs)
         return written, toggled, is_moved
-
-    def accept(self, parameters: Sequence[nn.Parameter], places: Iterable[int]) -> None:
-        """Notes that the copies have the present values of the parameters at ``places``."""
-        states = parameter_states(parameters)
-        for place in places if self._states else ():
-            self._states[place] = states[place]
 
     @torch.no_grad()
     def refresh(
@@ -519,10 +504,7 @@ class ParameterCopies:
         targets = []
         for device, copies in self.by_device.items():
             for i in written:
-                if (
-                    copies[i].shape != parameters[i].shape
-                    or copies[i].dtype != parameters[i].dtype
-                ):
+                if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
                     copies[i] = torch.empty_like(parameters[i], device=device)
             targets.append([copies[i] if i in recorded else copies[i].data for i in places])
         transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
