@@ -68,7 +68,8 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             optimizer, and after :meth:`refresh_replicas`; trained parameters also between training
             and evaluation. Frozen weights are copied once. Other writes, such as
             ``parameter.data.mul_()``, are an error in a comparison of all copies: in the first 8
-            forwards, in every 31st, at the begin of an evaluation, and in ``TrainStep.state_dict``.
+            forwards, in every 31st, where an evaluation begins or ends, and in
+            ``TrainStep.state_dict``. Such a write is lost if a ``BalancedOptimizer`` steps before.
             Buffers are copied at every forward.
 
     Raises:

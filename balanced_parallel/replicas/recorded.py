@@ -5,11 +5,11 @@ writes, such as ``parameter.data.mul_()``, are found by comparisons: each device
 its copies, and sends one number to the host, which reads it in the next forward. ::
 
     forward of training      1   2  ...  8   9  ...  30   31   32  ...  61   62   63
-    compared                 x   x       x                 x                  x        and before an evaluation
+    compared                 x   x       x                 x                  x        and where an evaluation begins or ends
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from ..runtime.devices import start_copy
 from .module_tree import ModuleTree
 
 Refresh = Literal["always", "recorded"]
-Copies = Mapping[torch.device, Sequence[Tensor]]  # in the order of the parameters
+Copies = dict[torch.device, list[Tensor]]  # in the order of the parameters
 
 FIRST = 8  # All of these forwards are compared: wrong programs end soon.
 INTERVAL = 31  # A prime, so that loops of several forwards come to each of them.
@@ -41,7 +41,7 @@ class RecordedWrites:
         updated = set[int]()
         self._updated = updated  # ids of parameters
         self._forwards = 0
-        self._is_evaluating = False
+        self._is_training = True
         self._is_due = False  # The copies are compared before this forward runs.
         self._unread: list[Callable[[], None]] = []
 
@@ -62,13 +62,13 @@ class RecordedWrites:
         """
         self.read()
         is_training = in_step or (tree.modules[0].training and torch.is_grad_enabled())
-        is_switched = is_training == self._is_evaluating
-        self._is_evaluating = not is_training
+        is_switched = is_training != self._is_training
+        self._is_training = is_training
         if is_switched:
             self._updated.update(id(each) for each in tree.parameters if each.requires_grad)
         self._forwards += 1
         is_time = self._forwards <= FIRST or self._forwards % INTERVAL == 0
-        self._is_due = is_time or (is_switched and not is_training)
+        self._is_due = is_time or is_switched
 
     def take(self, tree: ModuleTree) -> list[int]:
         """Returns the places of the noted parameters, and forgets them."""
@@ -79,13 +79,18 @@ class RecordedWrites:
     def compare_if_due(self, tree: ModuleTree, copies: Copies) -> None:
         """Compares all copies if this forward is one of those. An evaluation waits for the result."""
         if self._is_due:
-            self._is_due = False
-            self.compare(tree, copies, range(len(tree.parameters)))
-            if self._is_evaluating:
+            self.compare(tree, copies, tree.parameters)
+            if not self._is_training:
                 self.read()
 
-    def compare(self, tree: ModuleTree, copies: Copies, places: Sequence[int]) -> None:
-        """Starts to compare the parameters at ``places`` with their copies."""
+    def compare(
+        self,
+        tree: ModuleTree,
+        copies: Copies,
+        parameters: Iterable[Tensor],
+    ) -> None:
+        """Starts to compare ``parameters`` with their copies."""
+        places = [tree.place[id(parameter)] for parameter in parameters]
         everywhere = {tree.parameters[0].device: tree.parameters, **copies}
         sums = [checksums([tensors[i] for i in places]) for tensors in everywhere.values()]
         numbers = [start_copy(checksums([each])) for each in sums]
@@ -95,9 +100,9 @@ class RecordedWrites:
                 if number() == numbers[0]():
                     continue
                 place = places[int((sums[0].cpu() != found.cpu()).nonzero()[0])]
-                names = [*dict(tree.modules[0].named_parameters())]
+                name = [*dict(tree.modules[0].named_parameters())][place]
                 raise RuntimeError(
-                    f"{names[place]} differs from its copy on {device}, which forwards have used: it was written where torch "
+                    f"{name} differs from its copy on {device}, which forwards have used: it was written where torch "
                     "records nothing, as through .data. Expected model.refresh_replicas() after such a write, or "
                     "DataParallelModel(..., refresh='always')"
                 )

@@ -205,8 +205,7 @@ class Replicas:
             if tree is None or recorded is None or not parameters:
                 yield
                 return
-            places = [tree.place[id(parameter)] for parameter in parameters]
-            recorded.compare(tree, self.copies.by_device, places)
+            recorded.compare(tree, self.copies.by_device, parameters)
             self.forget_values()  # The block may fail.
             yield
             self.copies.find_changes(tree.parameters)  # There is nothing left to copy.
@@ -218,8 +217,7 @@ class Replicas:
         """
         if self._recorded is not None and self.copies.by_device:
             tree = self.prepare(module, devices, all_values=False)
-            places = range(len(tree.parameters))
-            self._recorded.compare(tree, self.copies.by_device, places)
+            self._recorded.compare(tree, self.copies.by_device, tree.parameters)
             self._recorded.read()
 
     def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
@@ -265,7 +263,12 @@ class Replicas:
             self._skeletons.append(tree.make_skeletons())
         return tree
 
-    def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
+    def _follow_parameters(
+        self,
+        tree: ModuleTree,
+        devices: Devices,
+        all_values: bool,
+    ) -> None:
         copies = self.copies
         parameters = tree.parameters
         try:
@@ -276,7 +279,7 @@ class Replicas:
             places = self._places_to_copy(tree, {*written, *toggled}, all_values)
             copies.refresh(parameters, written, places)
             is_moved |= copies.extend_to(devices[1:], parameters)
-            if self._recorded is not None:
+            if self._recorded is not None and all_values:
                 self._recorded.compare_if_due(tree, copies.by_device)
         except BaseException:  # Some devices have the new values if, for example, memory runs out.
             self.forget_values()
@@ -295,7 +298,12 @@ class Replicas:
         for piece in self.gradients.pieces:
             piece.repoint(self._everywhere(tree, piece.parameter))
 
-    def _places_to_copy(self, tree: ModuleTree, changed: set[int], all_values: bool) -> list[int]:
+    def _places_to_copy(
+        self,
+        tree: ModuleTree,
+        changed: set[int],
+        all_values: bool,
+    ) -> list[int]:
         """Returns the places of the parameters that are copied now. ``changed`` are recorded."""
         if self._recorded is not None:
             if all_values:
