@@ -9,7 +9,7 @@ its copies, and sends one number to the host, which reads it in the next forward
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from ..runtime.devices import start_copy
 from .module_tree import ModuleTree
 
 Refresh = Literal["always", "recorded"]
-Copies = dict[torch.device, list[Tensor]]  # in the order of the parameters
+Copies = Mapping[torch.device, Sequence[Tensor]]  # in the order of the parameters
 
 FIRST = 8  # All of these forwards are compared: wrong programs end soon.
 INTERVAL = 31  # A prime, so that loops of several forwards come to each of them.
