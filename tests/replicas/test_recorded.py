@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from helpers.problems import build_net
+from helpers.ranks import on_ranks
 from helpers.slow import slow_but
 from helpers.updates import ROWS, Unrecorded, assert_equal, random_batches, values_of
 from torch import nn
@@ -324,6 +325,87 @@ def test_bytes_do_not_depend_on_frozen_weights():
         assert small == large
         between = [sum(count for ends, count in large.items() if f"sim:{i}" in ends and "cpu" not in ends) for i in range(4)]
         assert size <= max(between) <= (3.3 if is_balanced else 4.3) * size
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.libraries
+@pytest.mark.usefixtures("double")
+def test_lora():
+    """The reference without adapters freezes these for a forward. Merged weights are written through ``.data``."""
+    peft = pytest.importorskip("peft")
+
+    def trained(devices, cluster=None):
+        net = peft.get_peft_model(build_net(), peft.LoraConfig(r=1, target_modules=["0", "2"])).to(devices[0])
+        for parameter in net.parameters():  # the second matrix of an adapter is zero
+            parameter.data.add_(0.1)
+        model = DataParallelModel(net, devices, refresh="recorded")
+        optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+        step, seen = TrainStep(model, mse(), optimizer, micro_batch_size=2), []
+        for number, (x, y) in enumerate(random_batches(INTERVAL)):
+            before = cluster and cluster.moved
+            with torch.no_grad(), net.disable_adapter():
+                seen.append(gather(model(x)).cpu())
+            step(x, y)
+            if number == FIRST and cluster:
+                most = 10 * sum(each.nbytes for each in net.parameters() if each.requires_grad)
+                between = {ends: count for ends, count in (cluster.moved - before).items() if "cpu" not in ends}
+                assert max(between.values()) < most
+        return model, [*seen, *values_of(net)]
+
+    _, expected = trained(["cpu"])
+    with simulate(3) as cluster:
+        model, found = trained(SIMULATED, cluster)
+        assert_equal(found, expected)
+        x = torch.randn(ROWS, 4)
+        model.module.merge_adapter()
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"base_layer\.weight differs"):
+            model(x)
+        model.module.unmerge_adapter()
+        model.refresh_replicas()
+        torch.testing.assert_close(gather(model(x)), model.module(x.to("sim:0")))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", ["ScheduleFreeAdamW", "Lookahead", "SAM"])
+def test_optimizers_of_another_library(name):
+    """Their modes and steps write through ``.data``."""
+    library = pytest.importorskip("pytorch_optimizer")
+
+    def trained(devices):
+        net = build_net().to(devices[0])
+        model, kind = DataParallelModel(net, devices, refresh="recorded"), getattr(library, name)
+        if name == "SAM":
+            optimizer = kind(net.parameters(), base_optimizer=torch.optim.SGD, lr=0.05)
+        elif name == "Lookahead":
+            optimizer = kind(torch.optim.SGD(net.parameters(), 0.05))
+        else:
+            optimizer = kind(net.parameters(), lr=0.05)
+        seen = []
+        for x, y in random_batches(2 * INTERVAL):
+            getattr(optimizer, "train", bool)()
+            for step in ["first_step", "second_step"] if name == "SAM" else ["step"]:
+                optimizer.zero_grad()
+                mse()(model(x), y).backward()
+                getattr(optimizer, step)()
+            getattr(optimizer, "eval", bool)()
+            with torch.no_grad():
+                seen.append(gather(model(x)).cpu())
+        return [*seen, *values_of(net)]
+
+    expected = trained(["cpu"])
+    with simulate(3):
+        assert_equal(trained(SIMULATED), expected)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_ranks_have_no_replicas_to_refresh(rank):
+    with pytest.raises(ValueError, match="refresh='never', expected 'always' or 'recorded'"):
+        parallelize(build_net(), nn.MSELoss(), ["cpu"], refresh="never")
+    model, criterion = parallelize(build_net(), nn.MSELoss(), ["cpu"], refresh="recorded")
+    x, y = next(random_batches(1))
+    assert criterion(model(x), y) > 0
 
 
 def test_settings():
