@@ -20,12 +20,12 @@ from ..runtime.devices import start_copy
 from .module_tree import ModuleTree
 
 Refresh = Literal["always", "recorded"]
-Copies = Mapping[torch.device, Sequence[Tensor]]  # in the order of the parameters
+Copies = Mapping[torch.device, Sequence[Tensor]]  # Each list has the order of the parameters.
 
 FIRST = 8  # All of these forwards are compared: wrong programs end soon.
 INTERVAL = 31  # A prime, so that loops of several forwards come to each of them.
 _CHUNK = 2**20  # Elements that are multiplied at once. Their products take 8 MiB.
-_BITS = {1: torch.int8, 2: torch.int16}  # Others are int32, one or several.
+_BITS = {1: torch.int8, 2: torch.int16}  # Larger ones are some of int32.
 
 
 def check_refresh(refresh: str) -> None:
@@ -54,14 +54,14 @@ class RecordedWrites:
 
         weakref.finalize(self, register_optimizer_step_post_hook(note_step).remove)
 
-    def begin_forward(self, tree: ModuleTree, *, in_step: bool) -> None:
+    def begin_forward(self, tree: ModuleTree, in_step: bool) -> None:
         """Counts a forward, and reads the comparisons of those before.
 
         The first one of an evaluation, or after it, notes all trained parameters: programs swap
         averages in, and optimizers have modes.
         """
         self.read()
-        is_training = in_step or (tree.modules[0].training and torch.is_grad_enabled())
+        is_training = in_step or tree.modules[0].training and torch.is_grad_enabled()
         is_switched = is_training != self._is_training
         self._is_training = is_training
         if is_switched:
@@ -96,15 +96,15 @@ class RecordedWrites:
         numbers = [start_copy(checksums([each])) for each in sums]
 
         def read() -> None:
-            for device, found, number in zip(everywhere, sums, numbers, strict=True):
+            for device, result, number in zip(everywhere, sums, numbers, strict=True):
                 if number() == numbers[0]():
                     continue
-                place = places[int((sums[0].cpu() != found.cpu()).nonzero()[0])]
-                name = [*dict(tree.modules[0].named_parameters())][place]
+                differs = sums[0].cpu() != result.cpu()
+                names = [*dict(tree.modules[0].named_parameters())]
+                name = names[places[int(differs.nonzero()[0])]]
                 raise RuntimeError(
-                    f"{name} differs from its copy on {device}, which forwards have used: it was written where torch "
-                    "records nothing, as through .data. Expected model.refresh_replicas() after such a write, or "
-                    "DataParallelModel(..., refresh='always')"
+                    f"{name} differs from its copy on {device}, which forwards have used: torch records no write, as through "
+                    ".data. Expected model.refresh_replicas() after it, or DataParallelModel(..., refresh='always')"
                 )
 
         self._unread.append(read)
@@ -131,7 +131,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     weights = places**3 * -7046029254386353131 >> 33
     sums = []
     for row in bits:
-        total = row.new_zeros((), dtype=torch.int64)
+        total = torch.zeros_like(weights[0])
         for part in row.split(size):
             total = total * 31 + (part * weights[: len(part)]).sum()
         sums.append(total)

@@ -157,9 +157,7 @@ class Replicas:
         """True if the copies have all values of the parameters, in the window that is open, or as
         far as writes are recorded.
         """
-        if self._recorded is not None:
-            return True
-        return self._fresh_in is not None and self._fresh_in in self.windows
+        return self._recorded is not None or self._fresh_in in self.windows
 
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
@@ -263,12 +261,7 @@ class Replicas:
             self._skeletons.append(tree.make_skeletons())
         return tree
 
-    def _follow_parameters(
-        self,
-        tree: ModuleTree,
-        devices: Devices,
-        all_values: bool,
-    ) -> None:
+    def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
         copies = self.copies
         parameters = tree.parameters
         try:
@@ -308,7 +301,7 @@ class Replicas:
         if self._recorded is not None:
             if all_values:
                 in_step = True in [entry.in_step for entry in self.windows]
-                self._recorded.begin_forward(tree, in_step=in_step)
+                self._recorded.begin_forward(tree, in_step)
             changed.update(self._recorded.take(tree))
         elif all_values and not self.are_fresh:
             return [*range(len(tree.parameters))]
