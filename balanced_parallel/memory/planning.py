@@ -56,10 +56,7 @@ _UNKNOWN_DIVISOR = (
     "the divisor of the loss is not known before it runs: a sum of means is exact, another loss needs weight= in plan.apply, as "
     "in DataParallelCriterion"
 )
-_FROZEN = (
-    "of frozen parameters are copied to each other device in every update: with "
-    'parallelize(..., refresh="recorded"), once'
-)
+_FROZEN = 'of frozen parameters are copied to each other device in every update: with parallelize(..., refresh="recorded"), once'
 MATERIALIZE = 'module.to_empty(device="cpu")  # it is on meta, without values: load them here'
 _RESERVED = (
     "reserved: what the allocator takes from the device after it gave back its cache; this must fit"

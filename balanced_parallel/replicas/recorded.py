@@ -61,7 +61,7 @@ class RecordedWrites:
         averages in, and optimizers have modes.
         """
         self.read()
-        is_training = in_step or tree.modules[0].training and torch.is_grad_enabled()
+        is_training = in_step or (tree.modules[0].training and torch.is_grad_enabled())
         is_switched = is_training != self._is_training
         self._is_training = is_training
         if is_switched:
@@ -100,8 +100,8 @@ class RecordedWrites:
                 if number() == numbers[0]():
                     continue
                 differs = sums[0].cpu() != result.cpu()
-                names = [*dict(tree.modules[0].named_parameters())]
-                name = names[places[int(differs.nonzero()[0])]]
+                place = places[differs.nonzero()[0]]
+                name = [*dict(tree.modules[0].named_parameters())][place]
                 raise RuntimeError(
                     f"{name} differs from its copy on {device}, which forwards have used: torch records no write, as through "
                     ".data. Expected model.refresh_replicas() after it, or DataParallelModel(..., refresh='always')"

@@ -126,13 +126,8 @@ def unfreeze(net):
     net[0].weight.requires_grad_(True)
 
 
-def convert(net):
-    net.half()
-    net.double()
-
-
 WRITES = [write_in_place, write_in_inference_mode, set_data, set_data_of_all, swap]
-WRITES += [load, load_by_assignment, replace, unfreeze, convert]
+WRITES += [load, load_by_assignment, replace, unfreeze]
 
 
 @pytest.mark.usefixtures("double")
