@@ -54,7 +54,11 @@ class RecordedWrites:
 
         weakref.finalize(self, register_optimizer_step_post_hook(note_step).remove)
 
-    def begin_forward(self, tree: ModuleTree, in_step: bool) -> None:
+    def begin_forward(
+        self,
+        tree: ModuleTree,
+        in_step: bool,
+    ) -> None:
         """Counts a forward, and reads the comparisons of those before.
 
         The first one of an evaluation, or after it, notes all trained parameters: programs swap
