@@ -131,7 +131,7 @@ class BalancedTrainer(Trainer):
         if len(self.devices) > 1 and not isinstance(self.model_wrapped, DataParallelModel):
             precision = self.accelerator.mixed_precision.replace("no", "fp32")
             self.model_wrapped: nn.Module = DataParallelModel(
-                Task([self.model]), self.devices, precision=precision
+                Task([self.model]), self.devices, precision=precision, refresh="recorded"
             )
         return (
             self.model_wrapped

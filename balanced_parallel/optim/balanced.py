@@ -362,7 +362,7 @@ class _ReplicaShards:
         if self._pieces:
             self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
         self.collect()
-        with self._model.replicas.in_turn():
+        with self._model.replicas.publishing(self._pieces):
             for owners in () if self._model.replicas.are_fresh else self._owners:
                 owners.fetch()
             getattr(self.inner, method)()

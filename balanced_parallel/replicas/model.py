@@ -22,6 +22,7 @@ from ..runtime.torch_private import children_of
 from ..runtime.values import Precision, check_type, naming_arguments
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
+from .recorded import Refresh
 from .replicas import Replicas, window
 
 
@@ -61,11 +62,22 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             or ``None`` for one that is the same on all replicas. The default is ``dim``.
         gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel``
             does, for loops that compute their loss themselves. That device then stores all of them.
+        refresh: when a parameter is copied to the other devices. ``"always"`` is before each
+            forward by hand and each call of :class:`TrainStep`. ``"recorded"`` is after a write
+            that torch records (in place, another address, ``requires_grad``), after the step of its
+            optimizer, and after :meth:`refresh_replicas`; trained parameters also between training
+            and evaluation. Frozen weights are copied once. Other writes, such as
+            ``parameter.data.mul_()``, are an error in a comparison of all copies: in the first 8
+            forwards, in every 31st, where an evaluation begins or ends, and in
+            ``TrainStep.state_dict``. Such a write is lost if a ``BalancedOptimizer`` steps before.
+            Buffers are copied at every forward.
 
     Raises:
         TypeError: the module is a class, or not a module, or is wrapped already.
-        ValueError: this machine does not have one of the devices; at the call, inputs have
-            different numbers of rows.
+        ValueError: this machine does not have one of the devices; another ``refresh``; at the call,
+            inputs have different numbers of rows.
+        RuntimeError: with ``refresh="recorded"``, a parameter differs from its copies, at the call
+            or at the next one.
         BaseException: the first failure of a replica. A note on it names the replica and its
             device.
 
@@ -91,6 +103,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         in_dims: Dims = None,
         out_dims: Dims = None,
         gather_outputs: bool = False,
+        refresh: Refresh = "always",
     ) -> None:
         nn.Module.__init__(self)  # nn.DataParallel's refuses CPUs
         check_module(module)
@@ -99,7 +112,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
         devices = resolve_devices(device_ids)
-        self._set_up(devices, Replicas(), dim, precision, split)
+        self._set_up(devices, Replicas(refresh), dim, precision, split)
         self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.gather_outputs = gather_outputs
@@ -164,11 +177,11 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         self.replicas.gradients.drop()
 
     def refresh_replicas(self) -> None:
-        """Copies all parameters again before the next forward or update, as every forward does.
+        """Copies all parameters again before the next forward or update.
 
-        In a block of :meth:`no_sync` or ``savings.inference``, only the first forward does so. This
-        is needed there after a write that torch's version counters do not record, such as
-        ``parameter.data.clamp_(...)``.
+        This is needed after a write that torch's version counters do not record, such as
+        ``parameter.data.clamp_(...)``, in a block of :meth:`no_sync` or ``savings.inference``,
+        where only the first forward copies all of them, and with ``refresh="recorded"``.
         """
         self.replicas.forget_values()
 

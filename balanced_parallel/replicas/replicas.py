@@ -18,7 +18,7 @@ import contextvars
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,7 @@ from ..runtime.torch_private import (
 )
 from .buckets import Bucket, GradientBuckets, kinds_of
 from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
+from .recorded import RecordedWrites, Refresh, check_refresh
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
@@ -59,7 +60,16 @@ class Replicas:
     :func:`shared_pool`.
     """
 
-    def __init__(self, *, side: SideStreams | None = None, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        refresh: Refresh = "always",
+        *,
+        side: SideStreams | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        check_refresh(refresh)
+        self._refresh = refresh
+        self._recorded = RecordedWrites() if refresh == "recorded" else None
         # the pool is kept from its first use on
         self._workers = workers or functools.partial(
             run_replicas, pool=functools.cache(shared_pool)
@@ -75,7 +85,7 @@ class Replicas:
         self._fresh_in: Window | None = None  # The window that has copied all values.
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
-        return Replicas, ()
+        return Replicas, (self._refresh,)
 
     def run(self, work: Sequence[Callable[[], T]], devices: Devices, *, together: bool) -> list[T]:
         """Calls ``work[i]()`` for replica ``i`` on ``devices[i]``, as :func:`run_replicas`.
@@ -144,8 +154,10 @@ class Replicas:
 
     @property
     def are_fresh(self) -> bool:
-        """True if the copies have all values of the parameters, in the window that is open."""
-        return self._fresh_in is not None and self._fresh_in in self.windows
+        """True if the copies have all values of the parameters, in the window that is open, or as
+        far as writes are recorded.
+        """
+        return self._recorded is not None or self._fresh_in in self.windows
 
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
@@ -178,6 +190,33 @@ class Replicas:
             (bucket, [self._everywhere(tree, each) for each in bucket.parameters])
             for bucket in buckets
         ]
+
+    @contextmanager
+    def publishing(self, parameters: Collection[Tensor]) -> Iterator[None]:
+        """Surrounds a block that writes new values to ``parameters`` and to all their copies.
+
+        Before it they are compared, since the block takes elements of each from one of these.
+        """
+        with self.in_turn():
+            tree = self.tree
+            recorded = self._recorded
+            if tree is None or recorded is None or not parameters:
+                yield
+                return
+            recorded.compare(tree, self.copies.by_device, parameters)
+            self.forget_values()  # The block may fail.
+            yield
+            self.copies.find_changes(tree.parameters)  # There is nothing left to copy.
+
+    def compare(self, module: nn.Module, devices: Devices) -> None:
+        """Compares the parameters with their copies, which have all recorded writes.
+
+        Raises ``RuntimeError`` if one differs, and names it.
+        """
+        if self._recorded is not None and self.copies.by_device:
+            tree = self.prepare(module, devices, all_values=False)
+            self._recorded.compare(tree, self.copies.by_device, tree.parameters)
+            self._recorded.read()
 
     def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
         """Returns a parameter and its copies, by device."""
@@ -225,16 +264,23 @@ class Replicas:
     def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
         copies = self.copies
         parameters = tree.parameters
-        written, is_moved, is_frozen = copies.find_changes(parameters)
-        if is_moved or is_frozen:
-            check_device(tree.modules[0], devices[0])
-            self._follow_buckets(tree)
-        copies.refresh(parameters, written, all_values=all_values and not self.are_fresh)
+        try:
+            written, toggled, is_moved = copies.find_changes(parameters)
+            if is_moved or toggled:
+                check_device(tree.modules[0], devices[0])
+                self._follow_buckets(tree)
+            places = self._places_to_copy(tree, {*written, *toggled}, all_values)
+            copies.refresh(parameters, written, places)
+            is_moved |= copies.extend_to(devices[1:], parameters)
+            if self._recorded is not None and all_values:
+                self._recorded.compare_if_due(tree, copies.by_device)
+        except BaseException:  # Some devices have the new values if, for example, memory runs out.
+            self.forget_values()
+            raise
         self._fresh_in = (
             self.windows[0] if self.windows and (all_values or self.are_fresh) else None
         )
-        is_moved |= copies.extend_to(devices[1:], parameters)
-        if not (is_moved or is_frozen):
+        if not (is_moved or toggled):
             return
         for each in copies.by_device.values():
             if is_moved:
@@ -244,6 +290,22 @@ class Replicas:
                 copied.requires_grad_(parameter.requires_grad)
         for piece in self.gradients.pieces:
             piece.repoint(self._everywhere(tree, piece.parameter))
+
+    def _places_to_copy(
+        self,
+        tree: ModuleTree,
+        changed: set[int],
+        all_values: bool,
+    ) -> list[int]:
+        """Returns the places of the parameters that are copied now. ``changed`` are recorded."""
+        if self._recorded is not None:
+            if all_values:
+                in_step = True in [entry.in_step for entry in self.windows]
+                self._recorded.begin_forward(tree, in_step)
+            changed.update(self._recorded.take(tree))
+        elif all_values and not self.are_fresh:
+            return [*range(len(tree.parameters))]
+        return sorted(changed)
 
     def _follow_buckets(self, tree: ModuleTree) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
@@ -409,54 +471,45 @@ class ParameterCopies:
         """Marks every copy as outdated."""
         self._states: list[ParameterState] = []
 
-    def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], bool, bool]:
-        """Returns the places of the parameters that torch saw written.
+    def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int], bool]:
+        """Returns the places of the parameters that torch saw written, and of those that were
+        frozen or unfrozen.
 
-        It also returns if any was moved, resized or converted, and if any was frozen or unfrozen.
+        It also returns if any was moved, resized or converted.
         """
         before = self._states
         self._states = parameter_states(parameters)
         if before == self._states:
-            return [], False, False
+            return [], [], False
         pairs = list(itertools.zip_longest(self._states, before, fillvalue=_UNKNOWN))
         written = [place for place, (now, then) in enumerate(pairs) if now[:4] != then[:4]]
-        is_moved, is_frozen = (
-            any(now[at] != then[at] for now, then in pairs) for at in (slice(1, 4), 4)
-        )
-        return written, is_moved, is_frozen
+        toggled = [place for place, (now, then) in enumerate(pairs) if now[4] != then[4]]
+        is_moved = any(now[1:4] != then[1:4] for now, then in pairs)
+        return written, toggled, is_moved
 
     @torch.no_grad()
     def refresh(
         self,
         parameters: Sequence[nn.Parameter],
         written: Sequence[int],
-        *,
-        all_values: bool,
+        places: Sequence[int],
     ) -> None:
-        """Copies the parameters to all devices: all, or those at ``written``.
+        """Copies the parameters at ``places`` to all devices.
 
         Only the version counters of the copies at ``written`` move: a graph of an earlier forward
         may still run backward.
         """
         self.by_device.pop(parameters[0].device, None)
-        places = range(len(parameters)) if all_values else written
         if not (self.by_device and places):
             return
         recorded = set(written)
         targets = []
-        try:
-            for device, copies in self.by_device.items():
-                for i in written:
-                    if (
-                        copies[i].shape != parameters[i].shape
-                        or copies[i].dtype != parameters[i].dtype
-                    ):
-                        copies[i] = torch.empty_like(parameters[i], device=device)
-                targets.append([copies[i] if i in recorded else copies[i].data for i in places])
-            transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
-        except BaseException:  # Some devices have the new values if, for example, memory runs out.
-            self.forget_values()
-            raise
+        for device, copies in self.by_device.items():
+            for i in written:
+                if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
+                    copies[i] = torch.empty_like(parameters[i], device=device)
+            targets.append([copies[i] if i in recorded else copies[i].data for i in places])
+        transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
 
     def extend_to(self, devices: Devices, parameters: Sequence[nn.Parameter]) -> bool:
         """Makes copies on those of ``devices`` that have none.

@@ -18,6 +18,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import use_torch_sync_batchnorm
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_module, refuse_rescaled, rescaled_embeddings
+from ..replicas.recorded import Refresh, check_refresh
 from ..runtime import collectives
 from ..runtime.collectives import max_over_ranks, rank, world_size
 from ..runtime.devices import DeviceLike, free_bytes, is_accelerator
@@ -36,6 +37,7 @@ Model = DataParallelModel | DistributedModel | ShardedModel
 
 class _Options(RowSettings, total=False):
     split: Sequence[float] | None
+    refresh: Refresh
     strategy: Strategy
     mesh: DeviceMesh | None
 
@@ -72,6 +74,7 @@ def parallelize(
     split: Sequence[float] | None = None,
     in_dims: Dims = None,
     out_dims: Dims = None,
+    refresh: Refresh = "always",
     strategy: Strategy = "auto",
     mesh: DeviceMesh | None = None,
 ) -> Model | tuple[Model, DataParallelCriterion]:
@@ -93,6 +96,8 @@ def parallelize(
         device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of
             this machine.
         dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
+        refresh: as in :class:`DataParallelModel`. Ranks have no replicas, so it has no effect under
+            torchrun.
         weight: as in :class:`DataParallelCriterion`.
         strategy: ``"replicas"`` in one process; ``"ddp"`` or ``"fsdp"`` under torchrun. ``"auto"``
             is ``"fsdp"`` if the model is too large for one device, and the reason is logged: it
@@ -126,6 +131,7 @@ def parallelize(
     """
     check_module(module)
     check_dim(dim)
+    check_refresh(refresh)
     environment = TorchrunEnvironment.detect()
     check_strategy(strategy, environment)
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else None
@@ -151,7 +157,9 @@ def parallelize(
             raise ValueError(
                 "mesh= was given in one process, expected None: it is for the ranks that torchrun starts"
             )
-        model: Model = DataParallelModel(module, device_ids, split=split, **settings)
+        model: Model = DataParallelModel(
+            module, device_ids, split=split, refresh=refresh, **settings
+        )
     else:
         if split is not None:
             raise ValueError(
