@@ -339,15 +339,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
-    """Prints what a command does to a terminal.
+    """Prints what a command does to stderr.
 
     Hides torch's log, a traceback for each shape that does not suit.
     """
     package = logging.getLogger("balanced_parallel")
-    handler = logging.StreamHandler() if sys.stderr.isatty() else logging.NullHandler()
     with (
         patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
-        patch.object(package, "handlers", [handler]),
+        patch.object(package, "handlers", [logging.StreamHandler()]),
         contextlib.ExitStack() as undo,
     ):
         undo.callback(package.setLevel, package.level)

@@ -147,6 +147,8 @@ class Request(Problem):
     savings: tuple[str, ...] = ()
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
+    # A bucket for each gradient, so that blocks repeat. The memory lacks that of some buckets.
+    small_buckets: bool = False
 
     @property
     def rows_per_micro_batch(self) -> int:

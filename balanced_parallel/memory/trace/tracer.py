@@ -9,9 +9,11 @@ import dataclasses
 import gc
 import importlib
 import itertools
+import logging
 import multiprocessing
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -39,12 +41,11 @@ from .allocations import Count, Trace
 from .doubles import one_chunk, traced_savings
 from .fakes import HOME, host_of
 from .stacks import (
-    FEWEST,
     NotRepeating,
-    divides_evenly,
+    buckets_of,
     entries_of,
     extend,
-    find_stack,
+    find_repeated,
     replace_entries,
 )
 
@@ -67,7 +68,9 @@ def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
     return _run_in_processes(jobs, _trace_or_reason)
 
 
+_log = logging.getLogger(__name__)
 PATIENCE = 20.0  # seconds
+BEAT = 3.0  # seconds between two lines of progress
 _processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar(
     "processes", default=None
 )
@@ -137,12 +140,19 @@ class Processes:
             self._pool = None
 
     def _work(self, results: Sequence[Future[T]]) -> bool:
-        """Waits for results.
+        """Waits for results, and logs progress.
 
         Returns False if the processes use no processor for ``PATIENCE`` seconds.
         """
         used: object = None
-        while self._pool is not None and wait(results, PATIENCE).not_done:
+        begin = checked = time.monotonic()
+        while self._pool is not None and (rest := wait(results, min(BEAT, PATIENCE)).not_done):
+            now = time.monotonic()
+            done = len(results) - len(rest)
+            _log.info("traced %d of %d after %.0f s", done, len(results), now - begin)
+            if now - checked < PATIENCE:
+                continue
+            checked = now
             # The times of a process in and for the system are fields 14 and 15 of proc(5), behind
             # its name.
             stats = [
@@ -238,18 +248,9 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
     """Returns the trace of a module with many equal blocks, from traces with few of them; None if
     they do not show it.
     """
-    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of
-    # checkpoints wait for two.
-    waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
-    count = FEWEST + request.layout.is_sharded + 4 * waits
-    stack = find_stack(request.module)
-    if (
-        stack is None
-        or stack.length < 2 * count + 2
-        or request.optimizer.has_state
-        or not divides_evenly(request, stack)
-    ):
+    if (found := find_repeated(request)) is None:
         return None
+    stack, count = found
     short = None
     traced = count
     while traced < stack.length:
@@ -297,6 +298,7 @@ def _trace_whole(
         )
         with (
             fakes.devices_that_mix(),
+            buckets_of(request),
             fakes.rows_of_one_sequence(),
             one_chunk(
                 rows / (request.update_rows * request.row_step) if request.update_rows else 0.0
