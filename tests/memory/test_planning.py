@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import sys
 
 import pytest
 import torch
@@ -238,10 +239,12 @@ def test_each_stage_is_logged_before_it_is_traced(caplog):
     assert {message.removeprefix("trying: ") for message in caplog.messages} >= {choice.name for choice in plan.choices}
 
 
-def test_plan_prints_what_it_tries(nets, capsys):
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_plan_on_a_terminal_prints_what_it_tries(nets, monkeypatch, capsys, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert main(["plan", "--problem", nets("small"), "--device-kind", "sim", "--memory", "1GiB"]) == 0
     output, errors = capsys.readouterr()
-    assert "trying: replicas\n" in errors
+    assert ("trying: replicas\n" in errors) == is_terminal
     assert "trying" not in output
 
 

@@ -295,7 +295,7 @@ class SingleDevice(Layout):
         )
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
         self.buckets = []
-        self.optimizers = self.make_optimizers()
+        self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
@@ -311,6 +311,13 @@ class SingleDevice(Layout):
                 self.criterion, 1, output, move_leaves(targets, None), {}
             ).call()
             return result
+
+    def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+        """Runs the forward of one micro-batch, with the loss of its own rows."""
+        if not self.request.couples_rows:
+            return self.loss(arguments, targets)
+        total: Tensor = self.coupled_criterion()(self.outputs(arguments), *targets)
+        return total
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
@@ -479,7 +486,8 @@ class DDP(SingleDevice):
     ) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
-        parameters = trained(self.parameters) if request.devices > 1 else []
+        is_reduced = request.devices > 1 and request.mode == "train"
+        parameters = trained(self.parameters) if is_reduced else []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
             flat = torch.zeros(

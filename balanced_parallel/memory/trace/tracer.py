@@ -363,12 +363,25 @@ def _run(
                 # The objects of this trace are young, as the collector is off.
                 gc.collect(generation)
                 count.mark(name)
+                if request.mode == "evaluate":
+                    _evaluate(layout, count, modules, update)
+                    continue
                 with around_update(savings), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
                     _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
         finally:
             layout.close()
+
+
+def _evaluate(
+    layout: Layout, count: Count, modules: torch.nn.Module, micro_batches: list[TracedBatch]
+) -> None:
+    modules.eval()
+    with torch.no_grad():
+        for micro_batch in micro_batches:
+            layout.evaluate(*micro_batch)
+            count.see_all(layout.copies(), "parameters")
 
 
 def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> None:
