@@ -8,7 +8,10 @@ from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.problem import Problem
 from balanced_parallel.memory.trace import tracer
 
-pytestmark = pytest.mark.libraries
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in v6:FutureWarning"),
+]
 DEPTH = 10
 WORDS = torch.zeros(4, 16, dtype=torch.int64, device="meta")
 LAYOUTS = {
@@ -40,8 +43,7 @@ def causal(kind):
 
 
 def adapted(name):
-    import peft
-
+    peft = pytest.importorskip("peft")
     with torch.device("meta"):
         model = causal("GPT2" if name == "GPT-2" else "Qwen3")
         if name == "checkpoints":
@@ -54,8 +56,15 @@ def problem_of(model):
     return Problem(model, lambda output, labels: output.loss, {"input_ids": WORDS, "labels": WORDS}, WORDS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ADAPTERS)
+CASES = [(name, "single") for name in ADAPTERS] + [
+    ("LoRA", "replicas"),
+    ("GPT-2", "replicas"),
+    ("LoRA", "fsdp"),
+    ("checkpoints", "fsdp"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
     request = make_request(problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout])
     rows = request.rows_per_micro_batch

@@ -27,7 +27,6 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor, nn
 
-from ...replicas import buckets
 from ...runtime.torch_private import children_of, parameters_of
 from ..problem import Request
 from .allocations import Block, Trace
@@ -318,14 +317,7 @@ def find_repeated(request: Request) -> tuple[Stack, int] | None:
     stack = find_stack(request.module)
     if stack is None or stack.length < 2 * count + 2 or request.optimizer.has_state:
         return None
-    with buckets_of(request):
-        return (stack, count) if divides_evenly(request, stack) else None
-
-
-def buckets_of(request: Request) -> contextlib.AbstractContextManager[object]:
-    """Gives each gradient a bucket of its own, if the request has ``small_buckets``."""
-    size = 0 if request.small_buckets else buckets.BUCKET_BYTES
-    return patch.object(buckets, "BUCKET_BYTES", size)
+    return (stack, count) if divides_evenly(request, stack) else None
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:

@@ -42,7 +42,6 @@ from .doubles import one_chunk, traced_savings
 from .fakes import HOME, host_of
 from .stacks import (
     NotRepeating,
-    buckets_of,
     entries_of,
     extend,
     find_repeated,
@@ -145,14 +144,14 @@ class Processes:
         Returns False if the processes use no processor for ``PATIENCE`` seconds.
         """
         used: object = None
-        begin = checked = time.monotonic()
-        while self._pool is not None and (rest := wait(results, min(BEAT, PATIENCE)).not_done):
+        begin = last_check = time.monotonic()
+        while self._pool is not None and (running := wait(results, min(BEAT, PATIENCE)).not_done):
             now = time.monotonic()
-            done = len(results) - len(rest)
-            _log.info("traced %d of %d after %.0f s", done, len(results), now - begin)
-            if now - checked < PATIENCE:
+            finished = len(results) - len(running)
+            _log.info("traced %d of %d after %.0f s", finished, len(results), now - begin)
+            if now - last_check < PATIENCE:
                 continue
-            checked = now
+            last_check = now
             # The times of a process in and for the system are fields 14 and 15 of proc(5), behind
             # its name.
             stats = [
@@ -248,9 +247,9 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
     """Returns the trace of a module with many equal blocks, from traces with few of them; None if
     they do not show it.
     """
-    if (found := find_repeated(request)) is None:
+    if (repeated := find_repeated(request)) is None:
         return None
-    stack, count = found
+    stack, count = repeated
     short = None
     traced = count
     while traced < stack.length:
@@ -298,7 +297,6 @@ def _trace_whole(
         )
         with (
             fakes.devices_that_mix(),
-            buckets_of(request),
             fakes.rows_of_one_sequence(),
             one_chunk(
                 rows / (request.update_rows * request.row_step) if request.update_rows else 0.0
