@@ -7,7 +7,8 @@ What would save:       PROGRAM tricks --problem net.py:build --devices 4
 ``build`` is a function that returns ``(module, criterion, inputs, targets)``.
 
 No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if
-nothing fits, and 2, with one line on stderr, if the model or a flag is wrong.
+nothing fits, and 2, with one line on stderr, if the model or a flag is wrong. Traces of more than
+three seconds print their progress there.
 """
 
 import argparse
@@ -38,11 +39,13 @@ from torch import nn
 from . import memory
 from .batch.containers import describe
 from .memory.devices import find_kind
+from .memory.estimation import MODES
 from .memory.fitting import saved_bytes
 from .memory.planning import MATERIALIZE, MemoryPlan
 from .memory.problem import Problem
 from .memory.report import MemoryReport, load_plotly
 from .memory.savings import PLANNED
+from .memory.trace import tracer
 from .memory.trace.layouts import LAYOUTS
 from .runtime.values import format_bytes, parse_bytes
 
@@ -118,6 +121,12 @@ def make_parser() -> OneLineParser:
         "--layout",
         choices=LAYOUTS,
         help="how the devices are used (default: single, replicas on several devices)",
+    )
+    add(
+        "--mode",
+        choices=MODES,
+        default="train",
+        help="an update, or the forward and the loss alone (default: train)",
     )
     add(
         "--micro-batch-size",
@@ -209,6 +218,7 @@ def estimate(flags: argparse.Namespace) -> int:
         micro_batch_size=flags.micro_batch_size,
         layout=layout,
         balanced_optimizer=flags.balanced_optimizer,
+        mode=flags.mode,
         **settings,
     )
     return _show(flags, report.to_json() if flags.json else str(report), report)
@@ -339,15 +349,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
-    """Prints what a command does to a terminal.
+    """Prints what a command does to a terminal; elsewhere the progress of traces alone.
 
     Hides torch's log, a traceback for each shape that does not suit.
     """
     package = logging.getLogger("balanced_parallel")
-    handler = logging.StreamHandler() if sys.stderr.isatty() else logging.NullHandler()
+    shown = package if sys.stderr.isatty() else logging.getLogger(tracer.__name__)
     with (
         patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
-        patch.object(package, "handlers", [handler]),
+        patch.object(shown, "handlers", [logging.StreamHandler()]),
         contextlib.ExitStack() as undo,
     ):
         undo.callback(package.setLevel, package.level)

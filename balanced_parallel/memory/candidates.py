@@ -25,7 +25,8 @@ from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
 from .problem import Request
 from .savings import ON_HOST, SHARDS, SPREAD, PlannedSaving, Stage, savings_of, with_savings
-from .trace.layouts import OptimizerChoice
+from .trace.layouts import OptimizerChoice, trained
+from .trace.stacks import find_repeated
 from .trace.tracer import try_traces
 
 _log = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ class Option:
         sizes = [min(capacity)] * request.devices if self.is_distributed else capacity
         self.limits = [size - SCALARS for size in sizes]  # bytes for what a trace has
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
+        self.learned = trained(request.module.parameters())
         self.traced: dict[int, Lines] = {}
 
     @property
@@ -266,9 +268,8 @@ class Option:
         """Returns False if the batch does not fit in one micro-batch, which saves at most the
         gradients of several.
         """
-        gradients = (
-            2 * self.parameters // (self.request.devices if self.request.layout.is_sharded else 1)
-        )
+        gradients = sum(parameter.nbytes for parameter in self.learned)
+        gradients = 2 * gradients // (self.request.devices if self.request.layout.is_sharded else 1)
         lines = self.lines(2)
         rows = self.share * self.request.row_step
         peaks = [lines.at_least(device, rows) for device in self.request.traced_devices]
@@ -305,6 +306,7 @@ class Option:
 
         ``plain`` recomputes nothing.
         """
+        self._trace_few_blocks()
         request = self.request
         step = self.request.row_step
         count, split, rows = self._cut()
@@ -341,6 +343,20 @@ class Option:
             savings=request.savings,
         )
 
+    def _trace_few_blocks(self) -> None:
+        """Takes traces of few blocks in place of traces of all, if they show that not one row fits.
+
+        With a bucket for each gradient, blocks repeat that do not otherwise. Larger buckets need
+        more memory.
+        """
+        request = dataclasses.replace(self.request, small_buckets=True)
+        if find_repeated(self.request) or not find_repeated(request):
+            return
+        rough = Option(self.savings, request, self.capacity, self.batch_size)
+        if not all(rough.most_rows(2, 1)):
+            self.request = rough.request
+            self.traced = rough.traced
+
     def whole_gradients(self, count: int, reserved: int) -> int:
         """Returns the bytes of gradients of sharded parameters that stay whole until the last of
         ``count`` micro-batches.
@@ -348,7 +364,7 @@ class Option:
         They do if they fit into half of what is free: the rule of ``strategies/fsdp.py``. They are
         reduced once then.
         """
-        whole: int = 4 * sum(parameter.numel() for parameter in self.request.module.parameters())
+        whole: int = 4 * sum(parameter.numel() for parameter in self.learned)
         stays = (
             self.request.layout.is_sharded
             and count > 1

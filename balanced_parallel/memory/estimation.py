@@ -31,6 +31,7 @@ from .trace.tracer import run_traces
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 T = TypeVar("T")
+MODES = "train", "evaluate"
 
 
 def estimate(
@@ -52,6 +53,7 @@ def estimate(
     scalar: int | float | bool | None = None,
     whole_gradients: bool = False,
     expandable_segments: bool = False,
+    mode: str = "train",
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
@@ -90,6 +92,10 @@ def estimate(
             once, in the last. ``TrainStep`` does this where they fit into half of the free memory.
         expandable_segments: the allocator has this setting, as
             ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
+        mode: ``"train"``, or ``"evaluate"``: ``criterion(module(inputs), targets)`` after
+            ``module.eval()`` under ``torch.no_grad()``, without gradients and an optimizer.
+            Outputs are released after the loss of their forward, and stay on their devices: those
+            that a program keeps or gathers are not counted.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an
@@ -116,6 +122,7 @@ def estimate(
         split=split,
         whole_gradients=whole_gradients,
         expandable_segments=expandable_segments,
+        mode=mode,
     )
     rows = request.rows_per_micro_batch
     return make_report(request, rows, *lines_of(request, rows))
@@ -141,9 +148,11 @@ def make_request(
     split: Sequence[float] | None = None,
     whole_gradients: bool = False,
     expandable_segments: bool = False,
+    mode: str = "train",
 ) -> Request:
     """Checks the arguments of :func:`estimate`, and makes a request of them."""
     check_module(problem.module)
+    _refuse_quantized(problem.module)
     for name, function in {"criterion": problem.criterion, "optimizer": optimizer}.items():
         if not callable(function):
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
@@ -151,17 +160,7 @@ def make_request(
     Precision(precision)
     for name, number in {"devices": devices, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    if not LAYOUTS[layout].takes_several_devices and (devices > 1 or balanced_optimizer):
-        setting = (
-            f"devices={devices}" if devices > 1 else f"balanced_optimizer={balanced_optimizer}"
-        )
-        raise ValueError(
-            f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
-        )
-    if whole_gradients and not LAYOUTS[layout].is_sharded:
-        raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
+    _check_layout(layout, mode, devices, balanced_optimizer, whole_gradients)
     shares = split or LAYOUTS[layout].devices_per_process(devices)
     criterion, couples_rows = _unwrapped(problem.criterion)
     return Request(
@@ -182,7 +181,45 @@ def make_request(
         couples_rows=couples_rows,
         savings=sorted_names(savings),
         whole_gradients=whole_gradients,
+        mode=mode,
     )
+
+
+def _check_layout(
+    layout: str, mode: str, devices: int, balanced_optimizer: bool, whole_gradients: bool
+) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if not LAYOUTS[layout].takes_several_devices and (devices > 1 or balanced_optimizer):
+        setting = (
+            f"devices={devices}" if devices > 1 else f"balanced_optimizer={balanced_optimizer}"
+        )
+        raise ValueError(
+            f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
+        )
+    if whole_gradients and not LAYOUTS[layout].is_sharded:
+        raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}, expected one of {', '.join(MODES)}")
+    if mode == "evaluate" and (balanced_optimizer or whole_gradients):
+        raise ValueError(
+            "mode='evaluate' has no gradients, expected balanced_optimizer and whole_gradients with mode='train'"
+        )
+
+
+def _refuse_quantized(module: torch.nn.Module) -> None:
+    """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, whose kernels no trace
+    knows.
+    """
+    for name, part in module.named_modules():
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            kind = type(tensor)
+            if kind.__module__.startswith(("bitsandbytes", "torchao")):
+                raise UnknownMemory(
+                    f"{name} ({type(part).__name__}) has a weight of {kind.__module__}.{kind.__name__}, and the memory of its "
+                    "kernels is not known: give the model before its quantization, with the plain weights in bf16, which "
+                    "needs more; a 4-bit weight takes a quarter of their bytes, an 8-bit weight half"
+                )
 
 
 def _unwrapped(criterion: Criterion) -> tuple[Criterion, bool]:
@@ -246,6 +283,7 @@ def make_report(
     reserved = each(lambda i, at: exact.reserved(i, at) or 0)
     upper = each(lambda i, at: exact.reserved(i, at, upper=True) or 0)
     return MemoryReport(
+        mode=request.mode,
         layout=request.layout.name,
         device_kind=request.kind.name,
         precision=request.precision,
@@ -260,7 +298,11 @@ def make_report(
         assumed=_assumed(request, exact),
         timeline=each(lambda i, at: tuple(exact.levels(i, at).tolist())),
         where=each(functools.partial(holders_of, exact)),
-        phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
+        phases={
+            name: place - exact.start
+            for name, place in exact.first.marks.items()
+            if name in ("backward", "update")
+        },
         flops=exact.flops(rows) * request.micro_batches // exact.first.micro_batches,
         affine=lines.is_affine,
         batches=OtherBatches(request, exact, lines),

@@ -82,6 +82,10 @@ class Layout(Protocol):
         """Returns the optimizers of torch, those inside of balanced ones."""
         ...
 
+    def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+        """Runs the forward of one micro-batch, with the loss of its own rows."""
+        ...
+
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
         ...
@@ -147,6 +151,9 @@ class Request(Problem):
     savings: tuple[str, ...] = ()
     update_rows: int | None = None  # over all devices of a process; None for those of the batch
     whole_gradients: bool = False  # FSDP keeps them until the last micro-batch.
+    mode: str = "train"
+    # A bucket for each gradient, so that blocks repeat. The memory lacks that of some buckets.
+    small_buckets: bool = False
 
     @property
     def rows_per_micro_batch(self) -> int:

@@ -147,7 +147,8 @@ class MemoryReport:
             constants.
         timeline: bytes in use after every allocation and release of the second update.
         where: modules and lines of source with the most bytes at the peak, the largest first.
-        phases: places in the timeline where the (last) backward and the optimizer's step begin.
+        phases: places in the timeline where the (last) backward and the optimizer's step begin; none
+            with ``mode="evaluate"``.
         rows: of one micro-batch over all devices. An update has ``micro_batches`` of them.
         flops: operations of an update without those of the optimizer.
         affine: :meth:`at` computes other batches from two traces. Otherwise it traces each of them.
@@ -161,6 +162,7 @@ class MemoryReport:
         True
     """
 
+    mode: str
     layout: str
     device_kind: str
     precision: str
@@ -316,7 +318,8 @@ def sizes_as_text(sizes: Sequence[int]) -> str:
 def title_of(report: MemoryReport) -> str:
     """Returns the layout, the devices, the precision and the rows, as text."""
     size = f"{report.micro_batches} micro-batch(es) of {report.rows} rows"
-    return f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}"
+    mode = "" if report.mode == "train" else "evaluation: "
+    return f"{mode}{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}"
 
 
 def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
@@ -332,16 +335,12 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
         name = f"device {device}"
         figure.add_scatter(x=list(places), y=levels, line_shape="hv", line_color=color, name=name)
     backward = "last backward" if report.micro_batches > 1 else "backward"
-    for name, place in {
-        "forward": 0,
-        backward: report.phases["backward"],
-        "update": report.phases["update"],
-    }.items():
+    for name, place in {"forward": 0, **report.phases}.items():
         figure.add_vline(
             x=place,
             line_dash="dot",
             line_color="gray",
-            annotation_text=name,
+            annotation_text=backward if name == "backward" else name,
             annotation_textangle=-90,
         )
     for limit in dict.fromkeys(limits):

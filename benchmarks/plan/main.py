@@ -1,4 +1,4 @@
-"""Time, memory and text of a plan for GPT-2, a plain GPT and Llama 8B, on the command line.
+"""Time, memory and text of a plan for GPT-2, a plain GPT, Llama 8B and Qwen3 8B with LoRA, on the command line.
 
 Run without arguments, it prints the table of README.md. Arguments are names of problems: ``main.py small xl``.
 """
@@ -15,6 +15,7 @@ COMMANDS = {
     "xl": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
     "xl on one": "--batch-size 64 --devices 1 --precision bf16 --device-kind rtx4090",
     "plain": "--batch-size 64 --devices 2 --precision bf16 --device-kind rtx4090",
+    "lora": "--batch-size 4 --devices 2 --precision bf16 --device-kind rtx4090",
     "llama": "--batch-size 64 --devices 8 --precision bf16 --device-kind h100",
 }
 

@@ -1,11 +1,11 @@
-"""Four models that people plan for, on the meta device, as ``--problem`` takes them."""
+"""Models that people plan for, on the meta device, as ``--problem`` takes them."""
 
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from balanced_parallel import DataParallelCriterion
 
@@ -54,9 +54,9 @@ def plain() -> tuple[Any, ...]:
     return PlainGPT(), nn.CrossEntropyLoss(), tokens, tokens
 
 
-def causal(model: nn.Module) -> tuple[Any, ...]:
+def causal(model: nn.Module, length: int = LENGTH) -> tuple[Any, ...]:
     """Returns the problem of a model of transformers that computes its own loss."""
-    tokens = torch.zeros(4, LENGTH, dtype=torch.int64)
+    tokens = torch.zeros(4, length, dtype=torch.int64)
     criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: (labels[:, 1:] != -100).sum())
     return model, criterion, {"input_ids": tokens, "labels": tokens}, tokens
 
@@ -76,3 +76,13 @@ def llama() -> tuple[Any, ...]:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     config = LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False)
     return causal(LlamaForCausalLM(config))
+
+
+def lora() -> tuple[Any, ...]:
+    """Qwen3 8B in bf16 with LoRA of rank 16 on the four projections of attention, and sequences of 2,048 tokens."""
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936, "head_dim": 128}
+    config = Qwen3Config(**sizes, num_attention_heads=32, num_key_value_heads=8, use_cache=False)
+    adapters = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    return causal(get_peft_model(Qwen3ForCausalLM(config).to(torch.bfloat16), adapters), 2 * LENGTH)

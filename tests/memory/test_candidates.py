@@ -11,6 +11,9 @@ from torch import nn
 from balanced_parallel import memory, simulate
 from balanced_parallel.memory import candidates, planning
 from balanced_parallel.memory import savings as savings_of_plans
+from balanced_parallel.memory.estimation import make_request
+from balanced_parallel.memory.problem import Problem
+from balanced_parallel.memory.trace.stacks import find_repeated
 from balanced_parallel.runtime.values import format_bytes
 from balanced_parallel.savings import saving
 
@@ -174,6 +177,19 @@ def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
     assert len(jobs) <= 28
     names = {"FSDP2, fused optimizer, selective checkpoints", "FSDP2, fused optimizer, checkpointed blocks, bf16"}
     assert names.issubset(plan.untried)
+
+
+@pytest.mark.slow
+def test_blocks_that_share_buckets_are_traced_by_few_of_them_if_not_one_row_fits():
+    """Halves of one bucket of all parameters do not repeat with the blocks."""
+    problem = Problem(Wide(blocks=10), nn.MSELoss(), *batch(4))
+    request = make_request(problem, layout="replicas", devices=2, device_kind="sim", balanced_optimizer=True)
+    assert find_repeated(request) is None
+    exact, rough = (candidates.Option((), request, (size,) * 2, 4) for size in (2**30, 2**20))
+    assert exact.choose(exact).fits
+    assert not rough.choose(rough).fits
+    assert [each.request.small_buckets for each in (exact, rough)] == [False, True]
+    assert rough.needs() <= exact.needs() <= rough.needs() + 2 * exact.parameters
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from balanced_parallel import memory
+from balanced_parallel import DataParallelCriterion, DataParallelModel, memory, simulate
 from balanced_parallel.memory.report import PARTS
 
 READING_STEP_COUNTS = ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"]
@@ -91,7 +91,77 @@ def test_traces_visit_no_older_objects_of_the_process():
     assert set(generations) == {0, 1}
 
 
+def dice(scores, targets):
+    weights = scores.softmax(1)[:, 0]
+    return 1 - 2 * (weights * targets).sum() / (weights + targets).sum()
+
+
+def with_dropout():
+    """Returns a module whose dropout makes the peak of a forward in training mode."""
+    return nn.Sequential(nn.Linear(64, 512), nn.Dropout(0.5), nn.Linear(512, 10))
+
+
+CRITERIA = {"coupled": DataParallelCriterion(dice, whole=True)}
+
+
+def evaluated(build, criterion, inputs, targets, devices, precision):
+    """Returns the peaks of simulated devices in the second of two forwards without a graph."""
+    with simulate(devices) as cluster:
+        model = DataParallelModel(build().to("sim:0"), device_ids=list(range(devices)), precision=precision).eval()
+        if not isinstance(criterion, DataParallelCriterion):
+            criterion = DataParallelCriterion(criterion, precision=precision)
+        with torch.no_grad():
+            for _ in range(2):
+                cluster.reset_peak()
+                criterion(model(inputs), targets)
+        return tuple(cluster.peak)
+
+
+@pytest.mark.parametrize(
+    ("problem", "precision", "rows", "devices"),
+    slow_but(
+        [
+            ("dropout", "fp32", 24, 1),
+            ("language model", "bf16", 25, 3),
+            ("convolutions", "fp32", 2, 3),
+            ("perceptron", "bf16", 24, 1),
+            ("coupled", "fp32", 24, 2),
+        ],
+        ("dropout", "fp32", 24, 1),
+        ("language model", "bf16", 25, 3),
+    ),
+)
+@pytest.mark.usefixtures("one_trace")
+def test_an_evaluation_is_the_forward_without_a_graph(problem, precision, rows, devices):
+    """To the byte on simulated devices: without dropout, gradients and an optimizer, with logits and the loss."""
+    build, batch = PROBLEMS.get(problem, PROBLEMS["perceptron"])
+    build = with_dropout if problem == "dropout" else build
+    criterion = CRITERIA.get(problem, F.cross_entropy)
+    settings = {"mode": "evaluate", "layout": "replicas", "devices": devices, "precision": precision, "device_kind": "sim"}
+    report = memory.estimate(build(), criterion, *batch(rows), **settings)
+    assert report.allocated == evaluated(build, criterion, *batch(rows), devices, precision)
+    for parts in report.parts:
+        used = {name for name, size in parts.items() if size}
+        assert used <= {"parameters", "temporaries", "inputs", "rounding"}
+    assert report.parts[0]["parameters"] >= sum(each.nbytes for each in build().parameters())
+
+
+@pytest.mark.parametrize("layout", slow_but(["ddp", "fsdp"], "ddp"))
+def test_ranks_evaluate_without_gradients(layout):
+    reports = [
+        estimated("language model", 24, layout=layout, devices=2, mode=mode, device_kind="cpu") for mode in ("train", "evaluate")
+    ]
+    trained, evaluated = (report.parts[0] for report in reports)
+    assert evaluated["parameters"] == trained["parameters"]
+    assert not any(evaluated[name] for name in ("gradients", "optimizer state", "saved activations"))
+    assert reports[1].phases == {}
+    assert str(reports[1]).startswith(f"evaluation: {layout} on 2 x cpu, fp32")
+    assert reports[1].affine
+
+
 BAD = {
+    "mode='eval', expected one of train, evaluate": {"mode": "eval"},
+    "mode='evaluate' has no gradients, expected": {"mode": "evaluate", "balanced_optimizer": True, "layout": "ddp"},
     "layout='dp', expected one of": {"layout": "dp"},
     "device_kind='h900', expected one of": {"device_kind": "h900"},
     "precision='fp8'": {"precision": "fp8"},

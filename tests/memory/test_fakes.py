@@ -92,9 +92,11 @@ def test_processes_that_hang_are_replaced_by_this_process(processes):
         assert processes.run([(REQUEST, rows)], hang_elsewhere) == [(HERE, rows)]
 
 
-def test_processes_that_work_are_waited_for(processes):
-    first, second = processes.run([(REQUEST, 0.7), (REQUEST, 0)], work_for)
+def test_processes_that_work_are_waited_for(processes, caplog):
+    with caplog.at_level("INFO", logger="balanced_parallel.memory"):
+        first, second = processes.run([(REQUEST, 0.7), (REQUEST, 0)], work_for)
     assert HERE != first == second
+    assert "traced 0 of 2 after 0 s" in caplog.messages
 
 
 def test_options_of_a_plan_are_traced_in_the_same_processes(monkeypatch):

@@ -90,6 +90,21 @@ def test_few_blocks_make_the_trace_of_all(monkeypatch, name):
     assert repeated == whole
 
 
+def adapted(depth=10):
+    """Returns blocks of which two layers learn, as with adapters, and frozen layers around them."""
+    module = Stacked(depth).requires_grad_(False)
+    for block in module.blocks:
+        block.layers.requires_grad_(True)
+    return module
+
+
+@pytest.mark.parametrize("settings", [{"micro_batch_size": 1}, slow({})])
+def test_gradients_of_blocks_alone_repeat(settings):
+    """The sum of a bucket comes directly behind the gradients of all blocks, and grows with them."""
+    repeated, whole = trace_both(request_for(adapted(), layout="replicas", devices=2, **settings))
+    assert repeated == whole
+
+
 @pytest.mark.parametrize("layout", ["replicas", slow("ddp")])
 def test_shares_that_do_not_repeat_with_the_blocks_are_traced_whole(layout):
     """One bucket of all parameters is cut in its middle, and the largest shares of ZeRO alternate."""

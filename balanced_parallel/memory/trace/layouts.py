@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from ...optim.balanced import (
     is_elementwise,
     refuse_closures,
 )
+from ...replicas import buckets
 from ...replicas.buckets import BucketOwners, make_buckets
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, window
@@ -295,7 +297,7 @@ class SingleDevice(Layout):
         )
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
         self.buckets = []
-        self.optimizers = self.make_optimizers()
+        self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
@@ -311,6 +313,13 @@ class SingleDevice(Layout):
                 self.criterion, 1, output, move_leaves(targets, None), {}
             ).call()
             return result
+
+    def evaluate(self, arguments: Arguments, targets: tuple[object, ...]) -> Tensor:
+        """Runs the forward of one micro-batch, with the loss of its own rows."""
+        if not self.request.couples_rows:
+            return self.loss(arguments, targets)
+        total: Tensor = self.coupled_criterion()(self.outputs(arguments), *targets)
+        return total
 
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
@@ -411,6 +420,12 @@ def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
     )
 
 
+def buckets_of(request: Request) -> AbstractContextManager[object]:
+    """Gives each gradient a bucket of its own, if the request has ``small_buckets``."""
+    size = 0 if request.small_buckets else buckets.BUCKET_BYTES
+    return patch.object(buckets, "BUCKET_BYTES", size)
+
+
 class ReplicaLayout(SingleDevice):
     """:class:`DataParallelModel` and :class:`DataParallelCriterion` of this package."""
 
@@ -425,14 +440,17 @@ class ReplicaLayout(SingleDevice):
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
         self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], request)
-        super().__init__(request, TracedModel(module, self.replicas[0], request), criterion)
+        with buckets_of(request):
+            super().__init__(request, TracedModel(module, self.replicas[0], request), criterion)
 
     @classmethod
     def pieces(cls, request: Request) -> Iterator[tuple[tuple[Hashable, ...], Tensor]]:
         """Yields the pieces of the parameters by bucket and owner."""
         if request.devices > 1:
             owners = fake_devices(request.devices if request.balanced else 1)
-            for bucket in make_buckets(trained(request.module.parameters())):
+            with buckets_of(request):
+                all_buckets = make_buckets(trained(request.module.parameters()))
+            for bucket in all_buckets:
                 parts: list[dict[torch.device, Tensor]] = [
                     dict.fromkeys(owners, parameter) for parameter in bucket.parameters
                 ]
@@ -456,9 +474,12 @@ class ReplicaLayout(SingleDevice):
         """Leaves gradients with the replicas."""
         return window(self.module, self.parallel_criterion, deferred=True)
 
-    def window(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
         """Refreshes the copies of the parameters once."""
-        return window(self.module, self.parallel_criterion, in_step=True)
+        window_of_step = window(self.module, self.parallel_criterion, in_step=True)
+        with buckets_of(self.request), window_of_step:
+            yield
 
 
 class DDP(SingleDevice):
@@ -479,7 +500,8 @@ class DDP(SingleDevice):
     ) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
-        parameters = trained(self.parameters) if request.devices > 1 else []
+        is_reduced = request.devices > 1 and request.mode == "train"
+        parameters = trained(self.parameters) if is_reduced else []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
             flat = torch.zeros(

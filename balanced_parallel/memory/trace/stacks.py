@@ -188,7 +188,10 @@ def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[tuple[int,
         free = i - (sites[-1][0] if sites else 0)
         candidates = *range(1, min(free, len(b) - j - len(a) + i) + 1), 0
         lengths = [length for length in candidates if b[j - length : j] == b[j : j + length]]
-        matches = {length: _count_matches(a[i:], b[j + length :], length) for length in lengths}
+        matches = {n: _count_matches(a[i:], b[j + n :], may_differ=n == 0) for n in lengths}
+        if not any(matches.values()):
+            # The entry behind a run may differ too.
+            matches = {n: _count_matches(a[i:], b[j + n :], may_differ=True) for n in lengths}
         length = max(matches, key=matches.__getitem__)
         if not matches[length]:
             raise NotRepeating
@@ -209,14 +212,11 @@ def find_sites(short: Sequence[Entry], long: Sequence[Entry]) -> list[tuple[int,
 Sized = tuple[tuple[Any, ...], int]  # the label and the bytes of an entry
 
 
-def _count_matches(left: Sequence[Sized], right: Sequence[Sized], inserted: int) -> int:
-    """Returns the number of equal first entries.
-
-    Without an inserted run, the size of the first may differ.
-    """
+def _count_matches(left: Sequence[Sized], right: Sequence[Sized], *, may_differ: bool) -> int:
+    """Returns the number of equal first entries; the size of the first may differ if ``may_differ``."""
     pairs = enumerate(zip(left, right, strict=False))
     return next(
-        (n for n, (a, b) in pairs if a != b and (n or inserted or a[0] != b[0])),
+        (n for n, (a, b) in pairs if a != b and (n or not may_differ or a[0] != b[0])),
         min(len(left), len(right)),
     )
 
@@ -304,6 +304,20 @@ def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace
             released[entry.released].append(-len(blocks))
         events += released.pop(place, [])
     return dataclasses.replace(trace, blocks=blocks, events=events, marks=marks, flops=flops)
+
+
+def find_repeated(request: Request) -> tuple[Stack, int] | None:
+    """Returns the stack whose blocks repeat in a trace, and the fewest of them that show it; None if
+    all must be traced.
+    """
+    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of
+    # checkpoints wait for two.
+    waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
+    count = FEWEST + request.layout.is_sharded + 4 * waits
+    stack = find_stack(request.module)
+    if stack is None or stack.length < 2 * count + 2 or request.optimizer.has_state:
+        return None
+    return (stack, count) if divides_evenly(request, stack) else None
 
 
 def divides_evenly(request: Request, stack: Stack) -> bool:

@@ -9,9 +9,11 @@ import dataclasses
 import gc
 import importlib
 import itertools
+import logging
 import multiprocessing
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -39,12 +41,10 @@ from .allocations import Count, Trace
 from .doubles import one_chunk, traced_savings
 from .fakes import HOME, host_of
 from .stacks import (
-    FEWEST,
     NotRepeating,
-    divides_evenly,
     entries_of,
     extend,
-    find_stack,
+    find_repeated,
     replace_entries,
 )
 
@@ -67,7 +67,9 @@ def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
     return _run_in_processes(jobs, _trace_or_reason)
 
 
+_log = logging.getLogger(__name__)
 PATIENCE = 20.0  # seconds
+BEAT = 3.0  # seconds between two lines of progress
 _processes: contextvars.ContextVar["Processes | None"] = contextvars.ContextVar(
     "processes", default=None
 )
@@ -137,12 +139,19 @@ class Processes:
             self._pool = None
 
     def _work(self, results: Sequence[Future[T]]) -> bool:
-        """Waits for results.
+        """Waits for results, and logs progress.
 
         Returns False if the processes use no processor for ``PATIENCE`` seconds.
         """
         used: object = None
-        while self._pool is not None and wait(results, PATIENCE).not_done:
+        begin = last_check = time.monotonic()
+        while self._pool is not None and (running := wait(results, min(BEAT, PATIENCE)).not_done):
+            now = time.monotonic()
+            finished = len(results) - len(running)
+            _log.info("traced %d of %d after %.0f s", finished, len(results), now - begin)
+            if now - last_check < PATIENCE:
+                continue
+            last_check = now
             # The times of a process in and for the system are fields 14 and 15 of proc(5), behind
             # its name.
             stats = [
@@ -238,18 +247,9 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
     """Returns the trace of a module with many equal blocks, from traces with few of them; None if
     they do not show it.
     """
-    # A block of FSDP2 is released while the next but one is gathered. Offloaded inputs of
-    # checkpoints wait for two.
-    waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
-    count = FEWEST + request.layout.is_sharded + 4 * waits
-    stack = find_stack(request.module)
-    if (
-        stack is None
-        or stack.length < 2 * count + 2
-        or request.optimizer.has_state
-        or not divides_evenly(request, stack)
-    ):
+    if (repeated := find_repeated(request)) is None:
         return None
+    stack, count = repeated
     short = None
     traced = count
     while traced < stack.length:
@@ -361,12 +361,25 @@ def _run(
                 # The objects of this trace are young, as the collector is off.
                 gc.collect(generation)
                 count.mark(name)
+                if request.mode == "evaluate":
+                    _evaluate(layout, count, modules, update)
+                    continue
                 with around_update(savings), layout.window():
                     _update(layout, count, update)
                 if request.kind.like_cuda:
                     _move_counts(layout.inner_optimizers(), count, host_of(request.devices))
         finally:
             layout.close()
+
+
+def _evaluate(
+    layout: Layout, count: Count, modules: torch.nn.Module, micro_batches: list[TracedBatch]
+) -> None:
+    modules.eval()
+    with torch.no_grad():
+        for micro_batch in micro_batches:
+            layout.evaluate(*micro_batch)
+            count.see_all(layout.copies(), "parameters")
 
 
 def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> None:

@@ -1,0 +1,90 @@
+"""Traces of models with adapters of peft from few blocks, compared with traces of all of their blocks; quantized weights."""
+
+import pytest
+import torch
+
+from balanced_parallel import memory
+from balanced_parallel.memory.estimation import make_request
+from balanced_parallel.memory.problem import Problem
+from balanced_parallel.memory.trace import tracer
+
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in v6:FutureWarning"),
+]
+DEPTH = 10
+WORDS = torch.zeros(4, 16, dtype=torch.int64, device="meta")
+LAYOUTS = {
+    "single": {},
+    "replicas": {"layout": "replicas", "devices": 2, "micro_batch_size": 1},
+    "fsdp": {"layout": "fsdp", "devices": 2, "micro_batch_size": 2},
+}
+ADAPTERS = {
+    "LoRA": {},
+    "DoRA": {"use_dora": True},
+    "rsLoRA, dropout": {"use_rslora": True, "lora_dropout": 0.1},
+    "all-linear": {"target_modules": "all-linear"},
+    "a module saved": {"modules_to_save": ["lm_head"]},
+    "some layers": {"layers_to_transform": [0, 3]},
+    "GPT-2": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+    "checkpoints": {},
+}
+WHOLE = {"some layers"}  # No eight blocks are alike.
+
+
+def causal(kind):
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": DEPTH, "num_attention_heads": 4, "vocab_size": 100, "use_cache": False}
+    if kind != "GPT2":
+        sizes |= {"intermediate_size": 64, "num_key_value_heads": 2}
+    name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+def adapted(name):
+    peft = pytest.importorskip("peft")
+    with torch.device("meta"):
+        model = causal("GPT2" if name == "GPT-2" else "Qwen3")
+        if name == "checkpoints":
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        return peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | ADAPTERS[name]))
+
+
+def problem_of(model):
+    return Problem(model, lambda output, labels: output.loss, {"input_ids": WORDS, "labels": WORDS}, WORDS)
+
+
+CASES = [(name, "single") for name in ADAPTERS] + [
+    ("LoRA", "replicas"),
+    ("GPT-2", "replicas"),
+    ("LoRA", "fsdp"),
+    ("checkpoints", "fsdp"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
+    request = make_request(problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout])
+    rows = request.rows_per_micro_batch
+    traces = tracer._trace_repeated(request, rows), tracer._trace_whole(request, rows)  # in one line, which blocks have
+    repeated, whole = (trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops) for trace in traces)
+    assert repeated == (None if name in WHOLE else whole)
+
+
+@pytest.mark.parametrize(("setting", "kind"), [("load_in_4bit", "Linear4bit"), ("load_in_8bit", "Linear8bitLt")])
+def test_quantized_weights_are_refused_by_name(setting, kind):
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations import replace_with_bnb_linear
+
+    pytest.importorskip("bitsandbytes")
+    with torch.device("meta"):
+        config = BitsAndBytesConfig(**{setting: True})
+        model = replace_with_bnb_linear(causal("Qwen3"), modules_to_not_convert=["lm_head"], quantization_config=config)
+    problem = vars(problem_of(model))
+    said = rf"model.layers.0.self_attn.q_proj \({kind}\) has a weight of bitsandbytes.* give the model before its quantization"
+    with pytest.raises(ValueError, match=said):
+        memory.estimate(**problem)
+    with pytest.raises(ValueError, match=said):
+        memory.plan(**problem, batch_size=8, device_kind="rtx4090")
