@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "memory": {"diagnostics", "savings", "strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "diagnostics": {"savings", "strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "simulation": {"runtime"},
-    "integrations": {"loss", "replicas", "batch", "runtime"},
+    "integrations": {"training", "loss", "replicas", "batch", "runtime"},
 }
 TORCH_ONLY = [Path("loss/rules.py")]
 OTHER_TESTS = {"gpu", "helpers", "regressions"}  # their files are not named after modules

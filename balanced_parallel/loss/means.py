@@ -29,7 +29,7 @@ from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.rows import Shard
 from ..runtime.devices import move
-from ..runtime.torch_private import storage_id, versions
+from ..runtime.torch_private import is_output_of_ddp, storage_id, versions
 from .copies import Calls, ShardLoss
 from .coupled import LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
@@ -80,7 +80,7 @@ _UNCHANGED = {
     "clone",
     "pos",
 }
-_UNCHANGED |= {"sum", "mean"}
+_UNCHANGED |= {"sum", "mean", "as_tensor"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 
 
@@ -122,6 +122,7 @@ class Facts(NamedTuple):
     form: Form | None = None  # the linear combination that the elements add up to
     bounded: tuple[Tensor, Any] | None = None  # the count that was clamped, and its smallest value
     is_selected: bool = False  # The size depends on values.
+    is_copy: bool = False  # A copy in an autograd function; only that of DDP hands a gradient on.
 
 
 class MeanRecorder(TorchFunctionMode):
@@ -167,6 +168,9 @@ class MeanRecorder(TorchFunctionMode):
         if form is not None:
             form = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
             self._facts[result] = self._facts[result]._replace(form=form)
+        elif name == "clone" and not depends_on_rows:
+            facts = self._of(args[0])
+            self._facts[result] = facts._replace(is_copy=True)
         elif depends_on_rows and not result.dim() and result is not args[0]:
             form = self._record(name, result, args)
             bounded = self._bounded(name, args, kwargs)
@@ -208,6 +212,8 @@ class MeanRecorder(TorchFunctionMode):
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
         facts = self._facts.get(value) if isinstance(value, Tensor) else None
+        if facts and facts.is_copy and not is_output_of_ddp(value):
+            return facts._replace(form=None)
         return facts or Facts(_OF_NOTHING if isinstance(value, nn.Parameter) else _OF_OUTPUTS)
 
     def _level(self, tensor: Tensor) -> int:
@@ -243,7 +249,8 @@ class MeanRecorder(TorchFunctionMode):
         or None.
         """
         first, second = (*args, None, None)[:2]
-        if name in _UNCHANGED:
+        # Without a graph, nothing is lost.
+        if name in _UNCHANGED or (name == "detach" and not self._has_graph):
             return self._of(first).form
         if name in ("stack", "cat"):
             return self._add_up(first or (), itertools.repeat(1))
@@ -322,8 +329,10 @@ class MeanRecorder(TorchFunctionMode):
         added = [term.factor for term in form if term.kind == _CONSTANT]
         if not _is_sum([term for term in form if term.kind != _CONSTANT]):
             return None
+        # A sum of nothing is zero, whatever a count of nothing is raised to.
+        is_idle = isinstance(least, (int, float)) and least <= 1 and not count.is_floating_point()
         bounds = [("added", sum(added))] if added else []
-        bounds += [] if least is None else [("least", least)]
+        bounds += [] if least is None or is_idle else [("least", least)]
         # a count of outputs may have a gradient
         is_fixed = not bounds and self._level(count) < _OF_OUTPUTS
         return [

@@ -186,6 +186,11 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def is_output_of_ddp(tensor: Tensor) -> bool:
+    """Returns True for a copy that ``DistributedDataParallel`` has made of an output."""
+    return type(tensor.grad_fn).__name__ == "_DDPSinkBackward"
+
+
 def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
     """Returns True for a ``DTensor``."""
     return hasattr(tensor, "to_local")

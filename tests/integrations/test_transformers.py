@@ -165,7 +165,7 @@ class SometimesTwoMeans(BalancedTrainer):
 
 
 def test_another_number_of_means_is_refused():
-    with pytest.raises(ValueError, match="computes 2 means, and 1 of the first rows"):
+    with pytest.raises(ValueError, match="different counts, and had one in the first batch"):
         train(make_trainer("classes", make_arguments(), SometimesTwoMeans))
 
 
