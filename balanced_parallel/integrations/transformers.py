@@ -504,6 +504,11 @@ class BalancedTrainer(Trainer):
         """
         samples = inputs.get(_SAMPLES) if isinstance(inputs, Mapping) else None
         count = _count(inputs) if samples is None else len(samples.entries)
+        if isinstance(inputs, Mapping) and "KL_input_ids" in inputs:
+            raise ValueError(
+                "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
+                "loss_type='apo_zero_unpaired', or one device, without accumulation"
+            )
         if count is None:
             return  # Packed rows are one.
         is_training = self.model.training
@@ -518,8 +523,8 @@ class BalancedTrainer(Trainer):
             apart = sum(part.get(name, torch.full_like(mean, torch.nan)) for part in parts)
             if not ((apart - mean).abs() <= 0.02 * mean.abs()).all():
                 raise ValueError(
-                    f"{name} of a few rows is {mean.tolist()} (sum and count), and {apart.tolist()} added up row by row: its rows "
-                    f"depend on each other. {_EXPECTED}"
+                    f"sum and count of {name} are {mean.tolist()} for a few rows, and {apart.tolist()} added up row by row: the "
+                    f"rows depend on each other. {_EXPECTED}"
                 )
 
     def _means(self, rows: Inputs, count: int) -> dict[str, Tensor]:

@@ -318,6 +318,9 @@ class MeanRecorder(TorchFunctionMode):
         if name == "mean":
             total = args[0].sum(dtype=torch.promote_types(args[0].dtype, torch.float32))
             return [Term("mean", total, args[0].numel(), object())]
+        if name == "nanmean":
+            count = args[0].isnan().logical_not().sum()
+            return [Term("nanmean", widen(args[0].nansum()), count, object())]
         if name in ("sum", "nansum", "count_nonzero"):
             return [Term("sum", result, None, None)]
         is_quotient = name == "div" and _is_sum(self._form(args[0])) and isinstance(args[1], Tensor)
@@ -329,12 +332,10 @@ class MeanRecorder(TorchFunctionMode):
         added = [term.factor for term in form if term.kind == _CONSTANT]
         if not _is_sum([term for term in form if term.kind != _CONSTANT]):
             return None
-        # A sum of nothing is zero, whatever a count of nothing is raised to.
-        is_idle = isinstance(least, (int, float)) and least <= 1 and not count.is_floating_point()
         bounds = [("added", sum(added))] if added else []
-        bounds += [] if least is None or is_idle else [("least", least)]
+        bounds += [] if least is None else [("least", least)]
         # a count of outputs may have a gradient
-        is_fixed = not bounds and self._level(count) < _OF_OUTPUTS
+        is_fixed = not added and self._level(count) < _OF_OUTPUTS and not count.requires_grad
         return [
             Term(
                 "quotient",
@@ -597,6 +598,14 @@ class LossOfMeans(LossOfSums):
             self.is_split
             and bool(self._total)
             and not any(name.has_several for name, _ in self._total)
+            and (not self.least or len(self._total) == 4)  # a bounded mean alone
+        )
+
+    @property
+    def least(self) -> float:
+        """The lower bound of the only count."""
+        return max(
+            (float(self._mean(*place)) for place in self._total if place[1] == "least"), default=0.0
         )
 
     @functools.cached_property

@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,14 @@ class ModuleTree:
             (number, name)
             for number, module in enumerate(self.modules)
             for name in self._find_lists(module)
+        ]
+        self._numbers = {id(module): number for number, module in enumerate(self.modules)}
+        # Methods that a program has put on a module, most often a forward.
+        self._methods = [
+            (number, name)
+            for number, module in enumerate(self.modules)
+            for name, value in module.__dict__.items()
+            if isinstance(value, MethodType)
         ]
 
     def _part(self, module: nn.Module) -> TreePart:
@@ -219,6 +227,12 @@ class ModuleTree:
             skeletons[place][1].__dict__[name] = map_leaves(
                 lambda leaf: buffers.get(id(leaf), leaf), value
             )
+        for number, name in self._methods:
+            method = self.modules[number].__dict__.get(name)
+            owner = self._numbers.get(id(getattr(method, "__self__", None)))
+            if isinstance(method, MethodType) and owner is not None:
+                bound = MethodType(method.__func__, skeletons[owner][1])
+                skeletons[number][1].__dict__[name] = bound
         return skeletons[0][1]
 
     @contextmanager
