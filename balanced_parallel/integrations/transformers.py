@@ -53,7 +53,7 @@ from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import max_over_ranks, rank, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
-from ..runtime.torch_private import foreach_multiply_
+from ..runtime.torch_private import CHILDREN, foreach_multiply_
 from ..runtime.values import Precision, forget_gradients
 from ..training.passes import TwoPasses
 from ..training.settings import Settings
@@ -82,6 +82,16 @@ class Task(nn.Module):
         """Sets the mode of the model. Others, such as one of reference, stay as they are."""
         self.get_submodule("model").train(mode)
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the model, such as ``generate``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = vars(self).get(CHILDREN, {}).get("model")
+            if model is None:
+                raise
+            return getattr(model, name)
 
     def forward(self, *numbers: Tensor) -> nn.Module:
         """Returns itself. ``numbers`` are those of the rows."""
@@ -206,6 +216,8 @@ class BalancedTrainer(Trainer):
         count = 1 if self.is_model_parallel else self._device_count or 1
         args._n_gpu = count  # batch sizes are multiples of it
         self._train_batch_size = args.train_batch_size
+        if hasattr(args, "generation_batch_size"):  # GRPO, RLOO
+            args.generation_batch_size *= count
         self.devices = [args.device] if count < 2 else resolve_devices(device_ids or range(count))
         parallelism = self.is_deepspeed_enabled or getattr(
             self.accelerator, "parallelism_config", None
@@ -319,6 +331,13 @@ class BalancedTrainer(Trainer):
         if not isinstance(shifted, Tensor):
             shifted = labels[..., int(self._loss_shifts_labels) :]
         return shifted.ne(-100).sum()
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # without a loss that has parameters, as Trainer
+        return super()._clip_grad_norm(self.model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(self.model, grad_norm)
 
     def _get_num_items_in_batch(
         self, batch_samples: Sequence[Any], device: torch.device
@@ -608,10 +627,24 @@ def _explained() -> Iterator[None]:
 
 
 def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> Tensor:
-    """Returns the loss of some rows, which has the number of their own labels."""
+    """Returns the loss of some rows, which is told the number of their own labels."""
+    is_of_generation = getattr(trainer, "loss_type", None) in _OF_GENERATION
+    if is_of_generation:
+        args: Any = trainer.args
+        steps = args.steps_per_generation
+        if steps != args.gradient_accumulation_steps:
+            raise ValueError(
+                f"the loss divides by the tokens of steps_per_generation={steps}, and an update has gradient_accumulation_steps="
+                f"{args.gradient_accumulation_steps}, expected equal numbers"
+            )
+        # The loss becomes a sum.
+        number = steps * trainer.accelerator.num_processes
+        rows["num_items_in_batch"] = torch.tensor(float(number), device=args.device)
     loss: Tensor = type(trainer).compute_loss(
         trainer, model, rows, num_items_in_batch=trainer._count_items(rows)
     )
+    if is_of_generation:
+        loss = loss / (rows["completion_mask"] * rows.get("tool_mask", 1)).sum()
     return loss
 
 
@@ -651,6 +684,7 @@ def _no_settings() -> Any:
     """Ranks do not compare settings: Trainer has the same on all of them."""
 
 
+_OF_GENERATION = ("dapo", "cispo", "vespo")  # losses over the tokens of all generated completions
 _EXPECTED = (
     "Expected a sum of means of torch's losses, of .mean(), or of sums over num_items_in_batch. For other losses, let an update "
     "be one forward, or use TrainStep, and DataParallelCriterion(..., whole=True)"
