@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -202,12 +201,14 @@ class BalancedTrainer(Trainer):
         self._kind: Kind | None = None  # Batches may show another kind than the first one.
         self._weight_before = 0.0
         self._evaluated: LossOfMeans | None = None  # all batches of an evaluation
+        self.data_collator: Callable[..., Any]
         try:
             super().__init__(*arguments, **kwargs)
         finally:
             if self._device_count is not None:
                 vars(self.args)["_n_gpu"] = self._n_gpu
-        args = self.args = copy.copy(self.args)
+        args: Any = copy.copy(vars(self)["args"])
+        self.args = args
         args.average_tokens_across_devices = False  # would multiply the loss
         if self.is_model_parallel and device_ids is not None:
             raise ValueError(
@@ -277,38 +278,26 @@ class BalancedTrainer(Trainer):
     ) -> nn.Module:
         # one for training and evaluation
         if len(self.devices) == 1:
-            return super()._wrap_model(model, training, dataloader)
+            wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
+            return wrapped
         if not isinstance(self.model_wrapped, DataParallelModel):
             modules = {
                 name: self.accelerator.unwrap_model(module, keep_fp32_wrapper=False)
                 for name, module in self._modules().items()
             }
-            self.model_wrapped: nn.Module = DataParallelModel(Task(modules), self.devices)
+            self._task = Task(modules)
+            self.model_wrapped: nn.Module = DataParallelModel(self._task, self.devices)
         return self.model_wrapped
 
     def _prepare_input(self, data: object) -> object:
         # a replica has its rows
         return data if _copies.get() else super()._prepare_input(data)
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Returns the loader of Trainer. See :func:`_keep_samples`."""
-        return self._keeping_samples(super().get_train_dataloader)
-
-    def get_eval_dataloader(self, *arguments: Any) -> DataLoader:
-        """Returns the loader of Trainer. See :func:`_keep_samples`."""
-        return self._keeping_samples(super().get_eval_dataloader, *arguments)
-
-    def get_test_dataloader(self, *arguments: Any) -> DataLoader:
-        """Returns the loader of Trainer. See :func:`_keep_samples`."""
-        return self._keeping_samples(super().get_test_dataloader, *arguments)
-
-    def _keeping_samples(self, make: Callable[..., DataLoader], *arguments: Any) -> DataLoader:
+    def _get_dataloader(self, *arguments: Any, **settings: Any) -> Any:
         collate = self.data_collator
-        self.data_collator = functools.update_wrapper(
-            functools.partial(_keep_samples, collate), collate, assigned=()
-        )
+        self.data_collator = functools.partial(_keep_samples, collate)
         try:
-            return make(*arguments)
+            return super()._get_dataloader(*arguments, **settings)
         finally:
             self.data_collator = collate
 
@@ -322,7 +311,7 @@ class BalancedTrainer(Trainer):
     def _collate(self, samples: list[Any], device: torch.device) -> Inputs:
         return {**move_leaves(dict(self.data_collator(samples)), device), _SAMPLES: Rows(samples)}
 
-    def _count_items(self, inputs: Inputs) -> Tensor | None:
+    def _count_items(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Returns the number of labels, if there are some."""
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
@@ -354,8 +343,7 @@ class BalancedTrainer(Trainer):
         def compute(module: nn.Module, rows: Any) -> Tensor:
             copies: dict[int, nn.Module] = {}
             if isinstance(module, Task):
-                home = self.model_wrapped.module.children()
-                copies = dict(zip(map(id, home), module.children(), strict=True))
+                copies = dict(zip(map(id, self._task.children()), module.children(), strict=True))
                 module = module.get_submodule("model")
             token = _copies.set(copies)
             try:
@@ -388,7 +376,7 @@ class BalancedTrainer(Trainer):
     def _apart(self) -> "BalancedTrainer":
         """Returns a copy with containers of its own, so that metrics of a forward are lost with it."""
         trainer = copy.copy(self)
-        vars(trainer).update({name: _copied(value) for name, value in vars(self).items()})
+        trainer.__dict__.update({name: _copied(value) for name, value in vars(self).items()})
         return trainer
 
     def _batch(self, inputs: Any) -> Batch:
@@ -437,19 +425,19 @@ class BalancedTrainer(Trainer):
         Returns zero, and after the last one the loss of the update.
         """
         self.loss_is_scaled_for_ga = True
-        vars(self)["compute_loss"] = self._add_rows
+        self.__dict__["compute_loss"] = self._add_rows
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         finally:
-            vars(self).pop("compute_loss", None)
+            self.__dict__.pop("compute_loss", None)
 
     def _add_rows(self, model: nn.Module, inputs: Any, *_: object, **__: object) -> Tensor:
         """Takes the place of ``compute_loss`` in a training step. Runs forward and backward.
 
         The result has no graph.
         """
-        del vars(self)["compute_loss"]
+        del self.__dict__["compute_loss"]
         weight = self._weights.pop(0) if self._weights else 1.0
         is_last = not self._weights
         steps = getattr(self, "current_gradient_accumulation_steps", 1)
@@ -539,7 +527,8 @@ class BalancedTrainer(Trainer):
             ]
         self.model.train(is_training)
         for name, mean in whole.items():
-            apart = sum(part.get(name, torch.full_like(mean, torch.nan)) for part in parts)
+            others = [part.get(name, torch.full_like(mean, torch.nan)) for part in parts]
+            apart = functools.reduce(torch.add, others)
             if not ((apart - mean).abs() <= 0.02 * mean.abs()).all():
                 raise ValueError(
                     f"sum and count of {name} are {mean.tolist()} for a few rows, and {apart.tolist()} added up row by row: the "

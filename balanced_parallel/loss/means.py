@@ -211,9 +211,9 @@ class MeanRecorder(TorchFunctionMode):
 
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
-        facts = self._facts.get(value) if isinstance(value, Tensor) else None
+        facts: Facts | None = self._facts.get(value) if isinstance(value, Tensor) else None
         if facts and facts.is_copy and not is_output_of_ddp(value):
-            return facts._replace(form=None)
+            facts = facts._replace(form=None)
         return facts or Facts(_OF_NOTHING if isinstance(value, nn.Parameter) else _OF_OUTPUTS)
 
     def _level(self, tensor: Tensor) -> int:
@@ -425,28 +425,6 @@ def _is_zero(value: object) -> bool:
 
 def _times(form: Form, factor: Any) -> Form:
     return [term._replace(factor=term.factor * factor) for term in form]
-
-
-class MeansAsSums(TorchFunctionMode):
-    """Computes each mean of torch's losses in its block as a sum over the next of ``divisors``, or
-    over its count without one.
-    """
-
-    def __init__(self, divisors: Iterable[float]) -> None:
-        super().__init__()
-        self._divisors = iter(divisors)
-        self.terms: list[Tensor] = []  # the result and the count of each mean
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch, or replaces a mean and records it."""
-        kwargs = kwargs or {}
-        mean = sum_and_count(func, arguments_of(func, *args, **kwargs)) if func in RULES else None
-        if mean is None:
-            return func(*args, **kwargs)
-        total, count = mean
-        result = total / next(self._divisors, count)
-        self.terms += [result, count]
-        return result
 
 
 def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
