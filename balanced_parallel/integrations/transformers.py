@@ -18,8 +18,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,14 @@ from ..loss.means import LossOfMeans, UnknownMeanError, find_means
 from ..loss.sums import LossSum, Weight, add_up, power_of_two, run_backward
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
-from ..runtime.collectives import max_over_ranks, rank, sum_over_ranks, world_size
+from ..runtime.collectives import (
+    gather_objects,
+    gather_rows,
+    max_over_ranks,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 from ..runtime.torch_private import CHILDREN, foreach_multiply_
 from ..runtime.values import Precision, forget_gradients
@@ -63,8 +69,35 @@ from ..training.update import Accumulation, Attempt, BatchRun, Forwards, Limit
 Inputs = dict[str, Any]  # the arguments of a model, with the rows of a batch
 Function = Callable[[Any, nn.Module, Inputs], Tensor]  # of a trainer, a model and its rows
 _SAMPLES = "_samples"  # the samples of a batch whose tensors have not one row for each
-# The copies of a trainer's modules in the replica that runs, by the id of the module.
-_copies: ContextVar[Mapping[int, nn.Module]] = ContextVar("_copies", default=MappingProxyType({}))
+
+
+class Running(NamedTuple):
+    """A forward of a trainer."""
+
+    copies: Mapping[int, nn.Module]  # of its modules in the replica that runs, by their ids
+    counts: bool  # Its rows are not repeated ones.
+
+
+_running: ContextVar[Running | None] = ContextVar("_running", default=None)
+
+
+class Gathering:
+    """An accelerator that gathers from ranks with different numbers of rows, which TRL asks for."""
+
+    def __init__(self, accelerator: object, *, counts: bool) -> None:
+        self._accelerator = accelerator
+        self._counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the accelerator."""
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of all ranks, without repeated ones."""
+        rows = torch.atleast_1d(tensor)[: None if self._counts else 0]
+        return gather_rows(rows, gather_objects(len(rows)), 0)
+
+    gather_for_metrics = gather
 
 
 class Task(nn.Module):
@@ -115,7 +148,7 @@ class OneModel(ParallelModel):
         """
         (shard,) = shards
         rows = shard.targets.inputs[0].value
-        output = self.module if shard.target_rows else self._compute(self.module, rows)
+        output = self.module if shard.target_rows else self._compute(self.module, rows, False)
         return PerReplica([output], [None])
 
 
@@ -258,7 +291,12 @@ class BalancedTrainer(Trainer):
     def __getattribute__(self, name: str) -> Any:
         """Returns an attribute. A module is its copy in the replica that runs."""
         value = super().__getattribute__(name)
-        return _copies.get().get(id(value), value)
+        running = _running.get()
+        if running is None:
+            return value
+        if name == "accelerator" and world_size() > 1:
+            return Gathering(value, counts=running.counts)
+        return running.copies.get(id(value), value)
 
     @property
     def _is_split(self) -> bool:
@@ -291,13 +329,29 @@ class BalancedTrainer(Trainer):
 
     def _prepare_input(self, data: object) -> object:
         # a replica has its rows
-        return data if _copies.get() else super()._prepare_input(data)
+        running = _running.get()
+        return data if running and running.copies else super()._prepare_input(data)
 
-    def _get_dataloader(self, *arguments: Any, **settings: Any) -> Any:
+    def get_train_dataloader(self) -> Any:
+        """Returns the loader of Trainer, whose batches may have their samples."""
+        return self._keeping_samples(super().get_train_dataloader)
+
+    def get_eval_dataloader(self, *arguments: Any) -> Any:
+        """Returns the loader of Trainer, whose batches may have their samples."""
+        return self._keeping_samples(super().get_eval_dataloader, *arguments)
+
+    def get_test_dataloader(self, *arguments: Any) -> Any:
+        """Returns the loader of Trainer, whose batches may have their samples."""
+        return self._keeping_samples(super().get_test_dataloader, *arguments)
+
+    def _keeping_samples(self, make: Callable[..., Any], *arguments: Any) -> Any:
         collate = self.data_collator
-        self.data_collator = functools.partial(_keep_samples, collate)
+        # with attributes of the collator, which a trainer may read
+        self.data_collator = functools.update_wrapper(
+            functools.partial(_keep_samples, collate), collate, assigned=()
+        )
         try:
-            return super()._get_dataloader(*arguments, **settings)
+            return make(*arguments)
         finally:
             self.data_collator = collate
 
@@ -328,24 +382,17 @@ class BalancedTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return super()._get_grad_norm(self.model, grad_norm)
 
-    def _get_num_items_in_batch(
-        self, batch_samples: Sequence[Any], device: torch.device
-    ) -> Tensor | None:
-        counts = [self._count_items(batch) for batch in batch_samples if isinstance(batch, Mapping)]
-        present = [count for count in counts if count is not None]
-        return functools.reduce(torch.add, present) if present else None
-
     def _forwards(
-        self, model: nn.Module, function: Function
+        self, model: nn.Module, function: Function, *, counts: bool = True
     ) -> tuple[Forwards, DataParallelCriterion]:
         """Returns what runs a function on the rows of each device."""
 
-        def compute(module: nn.Module, rows: Any) -> Tensor:
+        def compute(module: nn.Module, rows: Any, counts: bool = counts) -> Tensor:
             copies: dict[int, nn.Module] = {}
             if isinstance(module, Task):
                 copies = dict(zip(map(id, self._task.children()), module.children(), strict=True))
                 module = module.get_submodule("model")
-            token = _copies.set(copies)
+            token = _running.set(Running(copies, counts))
             try:
                 if isinstance(rows, Mapping):
                     rows = dict(rows)
@@ -358,7 +405,7 @@ class BalancedTrainer(Trainer):
                 with self.compute_loss_context_manager():
                     return function(self._apart() if is_first else self, module, rows)
             finally:
-                _copies.reset(token)
+                _running.reset(token)
 
         criterion = DataParallelCriterion(compute, self.devices)
         copies = dataclasses.replace(criterion.copies, halves=None, collectives=OwnCollectives())
@@ -390,32 +437,34 @@ class BalancedTrainer(Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
-    ) -> tuple[list[Inputs], Tensor | None]:
-        """Returns the micro-batches of the next update, and the number of their labels."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+    ) -> tuple[list[Inputs], None]:
+        """Returns the micro-batches of the next update. ``compute_loss`` counts the labels of its
+        rows.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._work = None
         if batches:
             batches[-1], weight = self._split(batches[-1])[0]
             # The last one has weight 0 if all its rows are repeated.
-            self._weights = [1.0] * (len(batches) - 1) + [weight]
-        return batches, None if items is None else sum_over_ranks(items)
+            self._weights = [1.0] * (len(batches) - 1) + [weight or 0.0]
+        return batches, None
 
-    def _split(self, inputs: Inputs) -> list[tuple[Inputs, float]]:
+    def _split(self, inputs: Inputs) -> list[tuple[Inputs, float | None]]:
         """Returns the rows of a batch with weight 1, and those that a sampler has repeated with
         weight 0.
+
+        All ranks have two pieces then, as their forwards may wait for each other. One that has
+        nothing to add has the weight None.
         """
         state = self.accelerator.gradient_state
-        is_last = world_size() > 1 and state.end_of_dataloader and state.remainder > 0
-        if not is_last:
+        if world_size() == 1 or not state.end_of_dataloader or state.remainder <= 0:
             return [(inputs, 1.0)]
         rows = len(inputs[_SAMPLES].entries) if _SAMPLES in inputs else find_batch_size(inputs)
         new = min(max(state.remainder - rank() * rows, 0), rows)
-        pieces = (range(new), 1.0), (range(new, rows), 0.0)
-        return [
-            (self._take(inputs, piece) if 0 < new < rows else inputs, weight)
-            for piece, weight in pieces
-            if piece
-        ]
+        if new in (0, rows):
+            pieces = [(inputs, 1.0), (inputs, None)]
+            return pieces if new else [(inputs, None), (inputs, 0.0)]
+        return [(self._take(inputs, range(new)), 1.0), (self._take(inputs, range(new, rows)), 0.0)]
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None
@@ -537,11 +586,19 @@ class BalancedTrainer(Trainer):
 
     def _means(self, rows: Inputs, count: int) -> dict[str, Tensor]:
         """Returns the sum and the count of each mean in the loss of some rows."""
-        forwards, _ = self._forwards(self.model, _loss_of_rows)
+        apart = self._apart()
+        forwards, _ = self._forwards(self.model, lambda _, *rest: _loss_of_rows(apart, *rest))
         shard = ShardLoss(forwards.copies.criterion, count, self.model, (rows,), {})
         return {
             f"{name.text} ({name.number})": torch.stack(
-                [term.value.float(), torch.as_tensor(term.weight).to(term.value)]
+                [
+                    torch.as_tensor(number).to(self.args.device, torch.float)
+                    for number in (
+                        term.value,
+                        term.weight,
+                        *[bound * count for _, bound in term.bounds],
+                    )
+                ]
             )
             for name, term in find_means(shard, is_split=True)[1].items()
         }
@@ -555,14 +612,15 @@ class BalancedTrainer(Trainer):
         results: dict[int, Sequence[Any]] = {}
 
         def predict(trainer: object, replica: nn.Module, rows: Inputs) -> Tensor:
+            self.__dict__["compute_loss"] = self._counted_loss
             result = results[id(replica)] = step(replica, rows, *arguments, **settings)
             loss: Tensor = torch.zeros(()) if result[0] is None else result[0]
             return loss
 
-        forwards, _ = self._forwards(model, predict)
         pieces = list[Sequence[Any]]()
         totals: dict[Any, Tensor] = {}
         for rows, weight in self._split(inputs):
+            forwards, _ = self._forwards(model, predict, counts=bool(weight))
             (shards,) = self._batch(rows).plan(forwards.model.devices, None, None, int)
             calls = Calls(forwards.copies, forwards.model(MicroBatch(shards)), shards)
             means = LossOfMeans(forwards.copies, self.devices[0], is_split=self._is_split)
@@ -570,10 +628,11 @@ class BalancedTrainer(Trainer):
                 means = self._evaluated = self._evaluated or means
             with _explained():
                 parts = means.collect(calls)
-            for part in parts:
+            for part in parts if weight is not None else ():
                 for place, tensor in part.tensors.items():
                     totals[place] = totals.get(place, 0.0) + tensor.to(self.args.device)
-            pieces += [results[id(_model_in(module))] for module in calls.outputs]
+            if weight is not None:
+                pieces += [results[id(_model_in(module))] for module in calls.outputs]
         has_loss = pieces[0][0] is not None
         logits, labels = (
             None
@@ -588,6 +647,15 @@ class BalancedTrainer(Trainer):
         ]
         return (functools.reduce(torch.add, means_of_batch) if has_loss else None), logits, labels
 
+    def _counted_loss(
+        self, model: nn.Module, rows: Inputs, return_outputs: bool = False, **_: object
+    ) -> Any:
+        """Calls ``compute_loss`` in an evaluation, with the number of labels as in training."""
+        count = self._count_items(rows)
+        return type(self).compute_loss(
+            self, model, rows, return_outputs=return_outputs, num_items_in_batch=count
+        )
+
     def evaluation_loop(self, *arguments: object, **settings: object) -> Any:
         """Runs all batches, as Trainer does.
 
@@ -600,6 +668,7 @@ class BalancedTrainer(Trainer):
             loss = self._evaluated.finish(torch.zeros((), device=self.args.device))
             output.metrics[name] = loss.item()
         self._evaluated = None
+        self.__dict__.pop("compute_loss", None)
         return output
 
 

@@ -1,9 +1,11 @@
 """Rows of words for trainers of TRL and sentence-transformers, a tokenizer made from scratch, and small models for it."""
 
+import datasets
 import torch
-from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+datasets.disable_progress_bars()
 
 WORDS = 40
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
@@ -24,7 +26,7 @@ def make_tokenizer():
 
 
 def make_language_model(seed=0, kind=LlamaForCausalLM, **settings):
-    """Returns a small language model in double precision, with weights large enough for gradients of all of them."""
+    """Returns a small language model whose logits differ clearly."""
     torch.manual_seed(seed)
     model = kind(LlamaConfig(vocab_size=WORDS + 5, eos_token_id=1, bos_token_id=1, **SIZES, **settings))
     with torch.no_grad():
@@ -48,7 +50,14 @@ def draw(count, generator, low=2, high=9):
     return texts
 
 
-def language_rows(number, *columns, seed=1):
-    """Returns a data set of texts, with the same rows for the same columns."""
-    generator = torch.Generator().manual_seed(seed)
-    return Dataset.from_dict({column: draw(number, generator) for column in columns})
+def language_rows(number, *columns, **others):
+    """Returns a data set with columns of texts, always the same ones, and other columns."""
+    generator = torch.Generator().manual_seed(1)
+    return datasets.Dataset.from_dict({column: draw(number, generator) for column in columns} | others)
+
+
+def chats(number):
+    """Returns a data set of conversations of one question and one answer."""
+    rows = language_rows(number, "user", "assistant")
+    messages = [[{"role": role, "content": row[role]} for role in ("user", "assistant")] for row in rows]
+    return datasets.Dataset.from_dict({"messages": messages})
