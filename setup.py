@@ -45,7 +45,8 @@ extras = {
         "tqdm",
         "transformers",
     ],
-    "libraries": ["bitsandbytes"],  # that slow down the import of others: tests of their own
+    # that slow down the import of others: tests of their own
+    "libraries": ["bitsandbytes", "datasets", "sentence-transformers>=6", "trl>=1.16"],
     "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }

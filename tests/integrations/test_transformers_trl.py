@@ -157,7 +157,7 @@ def compare(result, expected):
     # a sum of losses of rows that cancel is zero, up to rounding
     torch.testing.assert_close(torch.tensor(result[0]), torch.tensor(expected[0]), rtol=2e-4, atol=2e-5)
     if expected[1] is not None:
-        assert result[1] == pytest.approx(expected[1], rel=1e-4)
+        assert result[1] == pytest.approx(expected[1], rel=3e-4)
 
 
 def has_evaluation(case):
@@ -182,8 +182,10 @@ def test_ranks(case):
     evaluates = case != "sft without padding"  # 13 rows do not fill the last batch
     whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 13}
     expected = run(case, evaluates=evaluates, is_exact=False, **whole)
-    for result in run_ranks(2, run_rank, case, evaluates, fresh=True):
-        compare(result, expected)
+    first, second = run_ranks(2, run_rank, case, evaluates, fresh=True)
+    compare(first, expected)
+    # The last update has no tokens of the second rank, which prints nothing.
+    compare(([entry[:2] for entry in second[0]], second[1]), ([entry[:2] for entry in expected[0]], expected[1]))
 
 
 def run_both(rank, case):
