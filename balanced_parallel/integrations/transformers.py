@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    find_batch_size,
     unwrap_peft_model,
 )
 from transformers.trainer_pt_utils import nested_concat
@@ -43,6 +42,7 @@ from ..batch.rows import (
     take,
 )
 from ..loss.copies import Calls, OwnCollectives, ShardLoss
+from ..loss.coupled import ShardStatistics
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import Kind
 from ..loss.means import LossOfMeans, UnknownMeanError, find_means
@@ -67,21 +67,25 @@ from ..training.sync import UpdateSync, gradient_sync
 from ..training.update import Accumulation, Attempt, BatchRun, Forwards, Limit
 
 Inputs = dict[str, Any]  # the arguments of a model, with the rows of a batch
-Function = Callable[[Any, nn.Module, Inputs], Tensor]  # of a trainer, a model and its rows
+Function = Callable[
+    [Any, nn.Module, Inputs], Tensor
+]  # Its arguments are a trainer, a model and rows.
 _SAMPLES = "_samples"  # the samples of a batch whose tensors have not one row for each
 
 
-class Running(NamedTuple):
+class _Running(NamedTuple):
     """A forward of a trainer."""
 
-    copies: Mapping[int, nn.Module]  # of its modules in the replica that runs, by their ids
+    copies: Mapping[
+        int, nn.Module
+    ]  # The modules of the replica that runs, by the ids of the trainer's.
     counts: bool  # Its rows are not repeated ones.
 
 
-_running: ContextVar[Running | None] = ContextVar("_running", default=None)
+_running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 
-class Gathering:
+class _Gathering:
     """An accelerator that gathers from ranks with different numbers of rows, which TRL asks for."""
 
     def __init__(self, accelerator: object, *, counts: bool) -> None:
@@ -131,7 +135,7 @@ class Task(nn.Module):
         return self
 
 
-class OneModel(ParallelModel):
+class _OneModel(ParallelModel):
     """The model of one device, as its trainer has wrapped it."""
 
     def __init__(
@@ -153,7 +157,7 @@ class OneModel(ParallelModel):
         return PerReplica([output], [None])
 
 
-class TrainerSync(UpdateSync):
+class _TrainerSync(UpdateSync):
     """Gradients of one device, or of ranks, which ``DistributedDataParallel`` averages."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -225,11 +229,11 @@ class BalancedTrainer(Trainer):
     """
 
     def __init__(
-        self, *arguments: Any, device_ids: Sequence[DeviceLike] | None = None, **kwargs: Any
+        self, *arguments: object, device_ids: Sequence[DeviceLike] | None = None, **kwargs: object
     ) -> None:
         self._device_ids = device_ids
         self._device_count: int | None = None
-        self._weights: list[float] = []  # those of the micro-batches to come in the window
+        self._weights: list[float] = []  # The weights of the micro-batches to come in the window.
         self._work: Attempt | None = None  # a window in progress
         self._window = 0  # a number
         self._kind: Kind | None = None  # Batches may show another kind than the first one.
@@ -240,16 +244,16 @@ class BalancedTrainer(Trainer):
             super().__init__(*arguments, **kwargs)
         finally:
             if self._device_count is not None:
-                vars(self.args)["_n_gpu"] = self._n_gpu
+                vars(self.args)["_n_gpu"] = self._gpus
         args: Any = copy.copy(vars(self)["args"])
         self.args = args
-        args.average_tokens_across_devices = False  # would multiply the loss
         if self.is_model_parallel and device_ids is not None:
             raise ValueError(
                 f"device_ids={device_ids!r} was given for a model that is on several devices, expected None"
             )
         count = 1 if self.is_model_parallel else self._device_count or 1
-        args._n_gpu = count  # batch sizes are multiples of it
+        # Batch sizes are multiples of the first. The second would multiply the loss.
+        vars(args).update(_n_gpu=count, average_tokens_across_devices=False)
         self._train_batch_size = args.train_batch_size
         if hasattr(args, "generation_batch_size"):  # GRPO, RLOO
             args.generation_batch_size *= count
@@ -282,7 +286,7 @@ class BalancedTrainer(Trainer):
                 raise ValueError(
                     f"device_ids={devices!r} was given on {args.world_size} ranks, expected None: each has a device"
                 )
-            self._n_gpu = args.n_gpu
+            self._gpus = args.n_gpu
             # Quantized weights have no copies.
             count = 1 if getattr(self.model, "is_quantized", False) else args.n_gpu
             self._device_count = count if devices is None else len(resolve_devices(devices))
@@ -296,7 +300,7 @@ class BalancedTrainer(Trainer):
         if running is None:
             return value
         if name == "accelerator" and world_size() > 1:
-            return Gathering(value, counts=running.counts)
+            return _Gathering(value, counts=running.counts)
         return running.copies.get(id(value), value)
 
     @property
@@ -333,21 +337,21 @@ class BalancedTrainer(Trainer):
         running = _running.get()
         return data if running and running.copies else super()._prepare_input(data)
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> object:
         """Returns the loader of Trainer, whose batches may have their samples."""
         return self._keeping_samples(super().get_train_dataloader)
 
-    def get_eval_dataloader(self, *arguments: Any) -> Any:
+    def get_eval_dataloader(self, *arguments: object) -> object:
         """Returns the loader of Trainer, whose batches may have their samples."""
         return self._keeping_samples(super().get_eval_dataloader, *arguments)
 
-    def get_test_dataloader(self, *arguments: Any) -> Any:
+    def get_test_dataloader(self, *arguments: object) -> object:
         """Returns the loader of Trainer, whose batches may have their samples."""
         return self._keeping_samples(super().get_test_dataloader, *arguments)
 
-    def _keeping_samples(self, make: Callable[..., Any], *arguments: Any) -> Any:
+    def _keeping_samples(self, make: Callable[..., object], *arguments: object) -> object:
         collate = self.data_collator
-        # with attributes of the collator, which a trainer may read
+        # A trainer may read attributes of its collator.
         self.data_collator = functools.update_wrapper(
             functools.partial(_keep_samples, collate), collate, assigned=()
         )
@@ -357,13 +361,13 @@ class BalancedTrainer(Trainer):
             self.data_collator = collate
 
     def _take(self, inputs: Inputs, rows: Sequence[int]) -> Inputs:
-        """Returns some rows of a batch, or all of packed rows."""
+        """Returns some rows of a batch."""
         if _SAMPLES in inputs:
             samples = [inputs[_SAMPLES].entries[row] for row in rows]
             return self._collate(samples, next(self.model.parameters()).device)
-        return inputs if _count(inputs) is None else take(inputs, rows)
+        return take(inputs, rows)
 
-    def _collate(self, samples: list[Any], device: torch.device) -> Inputs:
+    def _collate(self, samples: Sequence[object], device: torch.device) -> Inputs:
         return {**move_leaves(dict(self.data_collator(samples)), device), _SAMPLES: Rows(samples)}
 
     def _count_items(self, inputs: Mapping[str, Any]) -> Tensor | None:
@@ -376,11 +380,11 @@ class BalancedTrainer(Trainer):
             shifted = labels[..., int(self._loss_shifts_labels) :]
         return shifted.ne(-100).sum()
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        # without a loss that has parameters, as Trainer
+    def _clip_grad_norm(self, model: nn.Module) -> object:
+        # Parameters of a loss have no part in it, as in Trainer.
         return super()._clip_grad_norm(self.model)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> object:
         return super()._get_grad_norm(self.model, grad_norm)
 
     def _forwards(
@@ -388,12 +392,12 @@ class BalancedTrainer(Trainer):
     ) -> tuple[Forwards, DataParallelCriterion]:
         """Returns what runs a function on the rows of each device."""
 
-        def compute(module: nn.Module, rows: Any, counts: bool = counts) -> Tensor:
+        def compute(module: nn.Module, rows: Inputs, counts: bool = counts) -> Tensor:
             copies: dict[int, nn.Module] = {}
             if isinstance(module, Task):
                 copies = dict(zip(map(id, self._task.children()), module.children(), strict=True))
                 module = module.get_submodule("model")
-            token = _running.set(Running(copies, counts))
+            token = _running.set(_Running(copies, counts))
             try:
                 if isinstance(rows, Mapping):
                     rows = dict(rows)
@@ -415,7 +419,7 @@ class BalancedTrainer(Trainer):
         parallel = (
             model
             if isinstance(model, DataParallelModel)
-            else OneModel(model, self.devices[0], compute)
+            else _OneModel(model, self.devices[0], compute)
         )
         return Forwards(
             parallel, copies, precision, keeps_order=False, is_compiled=False
@@ -427,13 +431,13 @@ class BalancedTrainer(Trainer):
         trainer.__dict__.update({name: _copied(value) for name, value in vars(self).items()})
         return trainer
 
-    def _batch(self, inputs: Any) -> Batch:
+    def _batch(self, inputs: object) -> Batch:
         """Returns rows, which are cut if there are several devices and each sample has one row."""
-        samples = inputs.get(_SAMPLES) if isinstance(inputs, Mapping) else None
-        rows: Any = inputs if samples is None else {_SAMPLES: samples}
-        count = _count(inputs) if samples is None else len(samples.entries)
+        count = _count(inputs)
         if len(self.devices) == 1 or count is None:
             return Batch(Arguments((), {}), Arguments((Whole(inputs),), {}))
+        assert isinstance(inputs, Mapping)
+        rows = {_SAMPLES: inputs[_SAMPLES]} if _SAMPLES in inputs else inputs
         return Batch(Arguments((torch.arange(count),), {}), Arguments((rows,), {}))
 
     def get_batch_samples(
@@ -459,9 +463,9 @@ class BalancedTrainer(Trainer):
         """
         state = self.accelerator.gradient_state
         is_last = world_size() > 1 and state.end_of_dataloader and state.remainder > 0
-        if not is_last or not isinstance(inputs, Mapping):
+        rows = _count(inputs)
+        if not is_last or rows is None:
             return [(inputs, 1.0)]
-        rows = len(inputs[_SAMPLES].entries) if _SAMPLES in inputs else find_batch_size(inputs)
         new = min(max(state.remainder - rank() * rows, 0), rows)
         if new in (0, rows):
             pieces = [(inputs, 1.0), (inputs, None)]
@@ -483,7 +487,7 @@ class BalancedTrainer(Trainer):
         finally:
             self.__dict__.pop("compute_loss", None)
 
-    def _add_rows(self, model: nn.Module, inputs: Any, *_: object, **__: object) -> Tensor:
+    def _add_rows(self, model: nn.Module, inputs: Inputs, *_: object, **__: object) -> Tensor:
         """Takes the place of ``compute_loss`` in a training step. Runs forward and backward.
 
         The result has no graph.
@@ -528,7 +532,7 @@ class BalancedTrainer(Trainer):
         sync = (
             gradient_sync(model, criterion).open()
             if isinstance(model, DataParallelModel)
-            else TrainerSync(model, self.devices[0])
+            else _TrainerSync(model, self.devices[0])
         )
         accumulation = Accumulation(
             forwards, self._trained(), sync, kind, Limit("rows", None), self._weight_before
@@ -554,21 +558,20 @@ class BalancedTrainer(Trainer):
         self._work = None
         return reduced.loss.to(self.args.device)
 
-    def _check(self, inputs: Any) -> None:
+    def _check(self, inputs: Inputs) -> None:
         """Compares the means of a few rows with those of each row.
 
         Raises:
             ValueError: they do not add up.
         """
-        samples = inputs.get(_SAMPLES) if isinstance(inputs, Mapping) else None
-        count = _count(inputs) if samples is None else len(samples.entries)
-        if isinstance(inputs, Mapping) and "KL_input_ids" in inputs:
+        count = _count(inputs)
+        if count is None:
+            return  # Packed rows are one.
+        if "KL_input_ids" in inputs:
             raise ValueError(
                 "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
                 "loss_type='apo_zero_unpaired', or one device, without accumulation"
             )
-        if count is None:
-            return  # Packed rows are one.
         parameter = next(self.model.parameters())
         is_half = self.accelerator.mixed_precision != "no" or parameter.dtype.itemsize < 4
         is_training = self.model.training
@@ -621,39 +624,34 @@ class BalancedTrainer(Trainer):
             loss: Tensor = torch.zeros(()) if result[0] is None else result[0]
             return loss
 
-        pieces = list[Sequence[Any]]()
+        rows_of_results = list[Sequence[Any]]()
         totals: dict[Any, Tensor] = {}
         for rows, weight in self._split(inputs):
             forwards, _ = self._forwards(model, predict, counts=bool(weight))
             (shards,) = self._batch(rows).plan(forwards.model.devices, None, None, int)
             calls = Calls(forwards.copies, forwards.model(MicroBatch(shards)), shards)
-            means = LossOfMeans(forwards.copies, self.devices[0], is_split=self._is_split)
-            if weight:
-                means = self._evaluated = self._evaluated or means
+            means, whole = (
+                LossOfMeans(forwards.copies, self.devices[0], is_split=self._is_split)
+                for _ in range(2)
+            )
+            whole = self._evaluated = self._evaluated or whole
             with _explained():
-                parts = means.collect(calls)
-            for part in parts if weight is not None else ():
-                for place, tensor in part.tensors.items():
-                    totals[place] = totals.get(place, 0.0) + tensor.to(self.args.device)
+                parts = (whole if weight else means).collect(calls)
             if weight is not None:
-                pieces += [results[id(_model_in(module))] for module in calls.outputs]
-        has_loss = pieces[0][0] is not None
-        logits, labels = (
-            None
-            if parts[0] is None
-            else functools.reduce(nested_concat, move_leaves([*parts], self.args.device))
-            for parts in list(zip(*pieces, strict=True))[1:]
-        )
-        means_of_batch = [
-            total / totals[name, "count"]
-            for (name, kind), total in totals.items()
-            if kind == "total"
-        ]
-        return (functools.reduce(torch.add, means_of_batch) if has_loss else None), logits, labels
+                _add_totals(totals, parts, self.args.device)
+                rows_of_results += [results[id(_model_in(module))] for module in calls.outputs]
+        losses, logits, labels = zip(*rows_of_results, strict=True)
+        loss = None if losses[0] is None else _sum_of_means(totals)
+        return loss, self._join(logits), self._join(labels)
+
+    def _join(self, parts: Sequence[Any]) -> object:
+        """Returns the outputs of all rows. Shorter ones are padded with -100, as in Trainer."""
+        moved = move_leaves([*parts], self.args.device)
+        return None if parts[0] is None else functools.reduce(nested_concat, moved)
 
     def _counted_loss(
         self, model: nn.Module, rows: Inputs, return_outputs: bool = False, **_: object
-    ) -> Any:
+    ) -> object:
         """Calls ``compute_loss`` in an evaluation, with the number of labels as in training."""
         running = _running.get()
         trainer = self._apart() if running and not running.counts else self
@@ -711,11 +709,26 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> T
     return loss
 
 
+def _add_totals(
+    totals: dict[Any, Tensor], parts: Sequence[ShardStatistics], device: torch.device
+) -> None:
+    for part in parts:
+        for place, tensor in part.tensors.items():
+            totals[place] = totals.get(place, 0.0) + tensor.to(device)
+
+
+def _sum_of_means(totals: Mapping[Any, Tensor]) -> Tensor:
+    means = [
+        total / totals[name, "count"] for (name, kind), total in totals.items() if kind == "total"
+    ]
+    return functools.reduce(torch.add, means)
+
+
 def _model_in(module: nn.Module) -> nn.Module:
     return module.get_submodule("model") if isinstance(module, Task) else module
 
 
-def _keep_samples(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+def _keep_samples(collate: Callable[..., object], samples: Sequence[object]) -> object:
     """Returns a batch, with its samples if these do not have one row each: pairs, packed rows."""
     batch = collate(samples)
     if isinstance(batch, dict) and _count(batch) != len(samples):
@@ -723,14 +736,16 @@ def _keep_samples(collate: Callable[[list[Any]], Any], samples: list[Any]) -> An
     return batch
 
 
-def _count(inputs: Any) -> int | None:
-    """Returns the number of rows, if all tensors have the same."""
-    values = inputs.values() if isinstance(inputs, Mapping) else ()
-    sizes = {len(value) for value in values if isinstance(value, Tensor) and value.dim()}
+def _count(inputs: object) -> int | None:
+    """Returns the number of samples, or of rows, if all tensors have the same."""
+    values = inputs if isinstance(inputs, Mapping) else {}
+    if _SAMPLES in values:
+        return len(values[_SAMPLES].entries)
+    sizes = {len(value) for value in values.values() if isinstance(value, Tensor) and value.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """Returns a copy of nested mappings, and of lists and sets in them."""
     if isinstance(value, dict):
         new = copy.copy(value)

@@ -249,7 +249,7 @@ class MeanRecorder(TorchFunctionMode):
         or None.
         """
         first, second = (*args, None, None)[:2]
-        # Without a graph, nothing is lost.
+        # Nothing is lost where there is no graph.
         if name in _UNCHANGED or (name == "detach" and not self._has_graph):
             return self._of(first).form
         if name in ("stack", "cat"):
