@@ -45,7 +45,7 @@ from ..loss.copies import Calls, OwnCollectives, ShardLoss
 from ..loss.coupled import ShardStatistics
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import Kind
-from ..loss.means import LossOfMeans, UnknownMeanError, find_means
+from ..loss.means import Additive, LossOfMeans, UnknownMeanError, find_means
 from ..loss.sums import LossSum, Weight, add_up, power_of_two, run_backward
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
@@ -362,10 +362,11 @@ class BalancedTrainer(Trainer):
 
     def _take(self, inputs: Inputs, rows: Sequence[int]) -> Inputs:
         """Returns some rows of a batch."""
+        device = next(self.model.parameters()).device
         if _SAMPLES in inputs:
-            samples = [inputs[_SAMPLES].entries[row] for row in rows]
-            return self._collate(samples, next(self.model.parameters()).device)
-        return take(inputs, rows)
+            return self._collate([inputs[_SAMPLES].entries[row] for row in rows], device)
+        part: Inputs = move_leaves(take(inputs, rows), device)
+        return part
 
     def _collate(self, samples: Sequence[object], device: torch.device) -> Inputs:
         return {**move_leaves(dict(self.data_collator(samples)), device), _SAMPLES: Rows(samples)}
@@ -412,7 +413,7 @@ class BalancedTrainer(Trainer):
             finally:
                 _running.reset(token)
 
-        criterion = DataParallelCriterion(compute, self.devices)
+        criterion = DataParallelCriterion(Additive(compute), self.devices)
         copies = dataclasses.replace(criterion.copies, halves=None, collectives=OwnCollectives())
         scaler = self.accelerator.scaler
         precision = Precision("fp32") if scaler is None else Precision("fp16", scaler)

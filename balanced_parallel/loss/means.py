@@ -16,7 +16,8 @@ contrastive loss. So the terms of some batches are compared with those of halves
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -386,9 +387,18 @@ class MeanRecorder(TorchFunctionMode):
             arguments.get("ignore_index", -100) if is_class else None,
         )
 
-    def terms_of(self, loss: Any) -> list[Term] | None:
-        """Returns the terms of a loss with their coefficients, or None if it is not a sum of means."""
+    def terms_of(self, loss: Any, *, adds_sums: bool = False) -> list[Term] | None:
+        """Returns the terms of a loss with their coefficients, or None if it is not a sum of means.
+
+        With ``adds_sums``, sums that are not divided are means over one.
+        """
         form = None if isinstance(loss, Tensor) and loss.numel() != 1 else self._form(loss)
+        if form is not None and adds_sums:
+            key, bounds = object(), (("least", 1.0),)
+            form = [
+                term._replace(weight=0.0, key=key, bounds=bounds) if term.weight is None else term
+                for term in form
+            ]
         return None if form is None or any(term.weight is None for term in form) else form
 
 
@@ -464,6 +474,17 @@ class MeanName(NamedTuple):
 _ROWS = MeanName("", -1, "", False, ""), "rows"
 
 
+@dataclass(frozen=True)
+class Additive:
+    """A criterion whose sums add up over the rows."""
+
+    function: Callable[..., Tensor]
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Calls the function."""
+        return self.function(*arguments)
+
+
 def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName, Term]]:
     """Calls a criterion. Returns its result, and the terms of the losses in it.
 
@@ -484,7 +505,7 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     for place, loss in containers.leaves(result):
         if loss is None:
             continue
-        terms = recorder.terms_of(loss)
+        terms = recorder.terms_of(loss, adds_sums=isinstance(module, Additive))
         # A loss is averaged over the ranks, or computed as a whole.
         if shard.collectives.is_used or (terms is None and not is_split):
             terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)]
