@@ -17,7 +17,6 @@ contrastive loss. So the terms of some batches are compared with those of halves
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -474,15 +473,15 @@ class MeanName(NamedTuple):
 _ROWS = MeanName("", -1, "", False, ""), "rows"
 
 
-@dataclass(frozen=True)
 class Additive:
-    """A criterion whose sums add up over the rows."""
+    """A criterion whose sums add up over the rows. Its output is the module that it calls."""
 
-    function: Callable[..., Tensor]
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
 
     def __call__(self, *arguments: Any) -> Tensor:
         """Calls the function."""
-        return self.function(*arguments)
+        return self._function(*arguments)
 
 
 def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName, Term]]:
@@ -492,9 +491,10 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
         UnknownMeanError: with ``is_split``, if a loss is not a sum of means.
     """
     module, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
+    owner = shard.output if isinstance(module, Additive) else module
     constants = (
-        [*module.parameters(), *module.buffers()]
-        if isinstance(module, nn.Module)
+        [*owner.parameters(), *owner.buffers()]
+        if isinstance(owner, nn.Module)
         else (arguments, settings)
     )
     with MeanRecorder(

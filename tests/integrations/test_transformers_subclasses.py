@@ -164,6 +164,50 @@ def test_pairs_in_one_tensor():
             assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(trainer.model, rows).item(), rel=1e-5)
 
 
+def with_decay(model, inputs, items):
+    """Returns a mean, and a sum over the parameters, which is not one over the rows."""
+    return model(**inputs).loss + 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def mean_of_rows(model, inputs, items):
+    counted = inputs["labels"] != -100
+    losses = F.cross_entropy(model(**inputs).logits.transpose(1, 2), inputs["labels"], reduction="none")
+    return ((losses * counted).sum(1) / counted.sum(1)).mean()
+
+
+def over_items(model, inputs, items):
+    logits = model(**inputs).logits
+    return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum") / items
+
+
+@pytest.mark.parametrize("function", [with_decay, mean_of_rows, over_items])
+@pytest.mark.parametrize("parts", IN_PARTS)
+def test_losses_that_users_write(function, parts):
+    class Own(BalancedTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = function(model, inputs, num_items_in_batch)
+            return (loss, model(**inputs)) if return_outputs else loss
+
+    rows = make_rows("tags", 13)
+    expected = train_plainly(
+        make_model("tags"), rows, 6, lambda model, batch: function(model, batch, (batch["labels"] != -100).sum())
+    )
+    settings = dict(parts)
+    devices = settings.pop("device_ids", None)
+    arguments = make_arguments(**settings)
+    check(train(Own(make_model("tags"), arguments, train_dataset=rows, data_collator=pad, device_ids=devices)), expected)
+
+
+def test_a_number_read_from_the_rows_is_refused():
+    class Own(BalancedTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return over_items(model, inputs, num_items_in_batch.item())
+
+    trainer = Own(make_model("tags"), make_arguments(), train_dataset=make_rows("tags", 6), data_collator=pad, device_ids=THREE)
+    with pytest.raises(ValueError, match=r"a number that was read from values of the batch.* sums over num_items_in_batch"):
+        trainer.train()
+
+
 def generated(prediction):
     return {"sum": float(prediction.predictions.sum()), "rows": len(prediction.predictions)}
 
