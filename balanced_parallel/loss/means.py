@@ -150,6 +150,15 @@ class MeanRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and records a mean, a sum or a linear combination."""
         kwargs = kwargs or {}
+        if func in RULES or not self._is_unknown(func, args, kwargs):
+            return self._call(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dim() and result not in self._facts:
+            return result
+        return self._call(func, args, kwargs, result)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
+        """Calls a function, which may have returned one of ``results``, and records it."""
         tensors = containers.tensors_in((args, kwargs))
         # The backward of an autograd function is not that of the sums in its forward.
         depends_on_rows = torch.is_grad_enabled() == self._has_graph and any(
@@ -160,7 +169,7 @@ class MeanRecorder(TorchFunctionMode):
         name = str(getattr(func, "__name__", "")).strip("_")
         name = _NAMES.get(name, name)
         form = self._combine(name, args, kwargs) if depends_on_rows else None
-        result = func(*args, **kwargs)
+        result = results[0] if results else func(*args, **kwargs)
         args = args or tuple(kwargs.values())
         self._note(name, args, tensors, result)
         if not isinstance(result, Tensor):
@@ -176,6 +185,19 @@ class MeanRecorder(TorchFunctionMode):
             bounded = self._bounded(name, args, kwargs)
             self._facts[result] = self._facts[result]._replace(form=form, bounded=bounded)
         return result
+
+    def _is_unknown(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Returns True for most operations of a model: the first argument may depend on the
+        outputs, and no argument is a linear combination.
+        """
+        if not args or not isinstance(args[0], Tensor) or args[0] in self._facts:
+            return False
+        name = str(getattr(func, "__name__", "")).strip("_")
+        others = [*args[1:], *kwargs.values()]
+        facts = [self._of(other) for other in others if isinstance(other, Tensor)]
+        is_nested = any(isinstance(other, (list, dict)) for other in others)
+        is_used = any(each.form or each.is_selected for each in facts)
+        return not (is_nested or is_used or name in _SELECTIONS | {"getitem", "setitem", "where"})
 
     def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
         """Notes what the result of an operation depends on.
