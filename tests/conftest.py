@@ -45,7 +45,7 @@ def nothing_left_behind():
     threads = set(threading.enumerate())
     yield
     changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
-    by_libraries = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "CUDA_"  # torch sets them on the first use
+    by_libraries = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "KMP_"  # torch sets them on the first use
     changed = {name for name in changed if not name.startswith(by_libraries)}
     assert not changed, f"the test changed the environment: {changed}"
     left = {thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("replica")}

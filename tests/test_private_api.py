@@ -40,7 +40,6 @@ EXCUSES = {  # private names of other objects, with the reason
     },
     "integrations/transformers.py": {
         "_n_gpu": "TrainingArguments have no public setter",
-        "_prepare_inputs": "a method of Trainer for its subclasses",
     },
     "strategies/fsdp.py": {"_no_split_modules": "the blocks of a model of transformers"},
     "training/checkpoint.py": {"_exit": "a public function of os"},

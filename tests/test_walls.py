@@ -309,7 +309,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "simulation.device_module": "the module that torch asks for the devices",
     "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
-    "training.passes": "one surrounding of an update",
     "training.reproducible": "a public argument",
 }
 

@@ -394,10 +394,11 @@ class MeansInside(_OfRows, _OfTwoPasses):
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
         if isinstance(loss, LossOfMeans) and loss.has_one_count:
-            return OneCount(self.settings, self.reduction)
+            return OneCount(self.settings, self.reduction, loss.least)
         return super().learned(copies)
 
 
+@dataclass(frozen=True, eq=False)
 class OneCount(MeansInside):
     """Means inside of a criterion that have one count.
 
@@ -405,7 +406,8 @@ class OneCount(MeansInside):
     """
 
     passes = 1
-    is_mean = True
+    least: float = 0.0
+    is_mean: bool = True
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""

@@ -16,7 +16,7 @@ contrastive loss. So the terms of some batches are compared with those of halves
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,7 +30,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Shard
 from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
-from ..runtime.torch_private import storage_id, versions
+from ..runtime.torch_private import is_output_of_ddp, storage_id, versions
 from .copies import Calls, ShardLoss
 from .coupled import LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
@@ -82,7 +82,7 @@ _UNCHANGED = {
     "clone",
     "pos",
 }
-_UNCHANGED |= {"sum", "mean"}
+_UNCHANGED |= {"sum", "mean", "as_tensor"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 
 
@@ -124,6 +124,7 @@ class Facts(NamedTuple):
     form: Form | None = None  # the linear combination that the elements add up to
     bounded: tuple[Tensor, Any] | None = None  # the count that was clamped, and its smallest value
     is_selected: bool = False  # The size depends on values.
+    is_copy: bool = False  # A copy in an autograd function; only that of DDP hands a gradient on.
 
 
 class MeanRecorder(TorchFunctionMode):
@@ -151,6 +152,15 @@ class MeanRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and records a mean, a sum or a linear combination."""
         kwargs = kwargs or {}
+        if func in RULES or not self._is_unknown(func, args, kwargs):
+            return self._call(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dim() and result not in self._facts:
+            return result
+        return self._call(func, args, kwargs, result)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
+        """Calls a function, which may have returned one of ``results``, and records it."""
         tensors = containers.tensors_in((args, kwargs))
         # The backward of an autograd function is not that of the sums in its forward.
         depends_on_rows = torch.is_grad_enabled() == self._has_graph and any(
@@ -161,7 +171,7 @@ class MeanRecorder(TorchFunctionMode):
         name = str(getattr(func, "__name__", "")).strip("_")
         name = _NAMES.get(name, name)
         form = self._combine(name, args, kwargs) if depends_on_rows else None
-        result = func(*args, **kwargs)
+        result = results[0] if results else func(*args, **kwargs)
         args = args or tuple(kwargs.values())
         self._note(name, args, tensors, result)
         if not isinstance(result, Tensor):
@@ -169,11 +179,27 @@ class MeanRecorder(TorchFunctionMode):
         if form is not None:
             form = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
             self._facts[result] = self._facts[result]._replace(form=form)
+        elif name == "clone" and not depends_on_rows:
+            facts = self._of(args[0])
+            self._facts[result] = facts._replace(is_copy=True)
         elif depends_on_rows and not result.dim() and result is not args[0]:
             form = self._record(name, result, args)
             bounded = self._bounded(name, args, kwargs)
             self._facts[result] = self._facts[result]._replace(form=form, bounded=bounded)
         return result
+
+    def _is_unknown(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Returns True for most operations of a model: the first argument may depend on the
+        outputs, and no argument is a linear combination.
+        """
+        if not args or not isinstance(args[0], Tensor) or args[0] in self._facts:
+            return False
+        name = str(getattr(func, "__name__", "")).strip("_")
+        others = [*args[1:], *kwargs.values()]
+        facts = [self._of(other) for other in others if isinstance(other, Tensor)]
+        is_nested = any(isinstance(other, (list, dict)) for other in others)
+        is_used = any(each.form or each.is_selected for each in facts)
+        return not (is_nested or is_used or name in _SELECTIONS | {"getitem", "setitem", "where"})
 
     def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
         """Notes what the result of an operation depends on.
@@ -211,7 +237,9 @@ class MeanRecorder(TorchFunctionMode):
 
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
-        facts = self._facts.get(value) if isinstance(value, Tensor) else None
+        facts: Facts | None = self._facts.get(value) if isinstance(value, Tensor) else None
+        if facts and facts.is_copy and not is_output_of_ddp(value):
+            facts = facts._replace(form=None)
         return facts or Facts(_OF_NOTHING if isinstance(value, nn.Parameter) else _OF_OUTPUTS)
 
     def _level(self, tensor: Tensor) -> int:
@@ -247,7 +275,8 @@ class MeanRecorder(TorchFunctionMode):
         or None.
         """
         first, second = (*args, None, None)[:2]
-        if name in _UNCHANGED:
+        # Nothing is lost where there is no graph.
+        if name in _UNCHANGED or (name == "detach" and not self._has_graph):
             return self._of(first).form
         if name in ("stack", "cat"):
             return self._add_up(first or (), itertools.repeat(1))
@@ -315,6 +344,9 @@ class MeanRecorder(TorchFunctionMode):
         if name == "mean":
             total = args[0].sum(dtype=torch.promote_types(args[0].dtype, torch.float32))
             return [Term("mean", total, args[0].numel(), object())]
+        if name == "nanmean":
+            count = args[0].isnan().logical_not().sum()
+            return [Term("nanmean", widen(args[0].nansum()), count, object())]
         if name in ("sum", "nansum", "count_nonzero"):
             return [Term("sum", result, None, None)]
         is_quotient = name == "div" and _is_sum(self._form(args[0])) and isinstance(args[1], Tensor)
@@ -330,7 +362,7 @@ class MeanRecorder(TorchFunctionMode):
         bounds = [("added", sum(added))] if added else []
         bounds += [] if least is None else [("least", least)]
         # a count of outputs may have a gradient
-        is_fixed = not bounds and self._level(count) < _OF_OUTPUTS
+        is_fixed = not added and self._level(count) < _OF_OUTPUTS and not count.requires_grad
         return [
             Term(
                 "quotient",
@@ -381,9 +413,18 @@ class MeanRecorder(TorchFunctionMode):
             arguments.get("ignore_index", -100) if is_class else None,
         )
 
-    def terms_of(self, loss: Any) -> list[Term] | None:
-        """Returns the terms of a loss with their coefficients, or None if it is not a sum of means."""
+    def terms_of(self, loss: Any, *, adds_sums: bool = False) -> list[Term] | None:
+        """Returns the terms of a loss with their coefficients, or None if it is not a sum of means.
+
+        With ``adds_sums``, sums that are not divided are means over one.
+        """
         form = None if isinstance(loss, Tensor) and loss.numel() != 1 else self._form(loss)
+        if form is not None and adds_sums:
+            key, bounds = object(), (("least", 1.0),)
+            form = [
+                term._replace(weight=0.0, key=key, bounds=bounds) if term.weight is None else term
+                for term in form
+            ]
         return None if form is None or any(term.weight is None for term in form) else form
 
 
@@ -420,28 +461,6 @@ def _is_zero(value: object) -> bool:
 
 def _times(form: Form, factor: Any) -> Form:
     return [term._replace(factor=term.factor * factor) for term in form]
-
-
-class MeansAsSums(TorchFunctionMode):
-    """Computes each mean of torch's losses in its block as a sum over the next of ``divisors``, or
-    over its count without one.
-    """
-
-    def __init__(self, divisors: Iterable[float]) -> None:
-        super().__init__()
-        self._divisors = iter(divisors)
-        self.terms: list[Tensor] = []  # the result and the count of each mean
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch, or replaces a mean and records it."""
-        kwargs = kwargs or {}
-        mean = sum_and_count(func, arguments_of(func, *args, **kwargs)) if func in RULES else None
-        if mean is None:
-            return func(*args, **kwargs)
-        total, count = mean
-        result = total / next(self._divisors, count)
-        self.terms += [result, count]
-        return result
 
 
 def sum_and_count(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -493,6 +512,17 @@ class FoundMeans(NamedTuple):
     rest: Any = None  # The model returns it too.
 
 
+class Additive:
+    """A criterion whose sums add up over the rows. Its output is the module that it calls."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """Calls the function."""
+        return self._function(*arguments)
+
+
 def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName, Term]]:
     """Calls a criterion. Returns its result, and the terms of the losses in it.
 
@@ -502,9 +532,10 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     if isinstance(shard.output, FoundMeans):
         return shard.output.loss, shard.output.means
     module, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
+    owner = shard.output if isinstance(module, Additive) else module
     constants = (
-        [*module.parameters(), *module.buffers()]
-        if isinstance(module, nn.Module)
+        [*owner.parameters(), *owner.buffers()]
+        if isinstance(owner, nn.Module)
         else (arguments, settings)
     )
     with MeanRecorder(
@@ -515,7 +546,7 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     for place, loss in containers.leaves(result):
         if loss is None:
             continue
-        terms = recorder.terms_of(loss)
+        terms = recorder.terms_of(loss, adds_sums=isinstance(module, Additive))
         # A loss is averaged over the ranks, or computed as a whole.
         if shard.collectives.is_used or (terms is None and not is_split):
             terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)]
@@ -607,6 +638,14 @@ class LossOfMeans(LossOfSums):
             self.is_split
             and bool(self._total)
             and not any(name.has_several for name, _ in self._total)
+            and (not self.least or len(self._total) == 4)  # a bounded mean alone
+        )
+
+    @property
+    def least(self) -> float:
+        """The lower bound of the only count."""
+        return max(
+            (float(self._mean(*place)) for place in self._total if place[1] == "least"), default=0.0
         )
 
     @functools.cached_property

@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,9 @@ class ModuleTree:
             for number, module in enumerate(self.modules)
             for name in self._find_lists(module)
         ]
+        self._numbers = {id(module): number for number, module in enumerate(self.modules)}
+        # Methods that a program has put on a module, most often a forward.
+        self._methods = list(self._find_methods())
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)
@@ -174,6 +177,21 @@ class ModuleTree:
                 )
         return list(by_id.values())
 
+    def _find_methods(self) -> Iterator[tuple[int, str]]:
+        for number, module in enumerate(self.modules):
+            for name, value in module.__dict__.items():
+                if isinstance(value, MethodType):
+                    yield number, name
+
+    def _bind_methods(self, skeletons: Skeletons) -> None:
+        """Binds methods of modules of the tree to their skeletons."""
+        for number, name in self._methods:
+            method = self.modules[number].__dict__.get(name)
+            owner = self._numbers.get(id(getattr(method, "__self__", None)))
+            if isinstance(method, MethodType) and owner is not None:
+                bound = MethodType(method.__func__, skeletons[owner][1])
+                skeletons[number][1].__dict__[name] = bound
+
     def _find_caches(self) -> Iterator[tuple[int, str, Any]]:
         for place in self._custom:
             for name, value in self.modules[place].__dict__.items():
@@ -221,6 +239,7 @@ class ModuleTree:
             skeletons[place][1].__dict__[name] = map_leaves(
                 lambda leaf: buffers.get(id(leaf), leaf), value
             )
+        self._bind_methods(skeletons)
         return skeletons[0][1]
 
     @contextmanager

@@ -194,6 +194,11 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def is_output_of_ddp(value: object) -> bool:
+    """Returns True for a copy that ``DistributedDataParallel`` has made of an output."""
+    return type(getattr(value, "grad_fn", None)).__name__ == "_DDPSinkBackward"
+
+
 def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
     """Returns True for a ``DTensor``."""
     return hasattr(tensor, "to_local")

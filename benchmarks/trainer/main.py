@@ -1,11 +1,14 @@
 """Loss and gradient of the first update of a Trainer, as multiples of those of plain PyTorch with the whole batch on one device.
 
+Those of trainers of TRL and sentence-transformers are multiples of the trainer's own with the whole batch in one forward.
+
 Small models of transformers with random weights, on ragged rows. An update has 8 rows: four micro-batches of 2 rows on one
 device, or two on each of two simulated GPUs. Run without arguments, it writes the README beside it.
 """
 
 import contextlib
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from transformers import Trainer, TrainingArguments, logging
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests")]
 from helpers.trainers import MODELS, make_arguments, make_model, make_rows, pad, train, train_plainly  # noqa: E402
+from integrations.test_transformers_trl import run as train_library  # noqa: E402
 from reports import environment, table  # noqa: E402
 
 from balanced_parallel import simulate  # noqa: E402
@@ -60,6 +64,39 @@ def measure(head: str) -> list[tuple[float, float]]:
     return [(loss / plain[0], norm / plain[1]) for loss, norm in numbers]
 
 
+TRAINERS = {  # a case of tests/integrations/test_transformers_trl.py
+    "SFTTrainer": "sft",
+    "SFTTrainer, adapter": "sft of an adapter",
+    "DPOTrainer": "dpo",
+    "DPOTrainer, adapter": "dpo of an adapter",
+    "RewardTrainer": "reward",
+    "GRPOTrainer, `dapo`": "dapo",
+    "GRPOTrainer, `bnpo`": "bnpo",
+    "SentenceTransformerTrainer, `CosineSimilarityLoss`": "cosines",
+}
+
+
+def table_of_trainers() -> str:
+    """Returns the second update of trainers of other libraries, which draw no gradient in the first one of GRPO."""
+    rows = []
+    for name, case in TRAINERS.items():
+        with contextlib.redirect_stdout(io.StringIO()):
+            expected, alone, ours, parallel = (
+                train_library(case, evaluates=False, **settings)[0][1]
+                for settings in (
+                    {"is_exact": False, "per_device_train_batch_size": 6},
+                    {"is_exact": False, "gradient_accumulation_steps": 3},
+                    {"gradient_accumulation_steps": 3},
+                    {"devices": ["cpu"] * 3},
+                )
+            )
+        ratios = [[number / other for number, other in zip(each, expected, strict=True)] for each in (alone, ours, parallel)]
+        assert all(abs(ratio - 1) < 1e-3 for each in ratios[1:] for ratio in each), (name, ratios)
+        refused = "not measured" if name.startswith("Sentence") else "refused"
+        rows.append([name, f"{ratios[0][1]:.3f} x", refused, "1.000 x"])
+    return table(rows, ["trainer", "accumulation", "several devices of one process", "`BalancedTrainer` before it, both"])
+
+
 def table_of_heads() -> str:
     """Returns the measurements as a table."""
     rows = []
@@ -82,12 +119,19 @@ and the norm of the gradient. Small models with random weights, without dropout.
 
 `BalancedTrainer` differs from plain PyTorch by less than 1e-4 in all of them, in float32.
 
+## Trainers of other libraries
+
+Norm of the gradient in the second update, as a multiple of the trainer's own with all 6 rows in one forward on one device: three
+micro-batches of 2 rows, or 2 rows on each of three devices, which those of TRL refuse without `BalancedTrainer`.
+
+{trainers}
+
 Environment: {environment}, CPU.
 
 To reproduce (it writes this file):
 
 ```bash
-.venv/bin/pip install -c constraints.txt -e '.[test]'
+.venv/bin/pip install -c constraints.txt -e '.[test,libraries]'
 .venv/bin/python benchmarks/trainer/main.py
 ```
 """
@@ -96,8 +140,9 @@ To reproduce (it writes this file):
 def main() -> None:
     """Writes the page."""
     logging.set_verbosity_error()
-    page = PAGE.format(table=table_of_heads(), environment=environment("transformers", "accelerate"))
-    (HERE / "README.md").write_text(page)
+    libraries = "transformers", "accelerate", "trl", "peft", "sentence-transformers"
+    page = PAGE.format(table=table_of_heads(), trainers=table_of_trainers(), environment=environment(*libraries))
+    (HERE / "README.md").write_text(re.sub(r" +\|", " |", re.sub(r"-+\|", "---|", page)))
 
 
 if __name__ == "__main__":

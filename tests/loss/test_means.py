@@ -380,6 +380,9 @@ PASSES = [
     (lambda out, target: F.cross_entropy(out, target) + 0.1 + 0.0 * out.sum(), [8, 4, 4]),
     (lambda out, target: out.abs().sum() / len(out) + 2 * out.exp().sum() / len(out), [8, 4, 4]),
     (lambda out, target: F.cross_entropy(out, target) + out.abs().mean(), [8, 8, 8]),
+    (lambda out, target: (out.sum(1) * (target > 1)).sum() / (target > 1).sum().clamp(min=1), [8, 4, 4]),
+    (lambda out, target: (out.sum(1) * (target > 1)).sum() / (target > 1).sum().clamp(min=1) + 0.1, [8, 8, 8]),
+    (lambda out, target: out.where(out > 0, torch.nan).log().nanmean(), [8, 4, 4]),
 ]
 
 
@@ -387,6 +390,20 @@ PASSES = [
 def test_means_over_one_count_take_one_pass_after_the_first_update(criterion, counts):
     assert count_forwards(criterion) == counts
     assert count_forwards(criterion, None) == [2, 2, 2]
+
+
+def test_a_bounded_count_has_its_bound_in_one_pass():
+    """The first update tells the bound, which holds in the second."""
+
+    def loss(output, target):
+        return output.pow(2)[target > 1].sum() / (target > 1).sum().clamp(min=5)
+
+    net = build_net()
+    step = still_step(net, DataParallelCriterion(loss), 2, micro_batch_size=1)
+    inputs = torch.randn(8, 4)
+    for target in (torch.full((8,), 2), torch.tensor([2, 2] + [0] * 6), torch.zeros(8, dtype=torch.long)):
+        torch.testing.assert_close(step(inputs, target), loss(net(inputs), target).detach())
+    assert (step._kind.passes, step._kind.least) == (1, 5)
 
 
 def test_any_loss_is_computed_where_nothing_is_split():

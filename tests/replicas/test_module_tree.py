@@ -8,6 +8,7 @@ Modules that cannot be replicated.
 import collections
 import copy
 import itertools
+from types import MethodType
 
 import pytest
 import torch
@@ -280,3 +281,24 @@ CACHED = [*itertools.product(caches.KINDS, caches.ROWS)]
 @pytest.mark.parametrize(("kind", "rows"), slow_but(CACHED, *zip(caches.KINDS, caches.ROWS[1:], strict=True)))
 def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
     caches.check_caches(kind, rows)
+
+
+class Patched(nn.Module):
+    """A module with a forward that a program has put on it, and a method of another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.forward = MethodType(lambda module, inputs: module.project(module.first(inputs)), self)
+        self.project = self.second.forward
+
+
+def test_methods_of_the_module_are_bound_to_the_replica():
+    with simulate(2):
+        model = DataParallelModel(Patched(), [0, 1])
+        inputs = torch.randn(4, 3)
+        outputs = model(inputs)
+        assert [str(output.device) for output in outputs] == ["sim:0", "sim:1"]
+        torch.testing.assert_close(outputs.gather("cpu"), model.module(inputs.to("sim:0")).cpu())
+        model.module.project = model.module.first.forward  # the same number of attributes
+        assert [output.shape[1] for output in model(inputs)] == [3, 3]

@@ -1,0 +1,231 @@
+"""``BalancedTrainer`` before the trainers of TRL and sentence-transformers: each against itself with all rows in one forward."""
+
+import functools
+import tempfile
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+THREE = ["cpu"] * 3
+SETTINGS = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "num_train_epochs": 1,
+    "logging_steps": 1,
+    "optim": "sgd",
+    "learning_rate": 0.5,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1e9,
+    "train_sampling_strategy": "sequential",
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+
+
+@functools.cache
+def exact(kind):
+    from balanced_parallel.integrations.transformers import BalancedTrainer
+
+    return type("Exact", (BalancedTrainer, kind), {})
+
+
+def lora():
+    from peft import LoraConfig
+
+    modules = ["q_proj", "v_proj"]
+    return LoraConfig(r=2, target_modules=modules, lora_dropout=0.0, task_type="CAUSAL_LM", init_lora_weights=False)
+
+
+def sft(columns, model=None, peft=False, chat=False, **more):
+    import trl
+    from helpers.language_rows import chats, language_rows, make_language_model, make_tokenizer
+
+    rows = chats(13) if chat else language_rows(13, *columns)
+    data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": make_tokenizer()}
+    data |= {"peft_config": lora()} if peft else {}
+    return trl.SFTTrainer, trl.SFTConfig, (make_language_model(),), data, more
+
+
+def dpo(peft=False, reference=True, **more):
+    import trl
+    from helpers.language_rows import language_rows, make_language_model, make_tokenizer
+
+    rows = language_rows(13, "prompt", "chosen", "rejected")
+    data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": make_tokenizer()}
+    data |= {"peft_config": lora()} if peft else {"ref_model": make_language_model(1)}
+    return trl.DPOTrainer, trl.DPOConfig, (make_language_model(),), data, more
+
+
+def reward():
+    import trl
+    from helpers.language_rows import language_rows, make_reward_model, make_tokenizer
+
+    rows = language_rows(13, "chosen", "rejected")
+    data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": make_tokenizer()}
+    return trl.RewardTrainer, trl.RewardConfig, (make_reward_model(),), data, {"center_rewards_coefficient": 0.1}
+
+
+def kto(**more):
+    import trl
+    from helpers.language_rows import language_rows, make_language_model, make_tokenizer
+
+    rows = language_rows(13, "prompt", "completion", label=[number % 3 == 0 for number in range(13)])
+    data = {"train_dataset": rows, "processing_class": make_tokenizer()}
+    return trl.KTOTrainer, trl.KTOConfig, (make_language_model(), make_language_model(1)), data, more
+
+
+def longest(completions, **others):
+    """Returns the rewards of completions."""
+    return [float(len(text.split()) + text.count("w1")) for text in completions]
+
+
+def grpo(**more):
+    import trl
+    from helpers.language_rows import language_rows, make_language_model, make_tokenizer
+
+    data = {"train_dataset": language_rows(13, "prompt"), "processing_class": make_tokenizer(), "reward_funcs": longest}
+    more = {"num_generations": 2, "max_completion_length": 5, "max_steps": 3, "seed": 3, **more}
+    return trl.GRPOTrainer, trl.GRPOConfig, (make_language_model(),), data, more
+
+
+def sentences(loss, *columns, **others):
+    from helpers.language_rows import language_rows, make_tokenizer
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer import losses
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer.backend_tokenizer, embedding_dim=8)], device="cpu")
+    rows = language_rows(13, *columns, **others)
+    heads = (8, 5) if loss == "SoftmaxLoss" else ()
+    data = {"train_dataset": rows, "eval_dataset": rows, "loss": getattr(losses, loss)(model, *heads)}
+    return SentenceTransformerTrainer, SentenceTransformerTrainingArguments, (model,), data, {}
+
+
+SCORES = [number % 5 / 4 for number in range(13)]
+CASES = {
+    "sft": functools.partial(sft, ["prompt", "completion"]),
+    "sft of assistants": functools.partial(sft, [], chat=True, assistant_only_loss=True),
+    "sft, smoothed": functools.partial(sft, ["prompt", "completion"], label_smoothing_factor=0.1),
+    "sft, packed": functools.partial(sft, ["text"], packing=True, packing_strategy="wrapped", max_length=8),
+    "sft without padding": functools.partial(sft, ["text"], padding_free=True, max_length=None),
+    "sft of an adapter": functools.partial(sft, ["prompt", "completion"], peft=True),
+    "dpo": dpo,
+    "dpo of two losses": functools.partial(dpo, loss_type=["ipo", "hinge"]),
+    "dpo of an adapter": functools.partial(dpo, peft=True),
+    "dpo, computed before": functools.partial(dpo, precompute_ref_log_probs=True),
+    "reward": reward,
+    "kto without kl": functools.partial(kto, loss_type="apo_zero_unpaired"),
+    "grpo": functools.partial(grpo, loss_type="grpo"),
+    "bnpo": functools.partial(grpo, loss_type="bnpo"),
+    "dr_grpo": functools.partial(grpo, loss_type="dr_grpo"),
+    "dapo": functools.partial(grpo, loss_type="dapo"),
+    "cosines": functools.partial(sentences, "CosineSimilarityLoss", "a", "b", score=SCORES),
+    "a head": functools.partial(sentences, "SoftmaxLoss", "a", "b", label=[number % 5 for number in range(13)]),
+    "triplets": functools.partial(sentences, "TripletLoss", "a", "b", "c"),
+}
+LOGGED = ("loss", "grad_norm", "num_tokens")
+
+
+def run(case, *, evaluates, is_exact=True, devices=None, **settings):
+    """Trains. Returns the log, and the loss of an evaluation."""
+    torch.manual_seed(7)
+    kind, config, models, data, more = (CASES[case] if isinstance(case, str) else case)()
+    arguments = config(tempfile.mkdtemp(), **{**SETTINGS, **more, **settings})
+    if is_exact:
+        data["device_ids"] = devices
+    trainer = (exact(kind) if is_exact else kind)(*models, args=arguments, **data)
+    trainer.train()
+    numbers = [[entry[name] for name in LOGGED if name in entry] for entry in trainer.state.log_history if "loss" in entry]
+    return numbers, trainer.evaluate()["eval_loss"] if evaluates else None
+
+
+def compare(result, expected):
+    # a sum of losses of rows that cancel is zero, up to rounding
+    torch.testing.assert_close(torch.tensor(result[0]), torch.tensor(expected[0]), rtol=2e-4, atol=2e-5)
+    if expected[1] is not None:
+        assert result[1] == pytest.approx(expected[1], rel=3e-4)
+
+
+def has_evaluation(case):
+    return case.startswith(("sft", "dpo", "reward", "cos", "a head", "triplets"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_accumulation_and_replicas(case):
+    evaluates = has_evaluation(case)
+    whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 13}
+    expected = run(case, evaluates=evaluates, is_exact=False, **whole)
+    compare(run(case, evaluates=evaluates, gradient_accumulation_steps=3), expected)
+    compare(run(case, evaluates=evaluates, devices=THREE), expected)
+
+
+def run_rank(rank, case, evaluates):
+    return run(case, evaluates=evaluates, per_device_train_batch_size=1, gradient_accumulation_steps=3)
+
+
+@pytest.mark.parametrize("case", ["sft", "sft, smoothed", "sft without padding", "sft of an adapter", "dpo", "reward"])
+def test_ranks(case):
+    evaluates = case != "sft without padding"  # 13 rows do not fill the last batch
+    whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 13}
+    expected = run(case, evaluates=evaluates, is_exact=False, **whole)
+    first, second = run_ranks(2, run_rank, case, evaluates, fresh=True)
+    compare(first, expected)
+    # The last update has no tokens of the second rank, which prints nothing.
+    compare(([entry[:2] for entry in second[0]], second[1]), ([entry[:2] for entry in expected[0]], expected[1]))
+
+
+def run_both(rank, case):
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    return [run(case, evaluates=False, is_exact=is_exact, **settings) for is_exact in (False, True)]
+
+
+@pytest.mark.parametrize("case", ["grpo", "dr_grpo", "dapo"])
+def test_ranks_with_completions_of_their_own(case):
+    """Ranks draw other completions than one device. Losses of TRL are right if all rows have the same weight."""
+    for expected, result in run_ranks(2, run_both, case, fresh=True):
+        compare(result, expected)
+
+
+def test_micro_batches_of_trl_differ():
+    """Tokens of micro-batches have other weights in ``loss_type="bnpo"``."""
+    expected, _ = run("bnpo", evaluates=False, is_exact=False, per_device_train_batch_size=6)
+    numbers, _ = run("bnpo", evaluates=False, is_exact=False, gradient_accumulation_steps=3)
+    assert abs(numbers[1][1] / expected[1][1] - 1) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (functools.partial(dpo, loss_type=["sigmoid", "sft"]), "depend on each other"),  # a mean over tokens, expanded to rows
+        (functools.partial(kto), "KTO has a mean over the rows"),
+        (functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b"), "depend on each other"),
+        (
+            functools.partial(grpo, loss_type="dapo", steps_per_generation=2, gradient_accumulation_steps=1),
+            "expected equal numbers",
+        ),
+    ],
+)
+@pytest.mark.parametrize("parts", [{"gradient_accumulation_steps": 3}, {"devices": THREE}])
+def test_losses_that_are_refused(case, text, parts):
+    with pytest.raises(ValueError, match=text):
+        run(case, evaluates=False, **parts)
+
+
+def test_an_update_that_is_one_forward_may_have_negatives_in_its_batch():
+    case = functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b")
+    expected = run(case, evaluates=False, is_exact=False, per_device_train_batch_size=6)
+    compare(run(case, evaluates=False, per_device_train_batch_size=6), expected)
