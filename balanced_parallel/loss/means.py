@@ -16,7 +16,7 @@ contrastive loss. So the terms of some batches are compared with those of halves
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -127,6 +127,11 @@ class Facts(NamedTuple):
     is_copy: bool = False  # A copy in an autograd function; only that of DDP hands a gradient on.
 
 
+_UNKNOWN = Facts(_OF_OUTPUTS)
+_PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
+_INDICES = slice, int, type(None), type(...)  # of elements that do not depend on values
+
+
 class MeanRecorder(TorchFunctionMode):
     """Records the means that are computed in its block, and the tensors whose elements add up to
     linear combinations of them.
@@ -155,7 +160,10 @@ class MeanRecorder(TorchFunctionMode):
         if func in RULES or not self._is_unknown(func, args, kwargs):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dim() and result not in self._facts:
+        is_tensor = isinstance(result, Tensor)
+        if is_tensor and result.dim() and result not in self._facts:
+            return result
+        if not is_tensor and getattr(func, "__name__", "") in _PROPERTIES:
             return result
         return self._call(func, args, kwargs, result)
 
@@ -178,7 +186,7 @@ class MeanRecorder(TorchFunctionMode):
             return result
         if form is not None:
             form = _times(form, result.numel() / args[0].numel()) if name == "mean" else form
-            self._facts[result] = self._facts[result]._replace(form=form)
+            self._facts[result] = self._of(result)._replace(form=form)
         elif name == "clone" and not depends_on_rows:
             facts = self._of(args[0])
             self._facts[result] = facts._replace(is_copy=True)
@@ -189,17 +197,25 @@ class MeanRecorder(TorchFunctionMode):
         return result
 
     def _is_unknown(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Returns True for most operations of a model: the first argument may depend on the
-        outputs, and no argument is a linear combination.
+        """Returns True for most operations of a model: an argument may depend on the outputs, and
+        none is a linear combination.
         """
-        if not args or not isinstance(args[0], Tensor) or args[0] in self._facts:
-            return False
         name = str(getattr(func, "__name__", "")).strip("_")
-        others = [*args[1:], *kwargs.values()]
-        facts = [self._of(other) for other in others if isinstance(other, Tensor)]
-        is_nested = any(isinstance(other, (list, dict)) for other in others)
-        is_used = any(each.form or each.is_selected for each in facts)
-        return not (is_nested or is_used or name in _SELECTIONS | {"getitem", "setitem", "where"})
+        if name in _SELECTIONS | {"setitem", "where"}:
+            return False
+        index = args[1] if name == "getitem" else None
+        indices = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(each, _INDICES) for each in indices):
+            return False
+        is_unknown = False
+        for part in _flattened((*args, *kwargs.values())):
+            facts = self._facts.get(part) if isinstance(part, Tensor) else None
+            is_used = facts is not None and (facts.form is not None or facts.is_selected)
+            if is_used or isinstance(part, (list, tuple, dict)):
+                return False
+            if facts is None and isinstance(part, Tensor):
+                is_unknown |= not isinstance(part, nn.Parameter)
+        return is_unknown
 
     def _note(self, name: str, args: Any, tensors: list[Tensor], result: Any) -> None:
         """Notes what the result of an operation depends on.
@@ -223,9 +239,11 @@ class MeanRecorder(TorchFunctionMode):
         if name in _UNCHANGED and isinstance(args[0], Tensor):
             tensors = args[:1]  # Another tensor gives its type and device.
         for tensor in filter(torch.is_tensor, result if isinstance(result, tuple) else (result,)):
-            self._facts[tensor] = Facts(
-                self._level_of_result(name, tensors, tensor), is_selected=is_selected
-            )
+            facts = Facts(self._level_of_result(name, tensors, tensor), is_selected=is_selected)
+            if facts == _UNKNOWN and tensor.dim():
+                self._facts.pop(tensor, None)
+            else:
+                self._facts[tensor] = facts
 
     def _level_of_result(self, name: str, tensors: Sequence[Tensor], result: Tensor) -> int:
         if name == sum_over_rows.__name__:
@@ -233,7 +251,10 @@ class MeanRecorder(TorchFunctionMode):
         is_new = name in _NEW and not result.dim() and len(tensors) == 1
         if not tensors and result.numel() != 1:
             return _OF_OUTPUTS  # An empty tensor may be written to unseen.
-        return _OF_NOTHING if is_new else max(map(self._level, tensors), default=_OF_NOTHING)
+        level = _OF_NOTHING if is_new else max(map(self._level, tensors), default=_OF_NOTHING)
+        # A model that computes its loss has rows in place of outputs, and parameters.
+        is_output = level == _OF_TARGETS and any(tensor.requires_grad for tensor in tensors)
+        return _OF_OUTPUTS if is_output else level
 
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
@@ -440,6 +461,15 @@ def _is_selection(name: str, tensors: list[Tensor], result: Any) -> bool:
     if name == "getitem":
         return any(index.dtype == torch.bool for index in tensors[1:])
     return name in _SELECTIONS or (name == "where" and isinstance(result, tuple))
+
+
+def _flattened(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yields arguments, and the entries of lists and tuples among them."""
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)):
+            yield from argument
+        else:
+            yield argument
 
 
 def _has_entries(value: Any, rows: int) -> bool:
