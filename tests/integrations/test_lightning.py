@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.libraries, pytest.mark.filterwarnings("default"), pyte
 pytest.importorskip("lightning")
 
 import torchmetrics  # noqa: E402
-from helpers.lightning_modules import Classifier, Contrastive, SeveralMeans, SharpeRatio, WithConstant, fit  # noqa: E402
+from helpers.lightning_modules import Classifier, Contrastive, SeveralMeans, SharpeRatio, WithConstant, fit, load  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
@@ -182,6 +182,15 @@ class WithoutLoss(Classifier):
 def test_what_is_refused(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fit(make(), BalancedStrategy(["cpu"] * 2))
+
+
+def test_a_trainer_trains_one_module_after_the_other():
+    trainer = fit(Classifier(), BalancedStrategy(["cpu"] * 2), 2)
+    expected, module = Classifier(), Classifier()
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, load(6), load(12))
+    fit(expected)
+    assert_same_state(module, expected)
 
 
 def test_one_shard_may_have_any_loss():
