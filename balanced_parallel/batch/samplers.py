@@ -166,7 +166,9 @@ class RankBatchSampler(Sampler[list[int]]):
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
-        return data if self.sampler is None else {**data, "sampler": type(self.sampler).__name__}
+        if self.sampler is not None:
+            data["sampler"] = type(self.sampler).__name__
+        return data
 
     def _order(self) -> Sequence[int]:
         if self.seed is None:
@@ -196,10 +198,7 @@ class RankBatchSampler(Sampler[list[int]]):
 
         Its ``BatchSampler`` asks for rows as any caller does, so the caller is looked at.
         """
-        method = inspect.currentframe()
-        iteration = method and method.f_back
-        caller = iteration and iteration.f_back
-        wrapper = caller and caller.f_locals.get("self")
+        wrapper = inspect.stack(0)[2].frame.f_locals.get("self")
         if isinstance(wrapper, BatchSampler) and getattr(wrapper, "sampler", None) is self:
             raise RuntimeError(
                 f"DataLoader(sampler={type(self).__name__}(...)) would make batches of batches, expected a new "
@@ -317,11 +316,11 @@ def _draw(sampler: Any, seed: int, epoch: int) -> list[Any]:
     generators = [torch.default_generator]
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         generators.append(sampler.generator)
-    states = [generator.get_state() for generator in generators]
+    states = {generator: generator.get_state() for generator in generators}
     try:
         for generator in generators:
             generator.manual_seed(seed)
         return list(sampler)
     finally:
-        for generator, state in zip(generators, states, strict=True):
+        for generator, state in states.items():
             generator.set_state(state)

@@ -10,7 +10,7 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
     optimizer_step     that of Lightning: clipping, scaler, optimizer, schedulers
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,22 +28,22 @@ from ..optim.balanced import refuse_closures
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import ModuleTree
 from ..replicas.replicas import copy_buffers
+from ..replicas.workers import current_replica
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike, resolve_devices
 from ..strategies.ddp import DistributedModel
 from ..training.step import TrainStep
 
-Output = dict[str, Any]  # of training_step, with the loss
+Output = dict[str, Any]  # The result of training_step, with the loss.
 Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of log()
 
 
 class StepTask(nn.Module):
     """Calls ``training_step`` of a module on a shard, and finds the means in its loss."""
 
-    def __init__(self, module: nn.Module, is_shared: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._is_shared = is_shared  # Several replicas have rows of a batch.
 
     def forward(
         self, inputs: tuple[object, ...], scale: Tensor | float, is_split: bool
@@ -61,12 +61,14 @@ class StepTask(nn.Module):
             return output.get("loss")
 
         loss, means = find_means(ShardLoss(compute, rows, (), (), {}), is_split=is_split)
-        if self._is_shared and updates != count_updates(module):
+        if current_replica() and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
-        logged = [(name, without_loss(value, loss), *more) for name, value, *more in logged]
+        logged = [
+            (name, None if is_loss(value, loss) else value, *more) for name, value, *more in logged
+        ]
         scaled = {name: mean._replace(factor=mean.factor * scale) for name, mean in means.items()}
         return FoundMeans(loss, scaled, inputs, (rows, {**output, "loss": None}, logged))
 
@@ -89,12 +91,11 @@ def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
     return output if isinstance(output, dict) else {"loss": output}
 
 
-def without_loss(value: object, loss: Tensor) -> object:
-    """Returns a logged value, or None for that of the loss."""
+def is_loss(value: object, loss: Tensor) -> bool:
+    """Returns True if a logged value is that of the loss."""
     if isinstance(value, Tensor):
-        return None if value.data_ptr() == loss.data_ptr() else value
-    is_loss = type(value) is float and str(value) == str(loss.item())
-    return None if is_loss else value
+        return value.data_ptr() == loss.data_ptr()
+    return type(value) is float and str(value) == str(loss.item())
 
 
 def count_updates(module: nn.Module) -> list[int]:
@@ -109,17 +110,19 @@ def twin(module: nn.Module) -> nn.Module:
     copied = tree.fill(tree.make_skeletons(), None, *copy_buffers(tree.buffers(home), [home]))
     for part in copied.modules():
         for name, child in part.named_children():
-            if isinstance(child, Metric):  # its methods are bound to the first one
+            # The methods of a metric are bound to the first one.
+            if isinstance(child, Metric):
                 setattr(part, name, child.clone())
     return copied
 
 
 class StepCriterion(DataParallelCriterion):
-    """Brings the means of all shards together. ``function`` computes the loss of halves of some."""
+    """Brings the means of all shards together. Its function computes the loss of halves of some."""
 
-    def __init__(self, function: Callable[..., Any], has_one_count: bool) -> None:
-        super().__init__(function)
-        if has_one_count and isinstance(self.kind, MeansInside):
+    def learn(self, row: ShardLoss) -> None:
+        """Learns from a row whether the means have one count, which one pass is enough for."""
+        _, means = find_means(row, is_split=True)
+        if isinstance(self.kind, MeansInside) and not any(name.has_several for name in means):
             self.kind = OneCount(self.kind.settings, self.kind.reduction)
 
 
@@ -142,41 +145,38 @@ class ExactSteps(Strategy):
     """
 
     replica_devices: Sequence[DeviceLike] = ()
-    _step: TrainStep | None = None
 
     def setup(self, trainer: Any) -> None:
         """Sets up the module and its optimizers, and the :class:`TrainStep` of a fit."""
         super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
         # rows, output and logged values of each shard of this window
         self._results: list[tuple[int, Output, Logged]] = []
-        if trainer.state.fn == "fit":
-            self._replicate(self.lightning_module)
-            attributes: dict[str, object] = self.lightning_module.__dict__
-            # Lightning calls it between forward and backward, and a TrainStep clears itself.
-            attributes["optimizer_zero_grad"] = lambda *arguments: None
-
-    def _replicate(self, module: Any) -> None:
+        self._step: TrainStep | None = None
+        module: Any = self.lightning_module
         if not module.automatic_optimization or module._compiler_ctx is not None:
             raise TypeError(
                 f"{type(module).__name__} is compiled, or has automatic_optimization=False, expected neither: compile a part of "
                 "it, or call a TrainStep in its training_step, with a strategy of Lightning"
             )
-        task = StepTask(module, len(self.replica_devices) > 1)
+        task = StepTask(module)
         self._replicas = (
             DistributedModel(task, self.root_device, None)
             if world_size() > 1
             else DataParallelModel(task, self.replica_devices or [self.root_device])
         )
         self._replicas.register_forward_hook(self._keep_results)
+        # Lightning calls it between forward and backward, and a TrainStep clears itself.
+        vars(module)["optimizer_zero_grad"] = lambda *arguments: None
 
     def _make_step(self, inputs: tuple[object, ...], is_split: bool) -> TrainStep:
         for user in self.optimizers:
             refuse_closures(type(user), type(self).__name__)
-        row = ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {})
-        with torch.no_grad():
-            means = find_means(row, is_split=is_split)[1] if is_split else {}
-        has_one_count = bool(means) and not any(name.has_several for name in means)
-        criterion = StepCriterion(self._loss_of_rows, has_one_count)
+        criterion = StepCriterion(self._loss_of_rows)
+        if is_split:
+            with torch.no_grad():
+                criterion.learn(ShardLoss(self._loss_of_rows, 1, take(inputs, range(1)), (), {}))
         optimizer = NoOptimizer(self.lightning_module.parameters(), {})
         return TrainStep(self._replicas, criterion, optimizer)
 
@@ -218,9 +218,10 @@ class ExactSteps(Strategy):
         outputs = [output for _, output, _ in self._results[before:]]
         if is_last:
             self._log(loss)
+        result: Output = join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)
         # Lightning divides it by the number of batches, and runs its backward.
-        update = {"loss": (loss * batches).requires_grad_()}
-        return (join(outputs, loss.device, 0) if len(outputs) > 1 else dict(*outputs)) | update
+        result["loss"] = (loss * batches).requires_grad_()
+        return result
 
     def _log(self, loss: Tensor) -> None:
         """Logs the values of each shard, and that of the update for a loss."""

@@ -47,7 +47,7 @@ class OwnCollectives:
     sums_rows: bool = False  # It calls sum_over_rows, also for no rows. Nothing else is looked for.
 
     def __post_init__(self) -> None:
-        # In common ones, each rank calls the criterion once.
+        # Each rank calls the criterion once in common ones.
         self.is_used = self._is_common = False
         # It is open until the first call has come to its end.
         self.asks = self.is_open = self.is_possible and not self.sums_rows

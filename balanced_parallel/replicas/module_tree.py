@@ -5,6 +5,7 @@ torch's ``replicate`` walks and copies the tree at every forward. Here it is com
 was, and the skeletons are filled again.
 """
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +60,6 @@ class ModuleTree:
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
         self.is_compiled = any(map(is_compiled, self.modules))
-        self.sums_rows = sums_rows(root)
         # modules of torch itself cache no tensors
         self._custom = [
             at
@@ -83,6 +83,11 @@ class ModuleTree:
         self._numbers = {id(module): number for number, module in enumerate(self.modules)}
         # Methods that a program has put on a module, most often a forward.
         self._methods = list(self._find_methods())
+
+    @functools.cached_property
+    def sums_rows(self) -> bool:
+        """True if the modules call ``sum_over_rows``. The search may take a second."""
+        return sums_rows(self.modules[0])
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)

@@ -2,7 +2,7 @@
 
 Writes in place, another address, ``requires_grad`` and the step of an optimizer are recorded. Other
 writes, such as ``parameter.data.mul_()``, are found by comparisons: each device adds up the bits of
-its copies, and sends one number to the host, which reads it in the next forward. ::
+each copy, and sends the sums to the host, which reads them in the next forward. ::
 
     forward of training      1   2  ...  8   9  ...  30   31   32  ...  61   62   63
     compared                 x   x       x                 x                  x        and where an evaluation begins or ends
@@ -96,20 +96,22 @@ class RecordedWrites:
         """Starts to compare ``parameters`` with their copies."""
         places = [tree.place[id(parameter)] for parameter in parameters]
         everywhere = {tree.parameters[0].device: tree.parameters, **copies}
-        sums = [checksums([tensors[i] for i in places]) for tensors in everywhere.values()]
-        numbers = [start_copy(checksums([each])) for each in sums]
+        started = [
+            start_copy(checksums([tensors[i] for i in places])) for tensors in everywhere.values()
+        ]
 
         def read() -> None:
-            for device, result, number in zip(everywhere, sums, numbers, strict=True):
-                if number() == numbers[0]():
-                    continue
-                differs = sums[0].cpu() != result.cpu()
-                place = places[differs.nonzero()[0]]
-                name = [*dict(tree.modules[0].named_parameters())][place]
-                raise RuntimeError(
-                    f"{name} differs from its copy on {device}, which forwards have used: torch records no write, as through "
-                    ".data. Expected model.refresh_replicas() after it, or DataParallelModel(..., refresh='always')"
-                )
+            sums = torch.stack([wait() for wait in started])
+            differs = (sums != sums[0]).nonzero()
+            if not len(differs):
+                return
+            row, column = differs[0]
+            names = [*dict(tree.modules[0].named_parameters())]
+            raise RuntimeError(
+                f"{names[places[column]]} differs from its copy on {[*everywhere][row]}, which forwards have used: torch records "
+                "no write, as through .data. Expected model.refresh_replicas() after it, or "
+                "DataParallelModel(..., refresh='always')"
+            )
 
         self._unread.append(read)
 

@@ -173,11 +173,7 @@ class ParameterUpdate:
     def step(self) -> None:
         """Steps every optimizer, unless the norm of the gradients is above the limit."""
         norm = self.grad_norm
-        if (
-            norm is not None
-            and self._skip_above is not None
-            and not norm.item() <= self._skip_above
-        ):
+        if norm is not None and self._skip_above and not norm <= self._skip_above:
             return
         for optimizer in self.optimizers:
             _claims[optimizer] = -1  # the hook lets this step pass

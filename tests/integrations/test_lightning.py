@@ -13,12 +13,13 @@ pytestmark = [pytest.mark.libraries, pytest.mark.filterwarnings("default"), pyte
 pytest.importorskip("lightning")
 
 import torchmetrics  # noqa: E402
-from helpers.lightning_modules import Classifier, Contrastive, SeveralMeans, SharpeRatio, WithConstant, fit  # noqa: E402
+from helpers.lightning_modules import Classifier, Contrastive, SeveralMeans, SharpeRatio, WithConstant, fit, load  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
+from balanced_parallel.replicas import module_tree  # noqa: E402
 
 SHAPES = [(["cpu"], 2), (["cpu"] * 3, 1), (["cpu"] * 3, 2), (["cpu"] * 5, 3)]
 
@@ -65,6 +66,14 @@ def test_results_of_a_batch_have_all_rows_and_the_loss_of_the_update():
 def test_a_step_leaves_no_trace_in_attributes():
     module, expected = check_fit(SeveralMeans, ["cpu"], 2)
     assert module.seen == expected.seen == 64
+
+
+def test_the_code_of_a_module_is_searched_once(monkeypatch):
+    """It takes a second, as it leads to that of Lightning. Copies of a module do not need it."""
+    searched = []
+    monkeypatch.setattr(module_tree, "sums_rows", searched.append)
+    fit(SeveralMeans(), BalancedStrategy(["cpu"] * 2), 2)
+    assert len(searched) == 1
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch", "plateau"])
@@ -182,6 +191,15 @@ class WithoutLoss(Classifier):
 def test_what_is_refused(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         fit(make(), BalancedStrategy(["cpu"] * 2))
+
+
+def test_a_trainer_trains_one_module_after_the_other():
+    trainer = fit(Classifier(), BalancedStrategy(["cpu"] * 2), 2)
+    expected, module = Classifier(), Classifier()
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, load(6), load(12))
+    fit(expected)
+    assert_same_state(module, expected)
 
 
 def test_one_shard_may_have_any_loss():
