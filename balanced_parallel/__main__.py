@@ -79,12 +79,11 @@ def capacity(text: str) -> int | list[int]:
 def optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Parses the name of a class of ``torch.optim``, in any case."""
     base = torch.optim.Optimizer
-    kinds = [
-        kind
+    classes = {
+        kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
-        if isinstance(kind, type) and issubclass(kind, base)
-    ]
-    classes = {kind.__name__.lower(): kind for kind in kinds if kind is not base}
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base
+    }
     if name.lower() not in classes:
         raise argparse.ArgumentTypeError(
             f"torch.optim has no {name!r}, expected one of {', '.join(classes)}"
@@ -92,7 +91,10 @@ def optimizer(name: str) -> type[torch.optim.Optimizer]:
     return classes[name.lower()]
 
 
-positive = functools.partial(whole_number, 1, "a whole number of at least 1")
+NUMBER: dict[str, Any] = {
+    "type": functools.partial(whole_number, 1, "a whole number of at least 1"),
+    "metavar": "N",
+}
 dimension = functools.partial(whole_number, 0, "a dimension: 0, 1, ...")
 
 
@@ -111,9 +113,10 @@ def make_parser() -> OneLineParser:
         "--version", action="version", version=f"balanced_parallel {version('balanced-parallel')}"
     )
     subparsers = parser.add_subparsers(dest="command", metavar="|".join(COMMANDS))
-    common: dict[str, Any] = {"parents": [_problem_and_step()], "allow_abbrev": False}
     commands = {
-        name: subparsers.add_parser(name, help=text, **common)
+        name: subparsers.add_parser(
+            name, help=text, parents=[_problem_and_step()], allow_abbrev=False
+        )
         for name, (_, text) in COMMANDS.items()
     }
     add = commands["estimate"].add_argument
@@ -130,8 +133,7 @@ def make_parser() -> OneLineParser:
     )
     add(
         "--micro-batch-size",
-        type=positive,
-        metavar="N",
+        **NUMBER,
         help="rows per device in one forward (default: its whole share)",
     )
     add(
@@ -146,9 +148,8 @@ def make_parser() -> OneLineParser:
     add("--memory", type=capacity, metavar="SIZE", help=place)
     add(
         "--hosts",
-        type=positive,
         default=1,
-        metavar="N",
+        **NUMBER,
         help="hosts with --devices each, under torchrun (default: 1)",
     )
     add(
@@ -160,9 +161,9 @@ def make_parser() -> OneLineParser:
     return parser
 
 
-def _problem_and_step() -> argparse.ArgumentParser:
+def _problem_and_step() -> OneLineParser:
     """Makes the flags that all commands have."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = OneLineParser(add_help=False)
     add = parser.add_argument
     place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets)"
     add("--problem", required=True, metavar="FILE.py:NAME", help=place)
@@ -174,12 +175,11 @@ def _problem_and_step() -> argparse.ArgumentParser:
         help="the dimension of the rows (default: 0)",
     )
     rows = "rows per update, over all devices and ranks (default: those of the inputs)"
-    add("--batch-size", type=positive, metavar="N", help=rows)
+    add("--batch-size", help=rows, **NUMBER)
     add(
         "--devices",
-        type=positive,
         default=1,
-        metavar="N",
+        **NUMBER,
         help="how many, or how many ranks (default: 1)",
     )
     add(
@@ -254,24 +254,21 @@ def tricks(flags: argparse.Namespace) -> int:
     )
     request = report.batches.request
     peak = max(report.allocated)
-    saved = {
-        planned.saving: size
-        for planned, size in saved_bytes(request, request.rows, peak, PLANNED).items()
-    }
+    saved = saved_bytes(request, request.rows, peak, PLANNED)
     if flags.json:
         items = [
-            {"name": saving.name, "saves": size, "cost": saving.cost}
-            for saving, size in saved.items()
+            {"name": planned.saving.name, "saves": size, "cost": planned.saving.cost}
+            for planned, size in saved.items()
         ]
         return _show(flags, json.dumps({"peak": peak, "tricks": items}, indent=2), report)
     lines = [
-        [saving.name, format_bytes(size), f"{size / peak:.0%}", saving.cost]
-        for saving, size in saved.items()
+        [planned.saving.name, format_bytes(size), f"{size / peak:.0%}", planned.saving.cost]
+        for planned, size in saved.items()
     ]
     table = tabulate(
         lines, ["trick", "saves", "of the peak", "cost"], "simple", disable_numparse=True
     )
-    others = ", ".join(planned.saving.name for planned in PLANNED if planned.saving not in saved)
+    others = ", ".join(planned.saving.name for planned in PLANNED if planned not in saved)
     first = f"peak without tricks: {format_bytes(peak)} on the busiest device"
     return _show(flags, f"{first}\n\n{table}\n\nnot traced for this step: {others}", report)
 

@@ -51,10 +51,8 @@ def find_reasons(
     plain = comparison.plain
     limit = comparison.limit
     largest = max(errors.values())
-    names_of_loss = _written(comparison.losses.module, plain.criterion)
-    names_of_model = _written(comparison.module, plain.module)
-    of_loss = [f"state written by the criterion: {name}; {_WRITTEN}" for name in names_of_loss]
-    of_model = [f"state written in forward: {name}; {_WRITTEN}" for name in names_of_model]
+    of_loss = list(_written("by the criterion", comparison.losses.module, plain.criterion))
+    of_model = list(_written("in forward", comparison.module, plain.module))
     if largest <= limit:
         return [*of_loss, *of_model] if state else []
     if not state and largest <= _ROUNDING.get(plain.dtype, 0.0):
@@ -213,14 +211,14 @@ def _attributes(part: object) -> dict[str, object]:
     }
 
 
-def _written(before: object, after: object) -> Iterator[str]:
-    """Yields the names of the state in which a module or another object differs from its copy."""
+def _written(where: str, before: object, after: object) -> Iterator[str]:
+    """Yields a reason for each state in which a module or another object differs from its copy."""
     for state_of in (_attributes, _registered):
         earlier = state_of(before)
         for name, value in state_of(after).items():
             is_flag = value is True and name not in earlier  # A replica without it sets up anew.
             if not is_flag and not _same(earlier.get(name), value):
-                yield name
+                yield f"state written {where}: {name}; {_WRITTEN}"
 
 
 def _same(before: object, after: object) -> bool:

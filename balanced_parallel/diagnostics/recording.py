@@ -4,16 +4,15 @@ losses of parts of a batch.
 
 import collections
 import copy
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..batch import containers
-from ..batch.containers import tensors_in
+from ..batch.containers import describe, leaves, tensors_in
 from ..batch.outputs import PerReplica, layout_of
 from ..batch.plan import consecutive
 from ..batch.rows import Arguments, cut, move_arguments, move_leaves, spread
@@ -42,7 +41,7 @@ class Program:
         self.module.register_forward_pre_hook(self._start_forward)
         for name, layer in self.module.named_modules():
             label = f"{name or 'the model'} ({type(layer).__name__})"
-            layer.register_forward_hook(functools.partial(self._record, label))
+            layer.register_forward_hook(partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
         self.dtype = next(
             (parameter.dtype for parameter in self.module.parameters()), torch.float32
@@ -54,8 +53,8 @@ class Program:
         """Deletes the calls and gradients of the previous step, and seeds the next."""
         self._calls: dict[tuple[int, int], ModuleCalls] = {}
         # replicas in a forward, not in a recomputation by a checkpoint
-        self._running: set[int] = set()
-        self._forwards: collections.Counter[int] = collections.Counter()  # per replica
+        self._running = set[int]()
+        self._forwards = collections.Counter[int]()  # per replica
         self.optimizer.zero_grad()
         torch.manual_seed(seed)
 
@@ -94,7 +93,10 @@ class Program:
         return self.calls[0]
 
     def run(
-        self, arguments: Arguments, targets: tuple[object, ...], device: torch.device
+        self,
+        arguments: Arguments,
+        targets: tuple[object, ...],
+        device: torch.device,
     ) -> Tensor:
         """Runs a step of the plain program on one device. Returns the loss."""
         self.forward(arguments, device)
@@ -195,7 +197,10 @@ class Difference(NamedTuple):
 
 
 def first_difference(
-    expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int, tolerance: float
+    expected: ModuleCalls,
+    parts: Sequence[ModuleCalls],
+    dim: int,
+    tolerance: float,
 ) -> Difference | None:
     """Returns the first module, in the order in which forwards end, whose joined outputs differ."""
     previous = "the inputs"
@@ -207,7 +212,9 @@ def first_difference(
 
 
 def errors_of_calls(
-    expected: ModuleCalls, parts: Sequence[ModuleCalls], dim: int
+    expected: ModuleCalls,
+    parts: Sequence[ModuleCalls],
+    dim: int,
 ) -> Iterator[tuple[str, float | None]]:
     """Yields the relative error of the joined outputs of each module, or None if they cannot be
     joined.
@@ -248,11 +255,9 @@ def scalar_of(result: object) -> Tensor:
     result = loss_of(result)
     if isinstance(result, Tensor):
         return result
-    terms = [leaf for _, leaf in containers.leaves(result)]
+    terms = [leaf for _, leaf in leaves(result)]
     if not terms or not all(isinstance(term, Tensor) and term.numel() == 1 for term in terms):
-        raise TypeError(
-            f"the criterion returned {containers.describe(result)}, expected a scalar or several"
-        )
+        raise TypeError(f"the criterion returned {describe(result)}, expected a scalar or several")
     return torch.stack([term.reshape(()) for term in terms]).sum()
 
 
@@ -280,7 +285,7 @@ def loss_in_parts(comparison: Comparison) -> Iterator[str]:
         losses = [scalar_of(copy_of(wrapped)(parts, *targets)).to(expected) for parts in cuts]
     except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
         losses = []
-    is_equal = functools.partial(torch.allclose, expected, rtol=comparison.limit, equal_nan=True)
+    is_equal = partial(torch.allclose, expected, rtol=comparison.limit, equal_nan=True)
     if not losses or not all(map(is_equal, losses)):
         yield (
             "the loss: computed in parts it differs from the loss of the whole batch: its rows depend on each other, or weight= "
@@ -296,7 +301,7 @@ def weight_in_parts(comparison: Comparison) -> Iterator[str]:
 
     Equal parts hide a wrong divisor: the mean of their means is right.
     """
-    weigh = functools.partial(call_weight, comparison.losses.weight)
+    weigh = partial(call_weight, comparison.losses.weight)
     all_rows, first_row, *_ = _cuts(comparison)
     whole, first, others = (
         sum(flat_weights(count))

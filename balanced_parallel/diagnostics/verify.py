@@ -2,10 +2,10 @@
 batch.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,16 +179,16 @@ def verify(
         split = Program(module, inner)
         limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
         wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)
-        wrap = functools.partial(_wrap_criterion, like=criterion, dim=dim, model_dim=wrapped.dim)
-        make_step = functools.partial(TrainStep, reproducible=reproducible)
+        wrap = partial(_wrap_criterion, like=criterion, dim=dim, model_dim=wrapped.dim)
+        make_step = partial(TrainStep, reproducible=reproducible)
         batch = as_arguments(inputs), spread(targets)
-        run_plain = functools.partial(plain.run, *batch, wrapped.devices[0])
+        run_plain = partial(plain.run, *batch, wrapped.devices[0])
         if reproducible:
             alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
             plain_step = make_step(alone, wrap(plain.criterion, weight=weight), plain.optimizer)
-            run_plain = functools.partial(_run_step, plain, plain_step, inputs, targets)
+            run_plain = partial(_run_step, plain, plain_step, inputs, targets)
         settings = {"optimizer": split.optimizer, "micro_batch_size": micro_batch_size}
-        make_split = functools.partial(make_step, wrapped, **settings)
+        make_split = partial(make_step, wrapped, **settings)
         step = make_split(wrap(split.criterion, weight=weight))
         errors = {"": 0.0}
         refusal = ""

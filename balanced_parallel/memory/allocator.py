@@ -40,7 +40,7 @@ class CachingAllocator:
         self.capacity = capacity
         self.expandable = expandable
         self.allocated = self.reserved = self.max_reserved = 0
-        self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
+        self._free = defaultdict[Pool, list[Free]](list)
         # Each free block is at its start and at its end.
         self._borders: dict[tuple[int, int], Free] = {}
         self._segments: list[tuple[int, Pool]] = []  # Each has a size and a pool.
@@ -111,13 +111,7 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, pool: Pool, size: int) -> Free | None:
-        length = (
-            _SMALL_SEGMENT
-            if pool[0]
-            else _MEDIUM_SEGMENT
-            if size < _MEDIUM
-            else -(-size // _ROUND) * _ROUND
-        )
+        length = _page(pool) if size < _MEDIUM else -(-size // _ROUND) * _ROUND
         if not self._reserve(length):
             return None
         self._segments.append((length, pool))

@@ -7,12 +7,11 @@ table, with bytes per device and costs.
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import nn
@@ -74,9 +73,9 @@ class Choice:
     traffic: int
     changes_result: bool
     fits: bool
-    statistics: str | None = None
-    optimizer: str | None = None
-    savings: tuple[str, ...] = ()
+    statistics: str | None
+    optimizer: str | None
+    savings: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
@@ -93,10 +92,9 @@ class Choice:
         return self.operations + self.traffic * OPERATIONS_PER_BYTE[self.precision]
 
     @property
-    def cost(self) -> tuple[bool, bool, int, int, int]:
+    def cost(self) -> tuple[bool, int, int, int]:
         """Orders choices: exact ones first, then by time, micro-batches, and number of savings."""
         return (
-            self.optimizer is not None,
             self.changes_result,
             self.work,
             self.micro_batches,
@@ -172,7 +170,11 @@ class Option:
     """
 
     def __init__(
-        self, savings: Combination, request: Request, capacity: tuple[int, ...], batch_size: int
+        self,
+        savings: Combination,
+        request: Request,
+        capacity: tuple[int, ...],
+        batch_size: int,
     ) -> None:
         self.savings = savings
         self.batch_size = batch_size
@@ -180,7 +182,7 @@ class Option:
         self.is_distributed = request.layout.is_distributed
         self.share = -(-batch_size // len(capacity))  # rows of a device per update
         self.rows = self.share if self.is_distributed else batch_size  # The batch of a process.
-        self.request = dataclasses.replace(request, micro_batches=1, update_rows=self.rows)
+        self.request = replace(request, micro_batches=1, update_rows=self.rows)
         sizes = [min(capacity)] * request.devices if self.is_distributed else capacity
         self.limits = [size - SCALARS for size in sizes]  # bytes for what a trace has
         self.parameters = sum(parameter.nbytes for parameter in request.module.parameters())
@@ -202,7 +204,7 @@ class Option:
         """
         several = min(micro_batches, 2)  # One that adds and reduces is enough with replicas.
         if several not in self.traced:
-            request = dataclasses.replace(self.request, micro_batches=several)
+            request = replace(self.request, micro_batches=several)
             traces = []
             for trace in try_traces(
                 [(request, count * BASE * request.row_step) for count in (1, 2)]
@@ -230,19 +232,22 @@ class Option:
 
     def needs(self) -> int:
         """Returns the bytes that one row per device reserves, on the device that needs the most."""
-        devices = self.request.devices
-        return max(self.reserved(2, [1] * devices, [None] * devices)) + SCALARS
+        return max(self.reserved(2, [1] * self.request.devices, fits=False)) + SCALARS
 
-    def reserved(
-        self, micro_batches: int, rows: Sequence[int], limits: Sequence[int | None]
-    ) -> list[int]:
-        """Returns the bytes that each device reserves for its rows in one forward, within a limit."""
+    def reserved(self, micro_batches: int, rows: Sequence[int], *, fits: bool) -> list[int]:
+        """Returns the bytes that each device reserves for its rows in one forward, within its limit
+        if they fit.
+        """
         lines = self.lines(micro_batches)
         step = self.request.row_step
         context = self.request.kind.context
         return [
-            (lines.reserved(device, rows[device] * step, limit) or 0) + context
-            for device, limit in zip(self.request.traced_devices, limits, strict=True)
+            (
+                lines.reserved(device, rows[device] * step, self.limits[device] if fits else None)
+                or 0
+            )
+            + context
+            for device in self.request.traced_devices
         ]
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
@@ -294,7 +299,7 @@ class Option:
         if not all(most):
             return MicroBatches(0, None, [1] * len(most))
         split = tuple(map(float, most)) if unequal else None
-        shares = split or self.request.layout.devices_per_process(self.request.devices)
+        shares = split or self.request.row_step
         count = count_micro_batches(
             self.rows, max(most) if split else min(*most, self.share), shares
         )
@@ -312,7 +317,7 @@ class Option:
         count, split, rows = self._cut()
         several = count or 2
         lines = self.lines(several)
-        reserved = self.reserved(several, rows, self.limits if count else [None] * request.devices)
+        reserved = self.reserved(several, rows, fits=count > 0)
         allocated = [
             lines.allocated(device, rows[device] * step) for device in request.traced_devices
         ]
@@ -349,7 +354,7 @@ class Option:
         With a bucket for each gradient, blocks repeat that do not otherwise. Larger buckets need
         more memory.
         """
-        request = dataclasses.replace(self.request, small_buckets=True)
+        request = replace(self.request, small_buckets=True)
         if find_repeated(self.request) or not find_repeated(request):
             return
         rough = Option(self.savings, request, self.capacity, self.batch_size)
@@ -410,7 +415,11 @@ class Search:
     """
 
     def __init__(
-        self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int
+        self,
+        request: Request,
+        capacity: Sequence[int],
+        batch_size: int,
+        hosts: int,
     ) -> None:
         self.request = request
         self.capacity = tuple(capacity)
@@ -418,7 +427,7 @@ class Search:
         self.hosts = hosts
         self.choices: dict[Option, Choice] = {}
         self.skipped: dict[str, str] = {}
-        self._failing: set[PlannedSaving] = set()
+        self._failing = set[PlannedSaving]()
         self._option = functools.cache(self._make_option)
         savings = self._suited("layout")
         layouts: list[Combination] = [
@@ -442,7 +451,7 @@ class Search:
         """
         module = self.request.module
         optimizer = self.request.optimizer
-        learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        learned = trained(module.parameters())
         size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
         state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
         share = 1.0 if len(self.capacity) == 1 else 0.8
@@ -485,7 +494,7 @@ class Search:
 
     def _suited(self, stage: Stage) -> list[PlannedSaving]:
         """Returns the savings of a stage that suit the request."""
-        return [saving for saving in savings_of(stage) if with_savings(self.request, [saving])]
+        return [saving for saving in savings_of(stage) if saving.apply(self.request)]
 
     def _fits(self, option: Option) -> bool:
         """Traces an option."""
@@ -503,7 +512,7 @@ class Search:
         """
         first, *_ = choices = list(self.choices.values())
         least = {
-            name: dataclasses.replace(first, traffic=self._traffic, precision=name).work
+            name: replace(first, traffic=self._traffic, precision=name).work
             for name in OPERATIONS_PER_BYTE
         }
         return any(
@@ -575,7 +584,7 @@ class Search:
             # One host has all shards if it has room for a copy of the model: the rule of make_mesh.
             local = request.devices // self.hosts
             if local > 1 and state_bytes(request.module) // local <= min(self.capacity) // 2:
-                request = dataclasses.replace(request, devices=local)
+                request = replace(request, devices=local)
         return Option(savings, request, self.capacity, self.batch_size)
 
     def what_would_fit(self) -> tuple[int, int | None]:
@@ -594,7 +603,7 @@ class Search:
         devices = len(self.capacity)
 
         def needs(count: int) -> int:
-            request = with_savings(dataclasses.replace(self.request, devices=count), savings)
+            request = with_savings(replace(self.request, devices=count), savings)
             assert request is not None
             return Option(savings, request, (capacity,) * count, count).needs()
 

@@ -27,10 +27,10 @@ class DeviceKind:
         workspace: memory of each of cuBLAS's handles, allocated at its first matrix product. A
             thread has a handle of its own: that of the forward, and that of the backward.
         context: memory of the driver and of kernels, outside of the allocator.
-        segments: the allocator hands out parts of larger segments, which may stay partly empty.
+        is_gpu: the allocator hands out parts of larger segments, which may stay partly empty, and
+            attention uses fused kernels, as on CUDA.
         expandable: segments grow, by the allocator's setting ``expandable_segments``.
         like_cuda: autocast, dropout and optimizers choose the same operators as on CUDA.
-        fuses: attention uses fused kernels, as on CUDA.
     """
 
     name: str
@@ -38,10 +38,9 @@ class DeviceKind:
     rounds_to: int = 512  # c10/core/AllocatorConfig.h, kMinBlockSize
     workspace: int = 0
     context: int = 0
-    segments: bool = True
+    is_gpu: bool = True
     expandable: bool = False
     like_cuda: bool = True
-    fuses: bool = True
 
 
 KIND_SOURCES = {
@@ -82,8 +81,8 @@ _ROWS = [entry.split() for entry in _GPUS.split(",")]
 KINDS = {
     name: _gpu(name, int(float(size) * GIB), *map(int, rest)) for name, size, *rest in _ROWS
 } | {
-    "sim": DeviceKind("sim", None, segments=False, fuses=False),
-    "cpu": DeviceKind("cpu", None, rounds_to=1, segments=False, like_cuda=False, fuses=False),
+    "sim": DeviceKind("sim", None, is_gpu=False),
+    "cpu": DeviceKind("cpu", None, rounds_to=1, is_gpu=False, like_cuda=False),
 }
 
 

@@ -4,12 +4,13 @@ module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from ..batch.containers import describe
 from ..batch.plan import count_micro_batches
@@ -35,7 +36,7 @@ MODES = "train", "evaluate"
 
 
 def estimate(
-    module: torch.nn.Module,
+    module: nn.Module,
     criterion: Criterion,
     inputs: object,
     targets: object,
@@ -50,7 +51,7 @@ def estimate(
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
     dim: int = 0,
-    scalar: int | float | bool | None = None,
+    scalar: float | None = None,
     whole_gradients: bool = False,
     expandable_segments: bool = False,
     mode: str = "train",
@@ -124,8 +125,7 @@ def estimate(
         expandable_segments=expandable_segments,
         mode=mode,
     )
-    rows = request.rows_per_micro_batch
-    return make_report(request, rows, *lines_of(request, rows))
+    return make_report(request, request.rows_per_micro_batch)
 
 
 _CALLS = {
@@ -186,14 +186,16 @@ def make_request(
 
 
 def _check_layout(
-    layout: str, mode: str, devices: int, balanced_optimizer: bool, whole_gradients: bool
+    layout: str,
+    mode: str,
+    devices: int,
+    balanced_optimizer: bool,
+    whole_gradients: bool,
 ) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    if not LAYOUTS[layout].takes_several_devices and (devices > 1 or balanced_optimizer):
-        setting = (
-            f"devices={devices}" if devices > 1 else f"balanced_optimizer={balanced_optimizer}"
-        )
+    if layout == "single" and (devices > 1 or balanced_optimizer):
+        setting = f"devices={devices}" if devices > 1 else "balanced_optimizer=True"
         raise ValueError(
             f"{setting} with layout={layout!r}, expected layout='replicas', 'ddp' or 'fsdp'"
         )
@@ -207,7 +209,7 @@ def _check_layout(
         )
 
 
-def _refuse_quantized(module: torch.nn.Module) -> None:
+def _refuse_quantized(module: nn.Module) -> None:
     """Raises :class:`UnknownMemory` for weights of bitsandbytes and torchao, whose kernels no trace
     knows.
     """
@@ -259,7 +261,7 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     if not lines.is_affine:
         warnings.warn(
             f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows",
-            stacklevel=3,
+            stacklevel=4,
         )
     return exact, lines
 
@@ -268,11 +270,17 @@ _COMPILED = "the module is compiled, and this is the estimate of the uncompiled 
 
 
 def make_report(
-    request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None
+    request: Request,
+    rows: int,
+    source: Lines | None = None,
+    asked: Sequence[int] | None = None,
 ) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows from ``exact``, read there or at the rows
-    ``asked`` for.
+    """Makes the report of micro-batches of ``rows`` rows, from the lines of ``source`` or from
+    traces.
+
+    The lines are read there, or at the rows ``asked`` for.
     """
+    exact, lines = (source, source) if source else lines_of(request, rows)
     read = list(zip(request.traced_devices, asked or [rows] * request.devices, strict=True))
     context = request.kind.context
 
@@ -294,10 +302,10 @@ def make_report(
         reserved=reserved,
         nvidia_smi=tuple(size + context for size in reserved),
         at_most=tuple(size + context for size in map(max, reserved, upper)),
-        parts=each(functools.partial(parts_at_peak, exact)),
+        parts=each(partial(parts_at_peak, exact)),
         assumed=_assumed(request, exact),
         timeline=each(lambda i, at: tuple(exact.levels(i, at).tolist())),
-        where=each(functools.partial(holders_of, exact)),
+        where=each(partial(holders_of, exact)),
         phases={
             name: place - exact.start
             for name, place in exact.first.marks.items()
@@ -315,7 +323,7 @@ def _assumed(request: Request, lines: Lines) -> dict[str, str]:
     if request.kind.context:
         assumed.update(KIND_SOURCES)
         operators = " ".join({block.operator for block in lines.first.blocks})
-        if any(isinstance(module, torch.nn.RNNBase) for module in request.module.modules()):
+        if any(isinstance(module, nn.RNNBase) for module in request.module.modules()):
             assumed["recurrent layers"] = RECURRENT_LAYERS
         if "aten.convolution" in operators:
             assumed["convolutions"] = CONVOLUTIONS

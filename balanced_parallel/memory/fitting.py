@@ -33,7 +33,7 @@ from .problem import Problem, Request
 from .report import Capacity, Holder, MemoryReport, OtherBatches
 from .savings import ON_HOST, SHARDS, PlannedSaving, savings_of, with_savings
 from .trace.allocations import Trace
-from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, inner_optimizers
+from .trace.layouts import ExistingOptimizers, copies_of, gradients_of, groups_of, inner_optimizers
 from .trace.tracer import states_of, try_traces
 
 
@@ -82,7 +82,7 @@ def fit(
         raise ValueError(f"the step is limited by cost, {expected}")
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
-    shares = request.split or request.layout.devices_per_process(request.devices)
+    shares = request.split or request.row_step
     lines = trace_exactly(request, request.rows)
     if lines.fit(limits, request.rows):
         rows = max(split_sizes(request.rows, shares))
@@ -97,8 +97,8 @@ def fit(
     count = count_micro_batches(request.rows, rows, shares)
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
     if lines.first.rows != rows and (request.split or not lines.is_affine):
-        return make_report(request, rows, *lines_of(request, rows))
-    return make_report(request, rows, lines, lines)
+        return make_report(request, rows)
+    return make_report(request, rows, lines)
 
 
 def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
@@ -158,7 +158,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     """
     rows = request.row_step
     plain = trace_exactly(request, rows)
-    report = make_report(request, rows, plain, plain)
+    report = make_report(request, rows, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     holders = ", ".join(
         f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}"
@@ -240,7 +240,7 @@ def bytes_in_use(step: TrainStep, unit: int) -> Counter[torch.device]:
         (tensor.device, storage_id(storage := tensor.untyped_storage())): storage
         for tensor in _tensors_of(step)
     }
-    total: Counter[torch.device] = Counter()
+    total = Counter[torch.device]()
     for (device, _), storage in storages.items():
         total[device] += -(-storage.nbytes() // unit) * unit
     return total
@@ -250,12 +250,8 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
     parts: list[Any] = [step.model, step.criterion]
     optimizers = each_optimizer(step.optimizer)
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-    tensors += [
-        each
-        for inner in inner_optimizers(optimizers)
-        for group in inner.param_groups
-        for each in group["params"]
-    ]
+    for group in groups_of(inner_optimizers(optimizers)):
+        tensors += group["params"]
     replicas = [
         part.replicas
         for part in parts
@@ -270,7 +266,10 @@ def _tensors_of(step: TrainStep) -> list[Tensor]:
 
 
 def saved_bytes(
-    request: Request, rows: int, peak: int, savings: Iterable[PlannedSaving]
+    request: Request,
+    rows: int,
+    peak: int,
+    savings: Iterable[PlannedSaving],
 ) -> dict[PlannedSaving, int]:
     """Traces ``rows`` rows with each of ``savings`` that suits the request.
 

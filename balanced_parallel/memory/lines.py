@@ -59,7 +59,7 @@ class Lines:
         )
         self._certain = np.array([block.kind != MAYBE for block in first.blocks])
         self._events = np.array(first.events, dtype=np.int64)
-        self._replays: dict[tuple[int, int, int | None, bool], Replay | None] = {}
+        self._replays: dict[object, Replay | None] = {}
 
     @property
     def is_affine(self) -> bool:
@@ -112,7 +112,12 @@ class Lines:
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
     def reserved(
-        self, device: int, rows: int, capacity: int | None = None, *, upper: bool = False
+        self,
+        device: int,
+        rows: int,
+        capacity: int | None = None,
+        *,
+        upper: bool = False,
     ) -> int | None:
         """Returns the bytes that the allocator reserves, or None beyond ``capacity``; with
         ``upper`` at most.
@@ -128,7 +133,7 @@ class Lines:
 
     def _most(self, levels: Numbers) -> int:
         """Returns the maximum in the updates that count: segments of the first update stay."""
-        return int(levels[0 if self.request.kind.segments else self.start :].max())
+        return int(levels[0 if self.request.kind.is_gpu else self.start :].max())
 
     def _sums(self, device: int, rows: int, upper: bool = False) -> tuple[Numbers, Numbers]:
         """Returns the size of each block of a device, and the sum of those in use after each event."""
@@ -139,7 +144,11 @@ class Lines:
         )
 
     def _replay(
-        self, device: int, rows: int, capacity: int | None = None, upper: bool = False
+        self,
+        device: int,
+        rows: int,
+        capacity: int | None = None,
+        upper: bool = False,
     ) -> Replay | None:
         key = device, rows, capacity, upper
         if key not in self._replays:
@@ -148,7 +157,7 @@ class Lines:
             limit = None if capacity is None else capacity - kind.context
             if limit is not None and most > limit:  # a replay would take long
                 self._replays[key] = None
-            elif kind.segments:
+            elif kind.is_gpu:
                 streams = [block.stream for block in self.first.blocks]
                 self._replays[key] = replay(
                     self.first.events, sizes.tolist(), limit, streams, kind.expandable

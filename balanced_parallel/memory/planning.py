@@ -39,7 +39,7 @@ from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
 from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
-from .estimation import MakeOptimizer, lines_of, make_report, make_request, parts_at_peak
+from .estimation import MakeOptimizer, make_report, make_request, parts_at_peak
 from .problem import Problem
 from .report import Capacity, MemoryReport, json_of, sizes_as_text, write_page
 from .savings import PLANNED, savings_of
@@ -265,7 +265,7 @@ class MemoryPlan:
 
     def _table(self, style: str, widths: Sequence[int | None] | None = None) -> str:
         rows = map(row_of, self.choices)
-        return str(tabulate(rows, HEADERS, style, disable_numparse=True, maxcolwidths=widths))
+        return tabulate(rows, HEADERS, style, disable_numparse=True, maxcolwidths=widths)
 
     @property
     def _title(self) -> str:
@@ -326,7 +326,7 @@ def plan(
     precision: str = "fp32",
     device_kind: str | None = None,
     dim: int = 0,
-    scalar: int | float | bool | None = None,
+    scalar: float | None = None,
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
 
@@ -445,14 +445,14 @@ def _report(option: Option, choice: Choice) -> MemoryReport:
     rows = -(-option.rows // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * step:
-        return make_report(request, rows, *lines_of(request, rows))
+        return make_report(request, rows)
     lines = option.lines(count)
     sizes = (
         None
         if option.is_distributed
         else [size * step for size in split_sizes(rows, request.devices)]
     )
-    return make_report(request, rows, lines, lines, sizes)
+    return make_report(request, rows, lines, sizes)
 
 
 def write_program(
@@ -505,7 +505,10 @@ def _launch(plan: MemoryPlan) -> list[str]:
 
 
 def _optimizer(
-    chosen: Choice, criterion: object, make: MakeOptimizer, settings: Sequence[str]
+    chosen: Choice,
+    criterion: object,
+    make: MakeOptimizer,
+    settings: Sequence[str],
 ) -> str:
     """Returns the call that makes the optimizer. ``settings`` are those that save memory."""
     maker = OptimizerChoice(make, foreach=False)

@@ -11,14 +11,16 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..batch.rows import Arguments, as_arguments, count_rows
+from ..batch.containers import map_leaves
+from ..batch.rows import Along, Arguments, as_arguments, count_rows, take
 from .devices import DeviceKind
-from .trace.fakes import with_rows
+from .trace.values import is_small
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Problem:
     targets: object
     dim: int = 0
     # the result of every read of a tensor's value in the module
-    scalar: int | float | bool | None = None
+    scalar: float | None = None
 
     @property
     def rows(self) -> int:
@@ -42,9 +44,28 @@ class Problem:
             f"the inputs have no rows, expected tensors with rows along dimension {self.dim}"
         )
 
-    def with_rows(self, rows: int) -> "Problem":
-        """Returns the problem with ``rows`` rows in its batch."""
-        inputs, targets = with_rows((self.inputs, self.targets), rows, self.rows, self.dim)
+    def with_rows(self, rows: int) -> Self:
+        """Returns the problem with ``rows`` rows, or a multiple of them, in its batch.
+
+        Tensors are on the meta device. Those that are small, and lists, repeat their rows.
+        """
+        of = self.rows
+
+        def resize(leaf: object, dim: int = self.dim) -> object:
+            if type(leaf) is Along:
+                return Along(resize(leaf.leaf, leaf.dim), leaf.dim)
+            if not (present := count_rows(leaf, dim)):
+                return leaf
+            count = present * rows // of
+            if not isinstance(leaf, Tensor) or is_small(leaf, count / present):
+                return take(leaf, [place % present for place in range(count)], dim)
+            shape = [*leaf.shape]
+            shape[dim] = count
+            return torch.empty(
+                shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
+            )
+
+        inputs, targets = map_leaves(resize, (self.inputs, self.targets))
         return dataclasses.replace(self, inputs=inputs, targets=targets)
 
 
@@ -57,7 +78,6 @@ class Layout(Protocol):
     name: ClassVar[str]
     is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
     batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
-    takes_several_devices: ClassVar[bool] = False  # A BalancedOptimizer may spread state over them.
     is_sharded: ClassVar[bool] = False  # the parameters are DTensors
     buckets: list[Tensor]  # flat tensors of the communication, allocated once
     optimizers: list[Optimizer]

@@ -40,7 +40,7 @@ class Holder:
 
 def holders_of(lines: Lines, device: int, rows: int) -> tuple[Holder, ...]:
     """Returns the largest holders of a device's peak."""
-    sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    sizes = collections.Counter[tuple[str, str, str]]()
     for block in lines.blocks_at_peak(device, rows):
         sizes[block.kind, block.module, block.line or block.operator] += block.size
     return tuple(Holder(size, *key) for key, size in sizes.most_common(_HOLDERS))
@@ -51,7 +51,7 @@ def holders_table(holders: Sequence[Holder], style: str) -> str:
     rows = [
         [format_bytes(holder.bytes), holder.part, holder.module, holder.line] for holder in holders
     ]
-    return str(tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True))
+    return tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True)
 
 
 # bytes or text such as "24GiB", of each device or one for all
@@ -249,7 +249,7 @@ class MemoryReport:
             [f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())]
             for i in range(self.devices)
         ]
-        return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))
+        return tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right")
 
 
 POINTS = 600  # A curve has at most as many.
@@ -281,7 +281,10 @@ pre {{ white-space: pre-wrap; }}
 
 
 def write_page(
-    path: Path | str, report: MemoryReport, capacity: Capacity | None, options: str = ""
+    path: Path | str,
+    report: MemoryReport,
+    capacity: Capacity | None,
+    options: str = "",
 ) -> None:
     """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a
     section.
@@ -344,11 +347,13 @@ def _figure(report: MemoryReport, limits: Sequence[int]) -> Any:
             annotation_textangle=-90,
         )
     for limit in dict.fromkeys(limits):
-        label = {
-            "annotation_text": f"capacity {format_bytes(limit)}",
-            "annotation_position": "bottom right",
-        }
-        figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="red", **label)
+        figure.add_hline(
+            y=limit / UNITS[unit],
+            line_dash="dash",
+            line_color="red",
+            annotation_text=f"capacity {format_bytes(limit)}",
+            annotation_position="bottom right",
+        )
     figure.update_layout(
         xaxis_title="allocations and releases",
         yaxis_title=f"{unit} of tensors",

@@ -6,10 +6,9 @@ each, and ``memory.fit`` advises them. A saving without an entry is never tried.
 """
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,9 +61,7 @@ class PlannedSaving:
             return self.change(request)
         if not self.saving.is_function or self.saving.name in request.savings:
             return None
-        return dataclasses.replace(
-            request, savings=sorted_names([*request.savings, self.saving.name])
-        )
+        return replace(request, savings=sorted_names([*request.savings, self.saving.name]))
 
 
 def with_savings(request: Request, savings: Iterable[PlannedSaving]) -> Request | None:
@@ -104,7 +101,7 @@ def _shard(request: Request) -> Request:
     optimizer = request.optimizer
     # Shards of matrices are not enough for Muon and others.
     balanced = isinstance(optimizer, OptimizerChoice) and optimizer.needs_whole_parameters
-    return dataclasses.replace(request, layout=FSDP, split=None, balanced=balanced)
+    return replace(request, layout=FSDP, split=None, balanced=balanced)
 
 
 def _makes_temporaries(classes: tuple[type[optim.Optimizer], ...], request: Request) -> bool:
@@ -135,7 +132,7 @@ def _remove_logits(request: Request) -> Request:
     criterion = LinearCrossEntropy(
         head.in_features, head.out_features, bias=head.bias is not None, device="meta"
     )
-    return dataclasses.replace(request, module=module, criterion=criterion)
+    return replace(request, module=module, criterion=criterion)
 
 
 def _other_optimizer(name: str) -> Saving:
@@ -155,7 +152,7 @@ def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
         return isinstance(choice, OptimizerChoice) and choice.state_bytes(matrix) > least
 
     def change(request: Request) -> Request:
-        return dataclasses.replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
+        return replace(request, optimizer=OptimizerChoice(make, request.kind.like_cuda))
 
     return PlannedSaving(_other_optimizer(make.__name__), "optimizer", suits, change)
 
@@ -163,8 +160,8 @@ def _smaller(make: type[optim.Optimizer]) -> PlannedSaving:
 SPREAD = PlannedSaving(
     applied.BALANCED,
     "layout",
-    suits=lambda request: _is_divisible(request) and request.layout.takes_several_devices,
-    change=lambda request: dataclasses.replace(request, balanced=True),
+    suits=_is_divisible,
+    change=lambda request: replace(request, balanced=True),
 )
 ON_HOST = PlannedSaving(
     applied.OFFLOAD_OPTIMIZER,
@@ -184,9 +181,11 @@ PLANNED = (
     PlannedSaving(
         Saving("2 micro-batches", "micro-batches", "smaller kernels"),
         "by hand",
-        change=lambda request: dataclasses.replace(request, micro_batches=2),
+        change=lambda request: replace(request, micro_batches=2),
     ),
-    *(SPREAD, ON_HOST, SHARDS),
+    SPREAD,
+    ON_HOST,
+    SHARDS,
     PlannedSaving(
         applied.FUSED,
         suits=functools.partial(_makes_temporaries, (optim.Adam, optim.AdamW, optim.Adagrad)),
@@ -247,7 +246,7 @@ PLANNED = (
         applied.BF16,
         "arithmetic",
         suits=lambda request: request.precision == "fp32",
-        change=lambda request: dataclasses.replace(request, precision="bf16"),
+        change=lambda request: replace(request, precision="bf16"),
     ),
     PlannedSaving(
         applied.BF16_PARAMETERS,

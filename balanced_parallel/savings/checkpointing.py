@@ -41,7 +41,9 @@ def find_blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def _blocks_under(
-    parent: nn.Module, prefix: str, containers: tuple[type[nn.Module], ...]
+    parent: nn.Module,
+    prefix: str,
+    containers: tuple[type[nn.Module], ...],
 ) -> list[str]:
     children = {
         name: child
@@ -150,7 +152,10 @@ class CheckpointHandle:
 
 
 def checkpoint_activations(
-    module: nn.Module, *, blocks: str | Iterable[str] = "auto", selective: bool = False
+    module: nn.Module,
+    *,
+    blocks: str | Iterable[str] = "auto",
+    selective: bool = False,
 ) -> CheckpointHandle:
     """Checkpoints parts of a module in place.
 
@@ -281,7 +286,10 @@ class _Rerun:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], selective: bool
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Sequence[Tensor],
+        selective: bool,
     ) -> None:
         self._first, self._inner = _make_selective() if selective else noop_context_fn()
         # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15

@@ -280,7 +280,10 @@ def _write(results: Tensor, rows: slice, values: Tensor) -> None:
 
 
 def _loss_and_gradient_(
-    logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None
+    logits: Tensor,
+    labels: Labels,
+    makes_gradient: bool,
+    factors: Tensor | None,
 ) -> Tensor:
     """Returns the loss of each row.
 
@@ -414,7 +417,7 @@ class _Call:
         return total if num_items_in_batch is None else total / num_items_in_batch
 
 
-_running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("running", default=None)
+_running = contextvars.ContextVar[_Call | None]("running", default=None)
 
 
 class _Head(nn.Linear):

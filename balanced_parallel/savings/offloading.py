@@ -25,10 +25,10 @@ gradients are summed over ranks, divided, unscaled and clipped.
 import contextlib
 import itertools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +92,9 @@ class Link:
         self.host = host
         self.side = host.side_stream(device)
         # The keys are their numbers.
-        self.stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+        self.stored = WeakValueDictionary[int, Stored]()
         self._numbers = itertools.count()
-        self._leaving: deque[Stored] = deque()
+        self._leaving = deque[Stored]()
 
     def store(self, tensor: Tensor, stream: torch.Stream) -> "Stored":
         """Starts to copy the storage of a tensor to the host."""
@@ -210,9 +210,7 @@ class Offload:
         self.host = host
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}
-        self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = (
-            weakref.WeakValueDictionary()
-        )
+        self._stored = WeakValueDictionary[tuple[Hashable, int], Stored]()
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int] | Offloaded:
         """Hook that autograd calls with each tensor that it saves.
@@ -330,7 +328,7 @@ def is_offloaded(optimizer: Optimizer) -> bool:
 
 # A set of this process: torch has no public list of an optimizer's hooks, which a copy of the
 # optimizer does not have either.
-_offloaded: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_offloaded: "WeakSet[Optimizer]" = WeakSet()
 
 
 class HostStep:
@@ -348,7 +346,10 @@ class HostStep:
 
     @torch.no_grad()
     def _begin(
-        self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]
+        self,
+        optimizer: Optimizer,
+        arguments: tuple[object, ...],
+        settings: dict[str, object],
     ) -> None:
         if any(value is not None for value in (*arguments[1:], settings.get("closure"))):
             raise TypeError(
@@ -361,7 +362,10 @@ class HostStep:
 
     @torch.no_grad()
     def _end(
-        self, optimizer: Optimizer, arguments: tuple[object, ...], settings: dict[str, object]
+        self,
+        optimizer: Optimizer,
+        arguments: tuple[object, ...],
+        settings: dict[str, object],
     ) -> None:
         self._to_devices(optimizer)
         for parameter, copy in self._copies.items():
@@ -370,8 +374,10 @@ class HostStep:
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
-            return None if gradient is None else gradient.to(self.host.device)
+        if gradient is None:
+            return None
+        if gradient.layout != torch.strided:
+            return gradient.to(self.host.device)
         return self.host.empty(gradient).copy_(gradient)
 
     def _to_host(self, optimizer: Optimizer, state_dict: object = None) -> None:

@@ -7,11 +7,11 @@ of them: ``memory/savings.py`` knows which updates they suit. docs/savings.md ha
 """
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -119,13 +119,13 @@ FUSED = Saving(
     name="fused=True",
     option="fused optimizer",
     cost="nothing; Adam, AdamW and Adagrad of torch have it",
-    change_optimizer=functools.partial(_use, {"fused": True, "foreach": False}),
+    change_optimizer=partial(_use, {"fused": True, "foreach": False}),
 )
 ONE_BY_ONE = Saving(
     name="foreach=False",
     option="optimizer of one parameter at a time",
     cost="more kernels in the update",
-    change_optimizer=functools.partial(_use, {"foreach": False}),
+    change_optimizer=partial(_use, {"foreach": False}),
 )
 LOGITS = Saving(
     name="replace_lm_head",
@@ -137,7 +137,7 @@ SELECTIVE = Saving(
     name="checkpoint_activations(selective=True)",
     option="selective checkpoints",
     cost="a second run of the cheap operations of these blocks",
-    change_module=functools.partial(checkpoint_activations, selective=True),
+    change_module=partial(checkpoint_activations, selective=True),
 )
 CHECKPOINT = Saving(
     name="checkpoint_activations",
@@ -161,7 +161,15 @@ BF16_PARAMETERS = Saving(
 )
 # The order in which a plan tries them, and in which those that are functions are applied.
 SAVINGS = (
-    *(BALANCED, OFFLOAD_OPTIMIZER, SHARDED),
-    *(FUSED, ONE_BY_ONE, LOGITS, SELECTIVE, CHECKPOINT, OFFLOAD),
-    *(BF16, BF16_PARAMETERS),
+    BALANCED,
+    OFFLOAD_OPTIMIZER,
+    SHARDED,
+    FUSED,
+    ONE_BY_ONE,
+    LOGITS,
+    SELECTIVE,
+    CHECKPOINT,
+    OFFLOAD,
+    BF16,
+    BF16_PARAMETERS,
 )

@@ -72,7 +72,7 @@ class Cluster:
         self._labels = MemoryLabels(native)
         self._waits = Waits(self._labels)
         self._ended: _Numbers | None = None
-        self._names = {**dict(enumerate(map(str, self.devices))), MAX_DEVICES: "cpu"}
+        self._names = dict(enumerate(map(str, self.devices))) | {MAX_DEVICES: "cpu"}
 
     @property
     def live(self) -> list[int]:
@@ -232,9 +232,9 @@ class Cluster:
             *(category.title for category in Category),
             "moved in",
             "moved out",
+            "waits of the host",
         ]
-        headers.append("waits of the host")
-        return str(tabulate(rows, headers, tablefmt=style, stralign="right"))
+        return tabulate(rows, headers, tablefmt=style, stralign="right")
 
     def _must_run(self, numbers: str) -> None:
         if self._ended:
@@ -348,7 +348,10 @@ def _rename_backend() -> None:
 
 
 def _broadcast_coalesced(
-    labels: "MemoryLabels", tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+    labels: "MemoryLabels",
+    tensors: Sequence[Tensor],
+    devices: Sequence[int],
+    buffer_size: int,
 ) -> list[list[Tensor]]:
     """Copies tensors to all devices through buffers of ``buffer_size`` bytes.
 
@@ -362,7 +365,11 @@ def _broadcast_coalesced(
 
 
 def _scatter(
-    tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: object
+    tensor: Tensor,
+    devices: Sequence[int],
+    sizes: Sequence[int] | None,
+    dim: int,
+    streams: object,
 ) -> tuple[Tensor, ...]:
     """Splits a tensor over the devices."""
     shards = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(devices), dim)
@@ -433,7 +440,7 @@ class MemoryLabels:
         self.native = native
         self.steps = 0  # finished: a forward has followed the optimizer's update
         self._has_updated = False
-        self.modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self.modules = weakref.WeakValueDictionary[int, nn.Module]()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -462,7 +469,7 @@ class MemoryLabels:
         """
         for local in local_tensors(tensors):
             if (
-                isinstance(local, torch.Tensor)
+                isinstance(local, Tensor)
                 and local.device.type == "sim"
                 and local.layout == torch.strided
             ):
@@ -544,8 +551,8 @@ class Waits:
     """A record of the last waits of one cluster, in their order."""
 
     def __init__(self, labels: MemoryLabels) -> None:
-        self.record: deque[Wait] = deque(maxlen=MAX_WAITS)
-        self.counts: Counter[tuple[torch.device, int]] = Counter()  # Keys are devices and steps.
+        self.record = deque[Wait](maxlen=MAX_WAITS)
+        self.counts = Counter[tuple[torch.device, int]]()  # Keys are devices and steps.
         self._lock = threading.Lock()
         self._labels = labels  # Labels know the number of finished steps.
         self._forbidding_blocks = 0

@@ -118,8 +118,8 @@ def build(path: Path) -> None:
         f"-I{SOURCES}",
         f"-I{include}",
         f"-I{include / 'torch/csrc/api/include'}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
-    flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{index}.o" for index in range(len(UNITS))]
         sources = ["".join(f'#include "{name}.cpp"\n' for name in unit) for unit in UNITS]

@@ -27,7 +27,6 @@ class TorchDataParallel(SingleDevice):
 
     name = "torch_data_parallel"
     batch_on_host = True
-    takes_several_devices = True
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""

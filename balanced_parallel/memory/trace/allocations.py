@@ -94,13 +94,11 @@ class Count(TorchDispatchMode):
     release.
     """
 
-    def __init__(
-        self, names: dict[int, str], kind: DeviceKind, scalar: int | float | bool | None = None
-    ) -> None:
+    def __init__(self, names: dict[int, str], kind: DeviceKind, scalar: float | None) -> None:
         super().__init__()
         self.kind = kind
         # The threads of forward and backward have a handle on each device.
-        self._handles: set[tuple[str, bool]] = set()
+        self._handles = set[tuple[str, bool]]()
         # Every read of a tensor's value in the model returns it. None makes it an error.
         self.scalar = scalar
         self.names = names  # Keys are the shared_id of modules.
@@ -155,7 +153,11 @@ class Count(TorchDispatchMode):
         return result
 
     def _count_operations(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, object], result: object
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, object],
+        result: object,
     ) -> None:
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
@@ -168,7 +170,7 @@ class Count(TorchDispatchMode):
         A handle's stays.
         """
         sizes = {"temporaries": selected(func, args)}
-        if self.kind.fuses:
+        if self.kind.is_gpu:
             sizes[MAYBE] = convolution_workspace(func, args, result)
         handle = func in MATRIX_PRODUCTS and (str(args[0].device), current_node() is not None)
         if handle and handle not in self._handles:
@@ -179,14 +181,15 @@ class Count(TorchDispatchMode):
                 self.blocks.append(
                     Block(str(args[0].device), size, kind, str(func), *_where(self.names))
                 )
-                self.events += (
-                    [len(self.blocks)]
-                    if kind == "workspace"
-                    else [len(self.blocks), -len(self.blocks)]
-                )
+                self.events.append(len(self.blocks))
+                if kind != "workspace":
+                    self.events.append(-len(self.blocks))
 
     def _run(
-        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> object:
         result = answer(func, args, kwargs, self.scalar, _user_line)
         if result is NotImplemented:
@@ -206,10 +209,9 @@ class Count(TorchDispatchMode):
         for storage in _storages(tensor):
             entry = self._live.get(storage_id(storage))
             if entry is None:
-                module, line = _where(self.names)
+                place = _where(self.names)
                 self._allocate(
-                    storage,
-                    Block(str(tensor.device), storage.nbytes(), kind, operator, module, line),
+                    storage, Block(str(tensor.device), storage.nbytes(), kind, operator, *place)
                 )
             elif kind != "temporaries":
                 self._change(entry[1], kind=kind)

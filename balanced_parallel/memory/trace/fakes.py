@@ -16,8 +16,7 @@ from torch import Tensor, nn
 # torch has no public module of fake tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...batch.containers import map_leaves
-from ...batch.rows import Along, count_rows, map_marked, take
+from ...batch.rows import map_marked
 from ...runtime.torch_private import leaves_of_tree, shared_id
 from .allocations import Count
 from .values import is_small
@@ -73,18 +72,10 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Ten
         return copied.requires_grad_(tensor.requires_grad)
 
 
-def fake_batch(
-    batch: object,
-    rows: int,
-    of: int,
-    mode: FakeTensorMode,
-    device: torch.device,
-    dim: int,
-    count: Count,
-) -> Any:
-    """Returns a fake copy of ``batch`` as :func:`with_rows` makes it.
+def fake_batch(batch: object, mode: FakeTensorMode, device: torch.device, count: Count) -> Any:
+    """Returns a fake copy of a marked batch.
 
-    ``count`` gets the values of small ones.
+    ``count`` gets the values of small tensors.
     """
 
     def fake(leaf: object) -> object:
@@ -95,30 +86,7 @@ def fake_batch(
             count.values.add(copied, leaf)
         return copied
 
-    return map_marked(fake, with_rows(batch, rows, of, dim))
-
-
-def with_rows(batch: object, rows: int, of: int, dim: int) -> Any:
-    """Returns ``batch`` with ``rows`` rows, or a multiple of them, in place of ``of``.
-
-    Tensors are on the meta device.
-
-    Those that are small, and lists, repeat their rows.
-    """
-
-    def resize(leaf: object, dim: int = dim) -> object:
-        if type(leaf) is Along:
-            return Along(resize(leaf.leaf, leaf.dim), leaf.dim)
-        if not (present := count_rows(leaf, dim)):
-            return leaf
-        count = present * rows // of
-        if not isinstance(leaf, Tensor) or is_small(leaf, count / present):
-            return take(leaf, [place % present for place in range(count)], dim)
-        shape = [*leaf.shape]
-        shape[dim] = count
-        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-
-    return map_leaves(resize, batch)
+    return map_marked(fake, batch)
 
 
 def names_of(modules: Mapping[str, object]) -> dict[int, str]:
@@ -180,7 +148,7 @@ def counting_random_states(count: Count) -> Context:
     """
     before = torch.get_rng_state
 
-    def get_rng_state() -> torch.Tensor:
+    def get_rng_state() -> Tensor:
         state = before()
         count.see(state, "temporaries", "get_rng_state")
         return state

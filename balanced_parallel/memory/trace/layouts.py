@@ -14,15 +14,16 @@ depend on each other runs in two passes, or in one, as in :class:`TrainStep`.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
@@ -62,14 +63,14 @@ class OptimizerChoice:
     """
 
     has_state: ClassVar[bool] = False
-    make: Callable[..., torch.optim.Optimizer]
+    make: Callable[..., Optimizer]
     foreach: bool
 
     @property
     def plain_make(self) -> Any:
         """The class or the function, without the settings of a ``functools.partial``."""
         # a partial of a partial is flat
-        return self.make.func if isinstance(self.make, functools.partial) else self.make
+        return self.make.func if isinstance(self.make, partial) else self.make
 
     @property
     def name(self) -> str:
@@ -79,7 +80,7 @@ class OptimizerChoice:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a ``functools.partial``."""
-        return self.make.keywords if isinstance(self.make, functools.partial) else {}
+        return self.make.keywords if isinstance(self.make, partial) else {}
 
     @property
     def needs_whole_parameters(self) -> bool:
@@ -93,7 +94,7 @@ class OptimizerChoice:
 
     def make_all(
         self, parameters: Iterable[Tensor], model: nn.Module | None = None
-    ) -> list[torch.optim.Optimizer]:
+    ) -> list[Optimizer]:
         """Makes the optimizer, a :class:`BalancedOptimizer` if there is a model."""
         if model is None:
             optimizer = self.make(parameters)
@@ -111,7 +112,7 @@ class OptimizerChoice:
         """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if
         this update fails.
         """
-        small = torch.nn.Parameter(torch.zeros(64, 64))
+        small = nn.Parameter(torch.zeros(64, 64))
         small.grad = torch.zeros_like(small)
         try:
             (optimizer,) = self.make_all([small])
@@ -126,19 +127,19 @@ class OptimizerChoice:
         )
 
 
-def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def inner_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Returns the optimizers of torch, those inside of balanced ones."""
     return [
         each.shards.inner if isinstance(each, BalancedOptimizer) else each for each in optimizers
     ]
 
 
-def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
+def groups_of(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
     """Yields the groups of parameters of all optimizers."""
     return (group for optimizer in optimizers for group in optimizer.param_groups)
 
 
-def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> None:
+def use_kernels(optimizers: Iterable[Optimizer], foreach: bool) -> None:
     """Selects the kernels that torch would choose: with ``foreach``, as on a GPU, where Adafactor
     alone loops over tensors.
     """
@@ -160,7 +161,7 @@ class ExistingOptimizers:
 
     has_state: ClassVar[bool] = True
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], foreach: bool) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], foreach: bool) -> None:
         self.foreach = foreach
         self.others = [
             optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)
@@ -171,7 +172,7 @@ class ExistingOptimizers:
 
     def make_all(
         self, parameters: Iterable[Tensor], model: nn.Module | None = None
-    ) -> list[torch.optim.Optimizer]:
+    ) -> list[Optimizer]:
         """Returns all optimizers.
 
         Those in the place of balanced ones have the pieces among ``parameters``.
@@ -248,9 +249,7 @@ def fill(loss: CoupledLoss, rows: int) -> None:
             last.values(), split_sizes(max(rows - sum(sizes), 0), len(last)), strict=True
         ):
             share = count / max(sizes[place], 1)
-            loss.pieces.append(
-                map_leaves(functools.partial(resize, share=share), loss.pieces[place])
-            )
+            loss.pieces.append(map_leaves(partial(resize, share=share), loss.pieces[place]))
 
 
 T = TypeVar("T")
@@ -258,7 +257,10 @@ P = TypeVar("P", bound=Tensor)
 
 
 def run_in_this_thread(
-    work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True
+    work: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    *,
+    together: bool = True,
 ) -> list[T]:
     """Runs replicas one after the other: a fake mode belongs to one thread.
 
@@ -286,20 +288,16 @@ class SingleDevice(Layout):
     name = "single"
     replicas: Sequence[Replicas] = ()  # The model has one, and the criterion.
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
-        of_criterion: Iterable[Tensor] = (
-            criterion.parameters() if isinstance(criterion, nn.Module) else ()
-        )
-        self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
+        parts = [part for part in (module, criterion) if isinstance(part, nn.Module)]
+        self.parameters = list(nn.ModuleList(parts).parameters())
         self.buckets = []
         self.optimizers = [] if request.mode == "evaluate" else self.make_optimizers()
 
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+    def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the request."""
         return self.request.optimizer.make_all(
             self.parameters, self.module if self.request.balanced else None
@@ -324,7 +322,7 @@ class SingleDevice(Layout):
     def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
         if not self.request.couples_rows:
-            return [functools.partial(self.loss, *micro_batch) for micro_batch in micro_batches]
+            return [partial(self.loss, *micro_batch) for micro_batch in micro_batches]
         if world_size() > 1:
             raise UnknownMemory(
                 "the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'"
@@ -339,7 +337,7 @@ class SingleDevice(Layout):
                     fill(loss, self.request.rows_of_update)
                 loss.differentiate(None)
         return [
-            functools.partial(self._coupled_loss, criterion, loss, *micro_batch)
+            partial(self._coupled_loss, criterion, loss, *micro_batch)
             for micro_batch in micro_batches
         ]
 
@@ -374,7 +372,7 @@ class SingleDevice(Layout):
     def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
 
-    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+    def inner_optimizers(self) -> list[Optimizer]:
         """Returns the optimizers of torch."""
         return inner_optimizers(self.optimizers)
 
@@ -390,7 +388,7 @@ class SingleDevice(Layout):
 def gradients_of(
     parameters: Iterable[Tensor],
     replicas: Iterable[Replicas],
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
 ) -> Iterator[Tensor | None]:
     """Yields the gradients of parameters, of what optimizers update in their place, and those that
     replicas hold.
@@ -401,23 +399,17 @@ def gradients_of(
         for parameter in group["params"]
     ]
     yield from (parameter.grad for parameter in (*parameters, *updated) if parameter.is_leaf)
-    held = (bucket.held for each in replicas for bucket in each.gradients.buckets)
-    yield from (
-        gradient
-        for by_device in held
-        for gradients in by_device.values()
-        for gradient in gradients.values()
-    )
+    for each in replicas:
+        for bucket in each.gradients.buckets:
+            for gradients in bucket.held.values():
+                yield from gradients.values()
 
 
 def copies_of(replicas: Iterable[Replicas]) -> Iterator[Tensor]:
     """Yields the copies of the parameters on other devices."""
-    yield from (
-        tensor
-        for each in replicas
-        for tensors in each.copies.by_device.values()
-        for tensor in tensors
-    )
+    for each in replicas:
+        for tensors in each.copies.by_device.values():
+            yield from tensors
 
 
 def buckets_of(request: Request) -> AbstractContextManager[object]:
@@ -430,12 +422,9 @@ class ReplicaLayout(SingleDevice):
     """:class:`DataParallelModel` and :class:`DataParallelCriterion` of this package."""
 
     name = "replicas"
-    takes_several_devices = True
     batch_on_host = True
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
         # Gradients on devices with streams live until another stream has read them.
         sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
         self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
@@ -493,28 +482,22 @@ class DDP(SingleDevice):
 
     name = "ddp"
     is_distributed = True
-    takes_several_devices = True
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
         super().__init__(request, module, criterion)
         self._views: dict[Tensor, Tensor] = {}
         is_reduced = request.devices > 1 and request.mode == "train"
         parameters = trained(self.parameters) if is_reduced else []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
-            flat = torch.zeros(
-                sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device
-            )
+            sizes = [parameter.numel() for parameter in group]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=group[0].device)
             self.buckets.append(flat)
-            for parameter, piece in zip(
-                group, flat.split([parameter.numel() for parameter in group]), strict=True
-            ):
+            for parameter, piece in zip(group, flat.split(sizes), strict=True):
                 self._views[parameter] = view = piece.view(parameter.shape)
-                parameter.register_post_accumulate_grad_hook(functools.partial(copy_gradient, view))
+                parameter.register_post_accumulate_grad_hook(partial(copy_gradient, view))
 
-    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+    def make_optimizers(self) -> list[Optimizer]:
         """Makes the optimizers of the parameters that the rank owns."""
         owned = self.parameters
         if self.request.balanced:
@@ -526,7 +509,7 @@ class DDP(SingleDevice):
         for parameter, view in self._views.items():
             if parameter.grad is None:
                 parameter.grad = view.zero_()
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
@@ -550,12 +533,9 @@ class FSDP(SingleDevice):
 
     name = "fsdp"
     is_distributed = True
-    takes_several_devices = True
     is_sharded = True
 
-    def __init__(
-        self, request: Request, module: nn.Module, criterion: Callable[..., Tensor]
-    ) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Criterion) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -570,11 +550,9 @@ class FSDP(SingleDevice):
                 "layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere"
             )
         with _disable_current_modes():
-            rank, _ = (
-                busiest_owner(trained(module.parameters()), request.devices)
-                if request.balanced
-                else (0, [])
-            )
+            rank = 0
+            if request.balanced:
+                rank, _ = busiest_owner(trained(module.parameters()), request.devices)
             dist.init_process_group(
                 "fake", store=FakeStore(), rank=rank, world_size=request.devices
             )
@@ -610,7 +588,7 @@ def trained(parameters: Iterable[P]) -> list[P]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def busiest_owner(parameters: Sequence[Tensor], ranks: int) -> tuple[int, list[Tensor]]:
+def busiest_owner(parameters: Sequence[P], ranks: int) -> tuple[int, list[P]]:
     """Returns the rank with the most state under :class:`BalancedOptimizer`, and the parameters
     that it owns.
     """

@@ -291,7 +291,7 @@ def entries_of(trace: Trace, stack: Stack) -> list[Entry]:
 
 def replace_entries(trace: Trace, entries: Sequence[Entry], flops: int) -> Trace:
     """Returns a trace with other allocations and operations."""
-    released: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
+    released = collections.defaultdict[int, list[int]](list)
     blocks: list[Block] = []
     events: list[int] = []
     marks: dict[str, int] = {}

@@ -18,10 +18,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -154,12 +156,11 @@ class Processes:
             last_check = now
             # The times of a process in and for the system are fields 14 and 15 of proc(5), behind
             # its name.
-            stats = [
-                Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2]
+            before = used
+            used = [
+                Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11:13]
                 for process in self._pool._processes
             ]
-            before = used
-            used = [stat.split()[11:13] for stat in stats]
             if used == before:
                 return False
         return True
@@ -194,7 +195,9 @@ def _prepare(requests: Sequence[Request]) -> None:
 
 
 def _run_known(
-    function: Callable[[Request, int], T], description: tuple[int, dict[str, Any]], rows: int
+    function: Callable[[Request, int], T],
+    description: tuple[int, dict[str, Any]],
+    rows: int,
 ) -> T:
     place, changes = description
     try:
@@ -225,7 +228,7 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
         return f"{prefix}{error}".splitlines()[0]
 
 
-_UNCUT = contextlib.nullcontext()
+_UNCUT = nullcontext()
 
 
 def _trace(request: Request, rows: int) -> Trace:
@@ -271,7 +274,9 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
 
 
 def _trace_whole(
-    request: Request, rows: int, cut: contextlib.AbstractContextManager[object] = _UNCUT
+    request: Request,
+    rows: int,
+    cut: contextlib.AbstractContextManager[object] = _UNCUT,
 ) -> Trace:
     """Traces the module, or the module with only some blocks of a stack.
 
@@ -291,10 +296,8 @@ def _trace_whole(
             fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar
         )
         place = host if request.layout.batch_on_host else HOME
-        whole = rows * request.micro_batches
-        batch = fakes.fake_batch(
-            (request.inputs, request.targets), whole, request.rows, mode, place, request.dim, count
-        )
+        whole = request.with_rows(rows * request.micro_batches)
+        batch = fakes.fake_batch((whole.inputs, whole.targets), mode, place, count)
         with (
             fakes.devices_that_mix(),
             fakes.rows_of_one_sequence(),
@@ -302,9 +305,7 @@ def _trace_whole(
                 rows / (request.update_rows * request.row_step) if request.update_rows else 0.0
             ),
             autograd_kernels(KERNELS),
-            cuda_choices(request.kind.fuses)
-            if request.kind.like_cuda
-            else contextlib.nullcontext(),
+            cuda_choices(request.kind.is_gpu) if request.kind.like_cuda else nullcontext(),
             mode,
             _unknown_memory(count),
         ):
@@ -330,9 +331,7 @@ def _run(
 ) -> None:
     arguments, targets = batch
     count.see_all((leaf for _, leaf in leaves(move_leaves(batch, None))), "inputs")
-    modules = torch.nn.ModuleList(
-        part for part in (module, criterion) if isinstance(part, torch.nn.Module)
-    )
+    modules = nn.ModuleList(part for part in (module, criterion) if isinstance(part, nn.Module))
     is_sharded = request.layout.is_sharded
     if not is_sharded:
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
@@ -345,11 +344,11 @@ def _run(
     with (
         count,
         fakes.counting_resizes(count),
-        contextlib.nullcontext() if request.kind.like_cuda else fakes.counting_random_states(count),
-        fakes.shapes_of_shards_uncounted(count) if is_sharded else contextlib.nullcontext(),
+        nullcontext() if request.kind.like_cuda else fakes.counting_random_states(count),
+        fakes.shapes_of_shards_uncounted(count) if is_sharded else nullcontext(),
     ):
         # Whole parameters are released before the first update.
-        with count.paused() if is_sharded else contextlib.nullcontext():
+        with count.paused() if is_sharded else nullcontext():
             layout = request.layout(request, module, criterion)
         change_optimizers(layout.optimizers, savings)
         count.see_all((*modules.parameters(), *modules.buffers()), "parameters")
@@ -373,7 +372,10 @@ def _run(
 
 
 def _evaluate(
-    layout: Layout, count: Count, modules: torch.nn.Module, micro_batches: list[TracedBatch]
+    layout: Layout,
+    count: Count,
+    modules: nn.Module,
+    micro_batches: list[TracedBatch],
 ) -> None:
     modules.eval()
     with torch.no_grad():
@@ -388,7 +390,7 @@ def _update(layout: Layout, count: Count, micro_batches: list[TracedBatch]) -> N
     losses = layout.losses(micro_batches)
     while losses:
         compute = losses.pop(0)
-        with layout.accumulating() if losses else contextlib.nullcontext():
+        with layout.accumulating() if losses else nullcontext():
             loss = compute()
             count.turn("temporaries", "saved activations")
             count.see_all(layout.copies(), "parameters")
@@ -413,13 +415,11 @@ def states_of(optimizers: Iterable[Optimizer]) -> Iterator[object]:
 def _move_counts(optimizers: Iterable[Optimizer], count: Count, host: torch.device) -> None:
     """Moves the step counts of AdamW, which stay on the host."""
     for state in states_of(each for each in optimizers if not each.param_groups[0].get("fused")):
-        if isinstance(state, torch.Tensor) and state.dim() == 0:
+        if isinstance(state, Tensor) and state.dim() == 0:
             count.move(state, host)
 
 
-def _refuse_merges(
-    optimizers: Iterable[Optimizer], gradients: Iterable[torch.Tensor | None]
-) -> None:
+def _refuse_merges(optimizers: Iterable[Optimizer], gradients: Iterable[Tensor | None]) -> None:
     """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients, as all do
     but SGD without momentum.
     """
