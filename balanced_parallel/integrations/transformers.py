@@ -127,7 +127,8 @@ class _OneModel(RankModel):
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module = model
-        self._set_rows(device)
+        self.devices = [device]
+        self.split = None
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         """Returns the model, which the criterion calls."""
@@ -199,7 +200,7 @@ class BalancedTrainer(Trainer):
         self, *arguments: object, device_ids: Sequence[DeviceLike] | None = None, **kwargs: object
     ) -> None:
         self._device_ids = device_ids
-        self._device_count: int | None = None
+        self._gpus: int | None = None
         self._counts: list[bool] = []  # Which micro-batches to come in the window count.
         self._work: Attempt | None = None  # a window in progress
         self._checks = Checks()
@@ -210,7 +211,7 @@ class BalancedTrainer(Trainer):
         try:
             super().__init__(*arguments, **kwargs)
         finally:
-            if self._device_count is not None:
+            if self._gpus is not None:
                 vars(self.args)["_n_gpu"] = self._gpus
         args: Any = copy.copy(vars(self)["args"])
         self.args = args
@@ -218,7 +219,7 @@ class BalancedTrainer(Trainer):
             raise ValueError(
                 f"device_ids={device_ids!r} was given for a model that is on several devices, expected None"
             )
-        count = 1 if self.is_model_parallel else self._device_count or 1
+        count = self._count_devices()
         # Batch sizes are multiples of the first. The second would multiply the loss.
         vars(args).update(_n_gpu=count, average_tokens_across_devices=False)
         self._train_batch_size = args.train_batch_size
@@ -243,20 +244,24 @@ class BalancedTrainer(Trainer):
             in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         )
 
+    def _count_devices(self) -> int:
+        if self._device_ids is not None:
+            return len(self._device_ids)
+        # Quantized weights have no copies.
+        is_whole = self.is_model_parallel or getattr(self.model, "is_quantized", False)
+        return 1 if is_whole else self._gpus or 1
+
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator. Until the end of ``__init__``, ``args`` tell of one device, since
         other trainers refuse several, which they would give to ``nn.DataParallel``.
         """
         args, devices = self.args, self._device_ids
-        if self._device_count is None:
+        if self._gpus is None:
             if devices is not None and args.world_size > 1:
                 raise ValueError(
                     f"device_ids={devices!r} was given on {args.world_size} ranks, expected None: each has a device"
                 )
             self._gpus = args.n_gpu
-            # Quantized weights have no copies.
-            count = 1 if getattr(self.model, "is_quantized", False) else args.n_gpu
-            self._device_count = count if devices is None else len(resolve_devices(devices))
             args._n_gpu = min(args.n_gpu, 1)
         super().create_accelerator_and_postprocess()
 
@@ -308,9 +313,8 @@ class BalancedTrainer(Trainer):
         return self.model_wrapped
 
     def _prepare_input(self, data: object) -> object:
-        # a replica has its rows
-        running = _running.get()
-        return data if running and running.copies else super()._prepare_input(data)
+        # The engine has moved rows to their device.
+        return data if _running.get() else super()._prepare_input(data)
 
     def _keeping_samples(self, make: Callable[..., object], *arguments: object) -> object:
         collate = self.data_collator
@@ -335,9 +339,7 @@ class BalancedTrainer(Trainer):
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
             return None
-        shifted = inputs.get("shift_labels")
-        if not isinstance(shifted, Tensor):
-            shifted = labels[..., int(self._loss_shifts_labels) :]
+        shifted: Tensor = inputs.get("shift_labels", labels[..., int(self._loss_shifts_labels) :])
         return shifted.ne(-100).sum()
 
     def _clip_grad_norm(self, model: nn.Module) -> object:
@@ -439,10 +441,11 @@ class BalancedTrainer(Trainer):
         if not is_last or rows is None:
             return [(inputs, 1.0)]
         new = min(max(state.remainder - rank() * rows, 0), rows)
-        if new in (0, rows):
-            pieces = [(inputs, 1.0), (inputs, None)]
-            return pieces if new else [(inputs, None), (inputs, 0.0)]
-        return [(self._take(inputs, range(new)), 1.0), (self._take(inputs, range(new, rows)), 0.0)]
+        pieces = ((range(new), 1.0), (range(new, rows), 0.0))
+        return [
+            (self._take(inputs, part), weight) if part else (inputs, None)
+            for part, weight in pieces
+        ]
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None
@@ -609,7 +612,6 @@ class BalancedTrainer(Trainer):
         if name in output.metrics and self._evaluated is not None:
             loss = self._evaluated.finish(torch.zeros((), device=self.args.device))
             output.metrics[name] = loss.item()
-        self._evaluated = None
         self.__dict__.pop("compute_loss", None)
         return output
 
