@@ -59,19 +59,17 @@ from ..training.sync import gradient_sync
 from ..training.update import Accumulation, Attempt, BatchRun, Forwards, Limit
 
 Inputs = dict[str, Any]  # the arguments of a model, with the rows of a batch
-Function = Callable[
-    [Any, nn.Module, Inputs], Tensor
-]  # Its arguments are a trainer, a model and rows.
+# A function of a trainer, a model and rows.
+Function = Callable[[Any, nn.Module, Inputs], Tensor]
 _SAMPLES = "_samples"  # the samples of a batch whose tensors have not one row for each
 
 
 class _Running(NamedTuple):
     """A forward of a trainer."""
 
-    copies: Mapping[
-        int, nn.Module
-    ]  # The modules of the replica that runs, by the ids of the trainer's.
-    counts: bool  # Its rows are not repeated ones.
+    # The modules of the replica that runs, by the ids of the trainer's.
+    copies: Mapping[int, nn.Module]
+    counts: bool  # False for rows that a sampler repeats.
 
 
 _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
@@ -201,7 +199,8 @@ class BalancedTrainer(Trainer):
     ) -> None:
         self._device_ids = device_ids
         self._gpus: int | None = None
-        self._counts: list[bool] = []  # Which micro-batches to come in the window count.
+        # True for each micro-batch to come in the window that is not repeated.
+        self._counts: list[bool] = []
         self._work: Attempt | None = None  # a window in progress
         self._checks = Checks()
         self._kind: Kind | None = None  # Batches may show another kind than the first one.
@@ -478,7 +477,7 @@ class BalancedTrainer(Trainer):
         ):
             if work is None:
                 if self._is_split and self._checks.are_due(None):
-                    self._apart()._check(inputs)
+                    self._apart()._compare_rows(inputs)
                 work = self._begin(model)
             try:
                 work.add(run)
@@ -524,7 +523,7 @@ class BalancedTrainer(Trainer):
         return reduced.loss.to(self.args.device).requires_grad_()
 
     @torch.no_grad()
-    def _check(self, inputs: Inputs) -> None:
+    def _compare_rows(self, inputs: Inputs) -> None:
         """Compares the means of a few rows with those of each row.
 
         Raises:
