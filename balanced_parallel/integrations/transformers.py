@@ -34,52 +34,42 @@ from ..batch.rows import (
     Arguments,
     Batch,
     MicroBatch,
-    ParallelModel,
     Rows,
     Shard,
     Whole,
     move_leaves,
     take,
 )
-from ..loss.copies import Calls, OwnCollectives, ShardLoss
+from ..loss.copies import Calls, Checks, OwnCollectives
 from ..loss.coupled import ShardStatistics
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import Kind
-from ..loss.means import Additive, LossOfMeans, UnknownMeanError, find_means
-from ..loss.sums import LossSum, Weight, add_up, power_of_two, run_backward
+from ..loss.means import Additive, LossOfMeans, UnknownMeanError
+from ..loss.sums import LossSum, Weight, run_backward
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
-from ..runtime.collectives import (
-    gather_objects,
-    gather_rows,
-    max_over_ranks,
-    rank,
-    sum_over_ranks,
-    world_size,
-)
+from ..runtime.collectives import gather_objects, gather_rows, rank, sum_numbers, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
-from ..runtime.torch_private import CHILDREN, foreach_multiply_
 from ..runtime.values import Precision, forget_gradients
+from ..strategies.ranks import GradientRecord, RankModel, RankReport, RankUpdate
 from ..training.passes import TwoPasses
 from ..training.settings import Settings
 from ..training.snapshot import Snapshot
-from ..training.sync import UpdateSync, gradient_sync
+from ..training.sync import gradient_sync
 from ..training.update import Accumulation, Attempt, BatchRun, Forwards, Limit
 
 Inputs = dict[str, Any]  # the arguments of a model, with the rows of a batch
-Function = Callable[
-    [Any, nn.Module, Inputs], Tensor
-]  # Its arguments are a trainer, a model and rows.
+# A function of a trainer, a model and rows.
+Function = Callable[[Any, nn.Module, Inputs], Tensor]
 _SAMPLES = "_samples"  # the samples of a batch whose tensors have not one row for each
 
 
 class _Running(NamedTuple):
     """A forward of a trainer."""
 
-    copies: Mapping[
-        int, nn.Module
-    ]  # The modules of the replica that runs, by the ids of the trainer's.
-    counts: bool  # Its rows are not repeated ones.
+    # The modules of the replica that runs, by the ids of the trainer's.
+    copies: Mapping[int, nn.Module]
+    counts: bool  # False for rows that a sampler repeats.
 
 
 _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
@@ -105,19 +95,14 @@ class _Gathering:
     gather_for_metrics = gather
 
 
-class Task(nn.Module):
+class Task(nn.ModuleDict):
     """The modules of a trainer. The criterion computes the loss of the trainer with a replica of
     them.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-
     def train(self, mode: bool = True) -> "Task":
         """Sets the mode of the model. Others, such as one of reference, stay as they are."""
-        self.get_submodule("model").train(mode)
+        self["model"].train(mode)
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -125,56 +110,41 @@ class Task(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = vars(self).get(CHILDREN, {}).get("model")
-            if model is None:
+            if "model" not in self:
                 raise
-            return getattr(model, name)
+            return getattr(self["model"], name)
 
     def forward(self, *numbers: Tensor) -> nn.Module:
         """Returns itself. ``numbers`` are those of the rows."""
         return self
 
 
-class _OneModel(ParallelModel):
+class _OneModel(RankModel):
     """The model of one device, as its trainer has wrapped it."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, compute: Callable[..., object]
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module = model
         self.devices = [device]
         self.split = None
-        self._compute = compute
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
-        """Returns the model. For rows that do not count, the loss leads to its parameters: other
-        ranks wait for their gradients.
-        """
-        (shard,) = shards
-        rows = shard.targets.inputs[0].value
-        output = self.module if shard.target_rows else self._compute(self.module, rows, False)
-        return PerReplica([output], [None])
+        """Returns the model, which the criterion calls."""
+        return PerReplica([self.module], [None])
 
 
-class _TrainerSync(UpdateSync):
+class _TrainerSync(RankUpdate):
     """Gradients of one device, or of ranks, which ``DistributedDataParallel`` averages."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model: Any = model
-        self._device = device
+    def __init__(self, model: RankModel, trained: Mapping[str, Tensor]) -> None:
+        super().__init__(model, GradientRecord([*trained.values()]))
+        self._model: Any = model.module
 
     def count_micro_batches(self, count: int) -> int:
-        return count
-
-    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        first = 0.0 if before else float(sum_over_ranks(add_up([expected], self._device).double()))
-        return float(power_of_two(before or first)) / world_size()
+        return 1
 
     def accumulating(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = (
-            self._model.no_sync() if world_size() > 1 else nullcontext()
-        )
+        context: AbstractContextManager[None] = getattr(self._model, "no_sync", nullcontext)()
         return context
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
@@ -183,17 +153,13 @@ class _TrainerSync(UpdateSync):
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         run_backward(losses, divisor)
 
+    def agree(self, report: RankReport) -> RankReport:
+        return sum_numbers(report)
+
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        weight = add_up([local.weight or 0.0], self._device).double()
-        total, weight = sum_over_ranks(torch.stack([local.total.double(), weight])).unbind()
-        return LossSum(total, weight)
-
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        foreach_multiply_(gradients, factor * world_size())
-
-    def smallest(self, number: float) -> float:
-        return -max_over_ranks(-number)
+        """Returns loss and weight over all ranks. Trainer has the same settings on all of them."""
+        sums = self.agree(RankReport(*self.start(local)().tolist()))
+        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
 
     def abandon(self) -> None:
         """Returns None: no rank can be told."""
@@ -232,10 +198,11 @@ class BalancedTrainer(Trainer):
         self, *arguments: object, device_ids: Sequence[DeviceLike] | None = None, **kwargs: object
     ) -> None:
         self._device_ids = device_ids
-        self._device_count: int | None = None
-        self._weights: list[float] = []  # The weights of the micro-batches to come in the window.
+        self._gpus: int | None = None
+        # True for each micro-batch to come in the window that is not repeated.
+        self._counts: list[bool] = []
         self._work: Attempt | None = None  # a window in progress
-        self._window = 0  # a number
+        self._checks = Checks()
         self._kind: Kind | None = None  # Batches may show another kind than the first one.
         self._weight_before = 0.0
         self._evaluated: LossOfMeans | None = None  # all batches of an evaluation
@@ -243,7 +210,7 @@ class BalancedTrainer(Trainer):
         try:
             super().__init__(*arguments, **kwargs)
         finally:
-            if self._device_count is not None:
+            if self._gpus is not None:
                 vars(self.args)["_n_gpu"] = self._gpus
         args: Any = copy.copy(vars(self)["args"])
         self.args = args
@@ -251,7 +218,7 @@ class BalancedTrainer(Trainer):
             raise ValueError(
                 f"device_ids={device_ids!r} was given for a model that is on several devices, expected None"
             )
-        count = 1 if self.is_model_parallel else self._device_count or 1
+        count = self._count_devices()
         # Batch sizes are multiples of the first. The second would multiply the loss.
         vars(args).update(_n_gpu=count, average_tokens_across_devices=False)
         self._train_batch_size = args.train_batch_size
@@ -276,29 +243,39 @@ class BalancedTrainer(Trainer):
             in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         )
 
+    def _count_devices(self) -> int:
+        if self._device_ids is not None:
+            return len(self._device_ids)
+        # Quantized weights have no copies.
+        is_whole = self.is_model_parallel or getattr(self.model, "is_quantized", False)
+        return 1 if is_whole else self._gpus or 1
+
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator. Until the end of ``__init__``, ``args`` tell of one device, since
         other trainers refuse several, which they would give to ``nn.DataParallel``.
         """
         args, devices = self.args, self._device_ids
-        if self._device_count is None:
+        if self._gpus is None:
             if devices is not None and args.world_size > 1:
                 raise ValueError(
                     f"device_ids={devices!r} was given on {args.world_size} ranks, expected None: each has a device"
                 )
             self._gpus = args.n_gpu
-            # Quantized weights have no copies.
-            count = 1 if getattr(self.model, "is_quantized", False) else args.n_gpu
-            self._device_count = count if devices is None else len(resolve_devices(devices))
             args._n_gpu = min(args.n_gpu, 1)
         super().create_accelerator_and_postprocess()
 
     def __getattribute__(self, name: str) -> Any:
-        """Returns an attribute. A module is its copy in the replica that runs."""
+        """Returns an attribute. A module is its copy in the replica that runs, and the batches of a
+        loader may have their samples.
+        """
         value = super().__getattribute__(name)
+        if name in _LOADERS:
+            return functools.partial(self._keeping_samples, value)
         running = _running.get()
         if running is None:
             return value
+        if name == "current_gradient_accumulation_steps":
+            return 1  # The means of a window are not divided by it.
         if name == "accelerator" and world_size() > 1:
             return _Gathering(value, counts=running.counts)
         return running.copies.get(id(value), value)
@@ -335,21 +312,8 @@ class BalancedTrainer(Trainer):
         return self.model_wrapped
 
     def _prepare_input(self, data: object) -> object:
-        # a replica has its rows
-        running = _running.get()
-        return data if running and running.copies else super()._prepare_input(data)
-
-    def get_train_dataloader(self) -> object:
-        """Returns the loader of Trainer, whose batches may have their samples."""
-        return self._keeping_samples(super().get_train_dataloader)
-
-    def get_eval_dataloader(self, *arguments: object) -> object:
-        """Returns the loader of Trainer, whose batches may have their samples."""
-        return self._keeping_samples(super().get_eval_dataloader, *arguments)
-
-    def get_test_dataloader(self, *arguments: object) -> object:
-        """Returns the loader of Trainer, whose batches may have their samples."""
-        return self._keeping_samples(super().get_test_dataloader, *arguments)
+        # The engine has moved rows to their device.
+        return data if _running.get() else super()._prepare_input(data)
 
     def _keeping_samples(self, make: Callable[..., object], *arguments: object) -> object:
         collate = self.data_collator
@@ -364,23 +328,17 @@ class BalancedTrainer(Trainer):
 
     def _take(self, inputs: Inputs, rows: Sequence[int]) -> Inputs:
         """Returns some rows of a batch."""
-        device = next(self.model.parameters()).device
         if _SAMPLES in inputs:
-            return self._collate([inputs[_SAMPLES].entries[row] for row in rows], device)
-        part: Inputs = move_leaves(take(inputs, rows), device)
-        return part
-
-    def _collate(self, samples: Sequence[object], device: torch.device) -> Inputs:
-        return {**move_leaves(dict(self.data_collator(samples)), device), _SAMPLES: Rows(samples)}
+            samples = [inputs[_SAMPLES].entries[row] for row in rows]
+            return _keep_samples(self.data_collator, samples)
+        return take(inputs, rows)
 
     def _count_items(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Returns the number of labels, if there are some."""
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
             return None
-        shifted = inputs.get("shift_labels")
-        if not isinstance(shifted, Tensor):
-            shifted = labels[..., int(self._loss_shifts_labels) :]
+        shifted: Tensor = inputs.get("shift_labels", labels[..., int(self._loss_shifts_labels) :])
         return shifted.ne(-100).sum()
 
     def _clip_grad_norm(self, model: nn.Module) -> object:
@@ -391,23 +349,23 @@ class BalancedTrainer(Trainer):
         return super()._get_grad_norm(self.model, grad_norm)
 
     def _forwards(
-        self, model: nn.Module, function: Function, *, counts: bool = True
+        self, model: nn.Module, function: Function
     ) -> tuple[Forwards, DataParallelCriterion]:
         """Returns what runs a function on the rows of each device."""
 
-        def compute(module: nn.Module, rows: Inputs, counts: bool = counts) -> Tensor:
+        def compute(module: nn.Module, rows: Inputs, counts: bool) -> Tensor:
             copies: dict[int, nn.Module] = {}
             if isinstance(module, Task):
                 copies = dict(zip(map(id, self._task.children()), module.children(), strict=True))
-                module = module.get_submodule("model")
+            module = _model_in(module)
             token = _running.set(_Running(copies, counts))
             try:
                 if isinstance(rows, Mapping):
                     rows = dict(rows)
                     samples = rows.pop(_SAMPLES, None)
-                    if samples is not None and not rows:
-                        rows = self._collate(samples, next(module.parameters()).device)
-                        del rows[_SAMPLES]
+                    if not rows:
+                        device = next(module.parameters()).device
+                        rows = move_leaves(dict(self.data_collator(samples)), device)
                 # The first of two forwards leaves no trace, and repeated rows do not.
                 is_apart = not counts or (self.model.training and not torch.is_grad_enabled())
                 with self.compute_loss_context_manager():
@@ -416,17 +374,25 @@ class BalancedTrainer(Trainer):
                 _running.reset(token)
 
         criterion = DataParallelCriterion(Additive(compute), self.devices)
-        copies = dataclasses.replace(criterion.copies, halves=None, collectives=OwnCollectives())
+        # Ranks wait for each other, also in rows that do not count.
+        collectives = OwnCollectives(sums_rows=world_size() > 1)
+        copies = dataclasses.replace(criterion.copies, halves=None, collectives=collectives)
         scaler = self.accelerator.scaler
         precision = Precision("fp32") if scaler is None else Precision("fp16", scaler)
         parallel = (
-            model
-            if isinstance(model, DataParallelModel)
-            else _OneModel(model, self.devices[0], compute)
+            model if isinstance(model, DataParallelModel) else _OneModel(model, self.devices[0])
         )
         return Forwards(
             parallel, copies, precision, keeps_order=False, is_compiled=False
         ), criterion
+
+    def _calls(
+        self, model: nn.Module, function: Function, inputs: Inputs, *, counts: bool = True
+    ) -> Calls:
+        """Returns the calls of a function on the rows of each device."""
+        forwards, _ = self._forwards(model, function)
+        shards = self._batch(inputs, counts=counts).split(forwards.model.devices, None)
+        return Calls(forwards.copies, forwards.model(MicroBatch(shards)), shards)
 
     def _apart(self) -> "BalancedTrainer":
         """Returns a copy with containers of its own, so that metrics of a forward are lost with it."""
@@ -434,14 +400,18 @@ class BalancedTrainer(Trainer):
         trainer.__dict__.update({name: _copied(value) for name, value in vars(self).items()})
         return trainer
 
-    def _batch(self, inputs: object) -> Batch:
-        """Returns rows, which are cut if there are several devices and each sample has one row."""
-        count = _count(inputs)
-        if len(self.devices) == 1 or count is None:
-            return Batch(Arguments((), {}), Arguments((Whole(inputs),), {}))
-        assert isinstance(inputs, Mapping)
-        rows = {_SAMPLES: inputs[_SAMPLES]} if _SAMPLES in inputs else inputs
-        return Batch(Arguments((torch.arange(count),), {}), Arguments((rows,), {}))
+    def _batch(self, inputs: Inputs, *, counts: bool) -> Batch:
+        """Returns rows, which are cut if there are several devices and each sample has one row.
+
+        There are none if they do not count. They run then, so that other ranks do not wait.
+        """
+        rows: Any = Whole(inputs)
+        count = _count(inputs) if counts else 0
+        if count is None:
+            return Batch(Arguments((), {}), Arguments((rows, counts), {}))
+        if len(self.devices) > 1:
+            rows = {_SAMPLES: inputs[_SAMPLES]} if _SAMPLES in inputs else inputs
+        return Batch(Arguments((torch.arange(count),), {}), Arguments((rows, counts), {}))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
@@ -453,8 +423,8 @@ class BalancedTrainer(Trainer):
         self._work = None
         if batches:
             batches[-1], weight = self._split(batches[-1])[0]
-            # The last one has weight 0 if all its rows are repeated.
-            self._weights = [1.0] * (len(batches) - 1) + [weight or 0.0]
+            # The last one does not count if all its rows are repeated.
+            self._counts = [True] * (len(batches) - 1) + [bool(weight)]
         return batches, None
 
     def _split(self, inputs: Inputs) -> list[tuple[Inputs, float | None]]:
@@ -470,10 +440,11 @@ class BalancedTrainer(Trainer):
         if not is_last or rows is None:
             return [(inputs, 1.0)]
         new = min(max(state.remainder - rank() * rows, 0), rows)
-        if new in (0, rows):
-            pieces = [(inputs, 1.0), (inputs, None)]
-            return pieces if new else [(inputs, None), (inputs, 0.0)]
-        return [(self._take(inputs, range(new)), 1.0), (self._take(inputs, range(new, rows)), 0.0)]
+        pieces = ((range(new), 1.0), (range(new, rows), 0.0))
+        return [
+            (self._take(inputs, part), weight) if part else (inputs, None)
+            for part, weight in pieces
+        ]
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: object = None
@@ -495,50 +466,41 @@ class BalancedTrainer(Trainer):
 
         The result has no graph.
         """
-        del self.__dict__["compute_loss"]
-        weight = self._weights.pop(0) if self._weights else 1.0
-        is_last = not self._weights
-        steps = getattr(self, "current_gradient_accumulation_steps", 1)
-        # The means of a window are not divided by it.
-        self.current_gradient_accumulation_steps = 1
-        run = BatchRun(self._batch(inputs), is_last, surround=None if weight else _without_rows)
-        try:
-            with (
-                _explained(),
-                torch.autocast(self.args.device.type, enabled=False),
-                window(model, in_step=True),
-            ):
-                if self._work is None:
-                    self._window += 1
-                    if self._is_split and not self._window & (self._window - 1):
-                        self._check(inputs)
-                    self._work = self._begin(model)
-                self._work.add(run)
-                loss = (
-                    self._finish(self._work)
-                    if is_last
-                    else torch.zeros((), device=self.args.device)
-                )
-        except BaseException as error:
-            if self._work is not None:
-                self._work.discard(error)
-            self._work = None
-            raise
-        finally:
-            self.current_gradient_accumulation_steps = steps
-        return loss.requires_grad_()
+        counts = self._counts.pop(0) if self._counts else True
+        run = BatchRun(self._batch(inputs, counts=counts), is_whole=not self._counts)
+        work = self._work
+        self._work = None
+        with (
+            _explained(),
+            torch.autocast(self.args.device.type, enabled=False),
+            window(model, in_step=True),
+        ):
+            if work is None:
+                if self._is_split and self._checks.are_due(None):
+                    self._apart()._compare_rows(inputs)
+                work = self._begin(model)
+            try:
+                work.add(run)
+                if run.is_whole:
+                    return self._finish(work)
+            except BaseException as error:
+                work.discard(error)
+                raise
+        self._work = work
+        return torch.zeros((), device=self.args.device, requires_grad=True)
 
     def _begin(self, model: nn.Module) -> Attempt:
         """Returns an update of the engine."""
         forwards, criterion = self._forwards(model, _loss_of_rows)
-        kind = self._kind = self._kind or criterion.kind
+        kind = self._kind or criterion.kind
+        trained = self._trained()
         sync = (
-            gradient_sync(model, criterion).open()
-            if isinstance(model, DataParallelModel)
-            else _TrainerSync(model, self.devices[0])
+            _TrainerSync(forwards.model, trained)
+            if isinstance(forwards.model, _OneModel)
+            else gradient_sync(model, criterion).open()
         )
         accumulation = Accumulation(
-            forwards, self._trained(), sync, kind, Limit("rows", None), self._weight_before
+            forwards, trained, sync, kind, Limit("rows", None), self._weight_before
         )
         if kind.passes == 1:
             return accumulation
@@ -558,10 +520,10 @@ class BalancedTrainer(Trainer):
             forget_gradients(parameters)  # no label was counted
         self._kind = reduced.kind
         self._weight_before = reduced.weight
-        self._work = None
-        return reduced.loss.to(self.args.device)
+        return reduced.loss.to(self.args.device).requires_grad_()
 
-    def _check(self, inputs: Inputs) -> None:
+    @torch.no_grad()
+    def _compare_rows(self, inputs: Inputs) -> None:
         """Compares the means of a few rows with those of each row.
 
         Raises:
@@ -579,39 +541,22 @@ class BalancedTrainer(Trainer):
         is_half = self.accelerator.mixed_precision != "no" or parameter.dtype.itemsize < 4
         is_training = self.model.training
         self.model.eval()
-        with torch.no_grad(), keep_random_state():
-            *parts, whole = [
-                self._means(self._take(inputs, rows), len(rows))
-                for rows in ([0], [0], [count - 1], [0, 0, count - 1])
-            ]
+        statistics = []
+        with keep_random_state():
+            for rows in ([0], [0], [count - 1], [0, 0, count - 1]):
+                calls = self._calls(self.model, _loss_of_rows, self._take(inputs, rows))
+                means = LossOfMeans(calls.copies, self.devices[0])
+                statistics += means.collect(calls)
         self.model.train(is_training)
-        for name, mean in whole.items():
-            others = [part.get(name, torch.full_like(mean, torch.nan)) for part in parts]
-            apart = functools.reduce(torch.add, others)
-            if not ((apart - mean).abs() <= (0.02 if is_half else 1e-3) * mean.abs()).all():
+        *parts, whole = [part.tensors for part in statistics]
+        for place, number in whole.items():
+            apart = sum(part.get(place, torch.nan) for part in parts)
+            if not (apart - number).abs() <= (0.02 if is_half else 1e-3) * number.abs():
+                name, kind = place
                 raise ValueError(
-                    f"sum and count of {name} are {mean.tolist()} for a few rows, and {apart.tolist()} added up row by row: the "
+                    f"the {kind} of {name.text} ({name.number}) is {number} for a few rows, and {apart} added up row by row: the "
                     f"rows depend on each other. {_EXPECTED}"
                 )
-
-    def _means(self, rows: Inputs, count: int) -> dict[str, Tensor]:
-        """Returns the sum and the count of each mean in the loss of some rows."""
-        apart = self._apart()
-        forwards, _ = self._forwards(self.model, lambda _, *rest: _loss_of_rows(apart, *rest))
-        shard = ShardLoss(forwards.copies.criterion, count, self.model, (rows,), {})
-        return {
-            f"{name.text} ({name.number})": torch.stack(
-                [
-                    torch.as_tensor(number).to(self.args.device, torch.float)
-                    for number in (
-                        term.value,
-                        term.weight,
-                        *[bound * count for _, bound in term.bounds],
-                    )
-                ]
-            )
-            for name, term in find_means(shard, is_split=True)[1].items()
-        }
 
     @torch.no_grad()
     def prediction_step(
@@ -621,30 +566,24 @@ class BalancedTrainer(Trainer):
         step = super().prediction_step
         results: dict[int, Sequence[Any]] = {}
 
-        def predict(trainer: object, replica: nn.Module, rows: Inputs) -> Tensor:
-            self.__dict__["compute_loss"] = self._counted_loss
+        def predict(trainer: BalancedTrainer, replica: nn.Module, rows: Inputs) -> Tensor:
+            self.__dict__["compute_loss"] = trainer._counted_loss
             result = results[id(replica)] = step(replica, rows, *arguments, **settings)
             loss: Tensor = torch.zeros(()) if result[0] is None else result[0]
             return loss
 
         rows_of_results = list[Sequence[Any]]()
-        totals: dict[Any, Tensor] = {}
+        statistics = list[ShardStatistics]()
         for rows, weight in self._split(inputs):
-            forwards, _ = self._forwards(model, predict, counts=bool(weight))
-            (shards,) = self._batch(rows).plan(forwards.model.devices, None, None, int)
-            calls = Calls(forwards.copies, forwards.model(MicroBatch(shards)), shards)
-            means, whole = (
-                LossOfMeans(forwards.copies, self.devices[0], is_split=self._is_split)
-                for _ in range(2)
-            )
-            whole = self._evaluated = self._evaluated or whole
+            calls = self._calls(model, predict, rows, counts=bool(weight))
+            means = LossOfMeans(calls.copies, self.devices[0], is_split=self._is_split)
+            self._evaluated = self._evaluated or means
             with _explained():
-                parts = (whole if weight else means).collect(calls)
+                statistics += self._evaluated.collect(calls)
             if weight is not None:
-                _add_totals(totals, parts, self.args.device)
                 rows_of_results += [results[id(_model_in(module))] for module in calls.outputs]
         losses, logits, labels = zip(*rows_of_results, strict=True)
-        loss = None if losses[0] is None else _sum_of_means(totals)
+        loss = None if losses[0] is None else _loss_of(statistics, losses[0])
         return loss, self._join(logits), self._join(labels)
 
     def _join(self, parts: Sequence[Any]) -> object:
@@ -654,13 +593,11 @@ class BalancedTrainer(Trainer):
 
     def _counted_loss(
         self, model: nn.Module, rows: Inputs, return_outputs: bool = False, **_: object
-    ) -> object:
-        """Calls ``compute_loss`` in an evaluation, with the number of labels as in training."""
-        running = _running.get()
-        trainer = self._apart() if running and not running.counts else self
+    ) -> Any:
+        """Calls ``compute_loss`` of the class, and tells it the number of labels in its rows."""
         count = self._count_items(rows)
         return type(self).compute_loss(
-            trainer, model, rows, return_outputs=return_outputs, num_items_in_batch=count
+            self, model, rows, return_outputs=return_outputs, num_items_in_batch=count
         )
 
     def evaluation_loop(self, *arguments: object, **settings: object) -> Any:
@@ -674,7 +611,6 @@ class BalancedTrainer(Trainer):
         if name in output.metrics and self._evaluated is not None:
             loss = self._evaluated.finish(torch.zeros((), device=self.args.device))
             output.metrics[name] = loss.item()
-        self._evaluated = None
         self.__dict__.pop("compute_loss", None)
         return output
 
@@ -704,34 +640,31 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> T
         # The loss becomes a sum.
         number = steps * trainer.accelerator.num_processes
         rows["num_items_in_batch"] = torch.tensor(float(number), device=args.device)
-    loss: Tensor = type(trainer).compute_loss(
-        trainer, model, rows, num_items_in_batch=trainer._count_items(rows)
-    )
+    loss: Tensor = trainer._counted_loss(model, rows)
     if is_of_generation:
         loss = loss / (rows["completion_mask"] * rows.get("tool_mask", 1)).sum()
     return loss
 
 
-def _add_totals(
-    totals: dict[Any, Tensor], parts: Sequence[ShardStatistics], device: torch.device
-) -> None:
+def _loss_of(parts: Sequence[ShardStatistics], otherwise: Tensor) -> Tensor:
+    """Returns the loss of some shards, without the bounds of counts. ``otherwise`` is that of rows
+    that do not count.
+    """
+    totals: dict[Any, Tensor] = {}
     for part in parts:
         for place, tensor in part.tensors.items():
-            totals[place] = totals.get(place, 0.0) + tensor.to(device)
-
-
-def _sum_of_means(totals: Mapping[Any, Tensor]) -> Tensor:
+            totals[place] = totals.get(place, 0.0) + tensor.to(otherwise.device)
     means = [
         total / totals[name, "count"] for (name, kind), total in totals.items() if kind == "total"
     ]
-    return functools.reduce(torch.add, means)
+    return functools.reduce(torch.add, means or [otherwise])
 
 
 def _model_in(module: nn.Module) -> nn.Module:
-    return module.get_submodule("model") if isinstance(module, Task) else module
+    return module["model"] if isinstance(module, Task) else module
 
 
-def _keep_samples(collate: Callable[..., object], samples: Sequence[object]) -> object:
+def _keep_samples(collate: Callable[..., Inputs], samples: Sequence[object]) -> Inputs:
     """Returns a batch, with its samples if these do not have one row each: pairs, packed rows."""
     batch = collate(samples)
     if isinstance(batch, dict) and _count(batch) != len(samples):
@@ -757,15 +690,12 @@ def _copied(value: object) -> object:
     return copy.copy(value) if isinstance(value, (list, set)) else value
 
 
-def _without_rows(shard: Shard) -> Shard:
-    return shard._replace(target_rows=0)
-
-
 def _no_settings() -> Any:
     """Ranks do not compare settings: Trainer has the same on all of them."""
 
 
 _OF_GENERATION = ("dapo", "cispo", "vespo")  # losses over the tokens of all generated completions
+_LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 _EXPECTED = (
     "Expected a sum of means of torch's losses, of .mean(), or of sums over num_items_in_batch. For other losses, let an update "
     "be one forward, or use TrainStep, and DataParallelCriterion(..., whole=True)"
