@@ -129,7 +129,7 @@ class Facts(NamedTuple):
 
 _UNKNOWN = Facts(_OF_OUTPUTS)
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
-_INDICES = slice, int, type(None), type(...)  # of elements that do not depend on values
+_INDICES = slice, int, type(None), type(...)  # They select elements that no value tells.
 
 
 class MeanRecorder(TorchFunctionMode):
@@ -193,7 +193,7 @@ class MeanRecorder(TorchFunctionMode):
         elif depends_on_rows and not result.dim() and result is not args[0]:
             form = self._record(name, result, args)
             bounded = self._bounded(name, args, kwargs)
-            self._facts[result] = self._facts[result]._replace(form=form, bounded=bounded)
+            self._learn(result, self._of(result)._replace(form=form, bounded=bounded))
         return result
 
     def _is_unknown(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -239,11 +239,15 @@ class MeanRecorder(TorchFunctionMode):
         if name in _UNCHANGED and isinstance(args[0], Tensor):
             tensors = args[:1]  # Another tensor gives its type and device.
         for tensor in filter(torch.is_tensor, result if isinstance(result, tuple) else (result,)):
-            facts = Facts(self._level_of_result(name, tensors, tensor), is_selected=is_selected)
-            if facts == _UNKNOWN and tensor.dim():
-                self._facts.pop(tensor, None)
-            else:
-                self._facts[tensor] = facts
+            level = self._level_of_result(name, tensors, tensor)
+            self._learn(tensor, Facts(level, is_selected=is_selected))
+
+    def _learn(self, tensor: Tensor, facts: Facts) -> None:
+        """Keeps the facts about a tensor, if they are not those of an unknown one."""
+        if facts == _UNKNOWN:
+            self._facts.pop(tensor, None)
+        else:
+            self._facts[tensor] = facts
 
     def _level_of_result(self, name: str, tensors: Sequence[Tensor], result: Tensor) -> int:
         if name == sum_over_rows.__name__:
