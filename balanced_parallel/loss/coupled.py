@@ -484,7 +484,11 @@ class WholeLoss(CoupledLoss):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
         self.pieces = self._parts(calls)
-        loss = self._call(self._gather())
+        rows = self._gather()
+        if 0 < len(rows.ranks) < world_size():
+            share = (rank() in rows.ranks) * world_size() / len(rows.ranks)
+            rows.batch = containers.map_leaves(lambda leaf: _scaled(leaf, share), rows.batch)
+        loss = self._call(rows)
         return containers.map_leaves(
             lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss
         )
@@ -574,6 +578,18 @@ class WholeLoss(CoupledLoss):
         return self.copies.run_once(
             lambda criterion: ShardLoss(criterion, *arguments).call(), rows.device
         )
+
+
+def _scaled(leaf: Any, factor: float) -> Any:
+    """Returns a leaf. The gradient of one without rows, such as a temperature, is multiplied.
+
+    Strategies average gradients over all ranks, and a rank without rows has none of it.
+    """
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return leaf
+    same = leaf.view_as(leaf)
+    same.register_hook(lambda gradient: gradient * factor)
+    return same
 
 
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:

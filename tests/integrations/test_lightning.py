@@ -12,12 +12,14 @@ pytestmark = [pytest.mark.libraries, pytest.mark.filterwarnings("default"), pyte
 
 pytest.importorskip("lightning")
 
+import torch.nn.functional as F  # noqa: E402
 import torchmetrics  # noqa: E402
 from helpers.lightning_modules import Classifier, Contrastive, SeveralMeans, SharpeRatio, WithConstant, fit, load  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep  # noqa: E402
 from balanced_parallel.integrations.lightning import BalancedStrategy  # noqa: E402
 from balanced_parallel.replicas import module_tree  # noqa: E402
 
@@ -240,3 +242,33 @@ def test_ranks(kind, batches, tmp_path):
     torch.testing.assert_close(gradients[0], expected.gradients[0], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(metrics["train_loss_step"], expected.results[-1][0], rtol=1e-5, atol=1e-8)
     assert names == [*expected.state_dict()]
+
+
+class Manual(Classifier):
+    """A module that calls a ``TrainStep`` with a loss of all rows."""
+
+    def __init__(self, devices):
+        super().__init__()
+        self.automatic_optimization = False
+        self.devices = devices
+
+    def on_fit_start(self):
+        model = DataParallelModel(self.head, self.devices)
+        criterion = DataParallelCriterion(contrastive, whole=True)
+        self.step = TrainStep(model, criterion, self.optimizers(), micro_batch_size=3)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.step(self.text(batch["text"]).detach())
+        self.log("train_loss", loss)
+        return {"loss": loss}
+
+
+def contrastive(outputs):
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def test_a_module_with_manual_optimization_calls_a_step():
+    one, three = Manual(["cpu"]), Manual(["cpu"] * 3)
+    assert fit(one).global_step == fit(three).global_step == 6
+    assert not torch.equal(one.head.weight, Manual([]).head.weight)
+    assert_same_state(one, three)

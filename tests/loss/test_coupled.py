@@ -1,10 +1,12 @@
 """``AdditiveLoss``: statistics of any structure, and errors in one line."""
 
+import copy
+
 import pytest
 import torch
 from helpers import coupled
 from helpers.coupled import assert_same_update, correlation_loss, correlation_statistics, coupled_problem, gradients_of
-from helpers.problems import build_net
+from helpers.problems import build_net, gradients, whole_gradients
 from helpers.ranks import run_ranks
 from helpers.steps import still_step
 from torch import nn
@@ -125,3 +127,38 @@ def loss_of_named_rows(rank):
 def test_entries_of_all_ranks_are_in_the_order_of_the_rows():
     for loss, expected in run_ranks(2, loss_of_named_rows):
         torch.testing.assert_close(loss, expected)
+
+
+class Pairs(nn.Module):
+    """Two embeddings of each row, and a temperature, as in CLIP."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs):
+        return self.first(inputs), self.second(inputs), self.scale.exp()
+
+
+def contrastive(first, second, scale):
+    logits = scale * first @ second.T
+    return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def check_temperature(rank, is_first_empty, strategy):
+    torch.manual_seed(0)
+    net, inputs = Pairs().double(), torch.randn(7, 4, dtype=torch.double)
+    plain = copy.deepcopy(net)
+    contrastive(*plain(inputs)).backward()
+    model, criterion = parallelize(net, DataParallelCriterion(contrastive, whole=True), ["cpu"], strategy=strategy)
+    rows = inputs[:0] if (rank == 0) == is_first_empty else inputs
+    criterion(model(rows)).backward()
+    for found, expected in zip(whole_gradients(net.parameters()), gradients(plain), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_first_empty", [False, True])
+def test_the_gradient_of_a_temperature_comes_from_the_ranks_with_rows(is_first_empty, strategy):
+    run_ranks(2, check_temperature, is_first_empty, strategy, timeout=60)
