@@ -485,10 +485,8 @@ class WholeLoss(CoupledLoss):
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
         self.pieces = self._parts(calls)
         rows = self._gather()
-        if 0 < len(rows.ranks) < world_size():
-            share = (rank() in rows.ranks) * world_size() / len(rows.ranks)
-            rows.batch = containers.map_leaves(lambda leaf: _scaled(leaf, share), rows.batch)
-        loss = self._call(rows)
+        share = world_size() * (rank() in rows.ranks) / max(len(rows.ranks), 1)
+        loss = self._call(rows, share)
         return containers.map_leaves(
             lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss
         )
@@ -566,8 +564,11 @@ class WholeLoss(CoupledLoss):
             whole, device, self._refusal if len(pieces) > 1 or world_size() > 1 else None
         )
 
-    def _call(self, rows: "RankRows") -> Any:
-        inputs, kwargs = move_arguments(rows.batch, rows.device)
+    def _call(self, rows: "RankRows", share: float = 1.0) -> Any:
+        batch = rows.batch
+        if share != 1:
+            batch = containers.map_leaves(lambda leaf: _scaled(leaf, share), batch)
+        inputs, kwargs = move_arguments(batch, rows.device)
         arguments = (
             1,
             inputs[: self._outputs],
