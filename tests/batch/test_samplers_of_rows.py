@@ -70,7 +70,7 @@ class OfNumpy(OfGlobalNumbers):
 
 
 class Endless(Sampler):
-    """Has no length."""
+    """A sampler without a length."""
 
     generator = None
 
