@@ -397,7 +397,9 @@ class BalancedTrainer(Trainer):
     def _apart(self) -> "BalancedTrainer":
         """Returns a copy with containers of its own, so that metrics of a forward are lost with it."""
         trainer = copy.copy(self)
-        trainer.__dict__.update({name: _copied(value) for name, value in vars(self).items()})
+        trainer.__dict__.update(
+            {name: _copy_containers(value) for name, value in vars(self).items()}
+        )
         return trainer
 
     def _batch(self, inputs: Inputs, *, counts: bool) -> Batch:
@@ -471,7 +473,7 @@ class BalancedTrainer(Trainer):
         work = self._work
         self._work = None
         with (
-            _explained(),
+            _explain_errors(),
             torch.autocast(self.args.device.type, enabled=False),
             window(model, in_step=True),
         ):
@@ -578,7 +580,7 @@ class BalancedTrainer(Trainer):
             calls = self._calls(model, predict, rows, counts=bool(weight))
             means = LossOfMeans(calls.copies, self.devices[0], is_split=self._is_split)
             self._evaluated = self._evaluated or means
-            with _explained():
+            with _explain_errors():
                 statistics += self._evaluated.collect(calls)
             if weight is not None:
                 rows_of_results += [results[id(_model_in(module))] for module in calls.outputs]
@@ -616,7 +618,7 @@ class BalancedTrainer(Trainer):
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     """Surrounds losses of a trainer. Their errors say what a trainer expects."""
     try:
         yield
@@ -681,11 +683,11 @@ def _count(inputs: object) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _copied(value: object) -> object:
+def _copy_containers(value: object) -> object:
     """Returns a copy of nested mappings, and of lists and sets in them."""
     if isinstance(value, dict):
         new = copy.copy(value)
-        new.update({key: _copied(entry) for key, entry in value.items()})
+        new.update({key: _copy_containers(entry) for key, entry in value.items()})
         return new
     return copy.copy(value) if isinstance(value, (list, set)) else value
 

@@ -567,7 +567,7 @@ class WholeLoss(CoupledLoss):
     def _call(self, rows: "RankRows", share: float = 1.0) -> Any:
         batch = rows.batch
         if share != 1:
-            batch = containers.map_leaves(lambda leaf: _scaled(leaf, share), batch)
+            batch = containers.map_leaves(lambda leaf: _scale_gradient(leaf, share), batch)
         inputs, kwargs = move_arguments(batch, rows.device)
         arguments = (
             1,
@@ -581,8 +581,8 @@ class WholeLoss(CoupledLoss):
         )
 
 
-def _scaled(leaf: Any, factor: float) -> Any:
-    """Returns a leaf. The gradient of one without rows, such as a temperature, is multiplied.
+def _scale_gradient(leaf: Any, factor: float) -> Any:
+    """Multiplies the gradient of a leaf without rows, such as a temperature, and returns it.
 
     Strategies average gradients over all ranks, and a rank without rows has none of it.
     """

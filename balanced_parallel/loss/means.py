@@ -208,7 +208,7 @@ class MeanRecorder(TorchFunctionMode):
         if not all(isinstance(each, _INDICES) for each in indices):
             return False
         is_unknown = False
-        for part in _flattened((*args, *kwargs.values())):
+        for part in _flatten((*args, *kwargs.values())):
             facts = self._facts.get(part) if isinstance(part, Tensor) else None
             is_used = facts is not None and (facts.form is not None or facts.is_selected)
             if is_used or isinstance(part, (list, tuple, dict)):
@@ -467,7 +467,7 @@ def _is_selection(name: str, tensors: list[Tensor], result: Any) -> bool:
     return name in _SELECTIONS or (name == "where" and isinstance(result, tuple))
 
 
-def _flattened(arguments: Iterable[Any]) -> Iterator[Any]:
+def _flatten(arguments: Iterable[Any]) -> Iterator[Any]:
     """Yields arguments, and the entries of lists and tuples among them."""
     for argument in arguments:
         if isinstance(argument, (list, tuple)):

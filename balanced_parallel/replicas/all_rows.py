@@ -50,9 +50,9 @@ def sum_over_rows(tensor: Tensor) -> Tensor:
     replicas and ranks; under ``no_grad`` there is none.
 
     All replicas and ranks call it equally often, in the same order, with tensors of one shape and
-    dtype. A rank without rows runs its forward without rows, and adds zeros. Micro-batches have sums of
-    their own, as with :func:`convert_sync_batchnorm`. Outside of a forward of this package, it sums
-    over the ranks of the process group, if there is one.
+    dtype. A rank without rows runs its forward without rows, and adds zeros. Micro-batches have
+    sums of their own, as with :func:`convert_sync_batchnorm`. Outside of a forward of this package,
+    it sums over the ranks of the process group, if there is one.
 
     Args:
         tensor: of any shape, on the device of this replica. The dtype is kept; halves are added in
@@ -82,15 +82,16 @@ def sum_over_rows(tensor: Tensor) -> Tensor:
     is_replica = current_replica() is not None
     is_alone = not is_replica and world_size() == 1
     is_reentrant = is_alone and _replicas_met and current_backward_id() is not None
-    if is_replica if in_checkpoint() else is_reentrant:
+    is_recomputed_alone = is_replica if in_checkpoint() else is_reentrant
+    if is_recomputed_alone:
         raise RuntimeError(
             "sum_over_rows cannot be called again in the backward, without the other replicas, expected it outside of activation "
             "checkpointing"
         )
-    return tensor.clone() if is_alone or _rows.get() == ALL else _summed(tensor)
+    return tensor.clone() if is_alone or _rows.get() == ALL else _sum(tensor)
 
 
-def _summed(tensor: Tensor) -> Tensor:
+def _sum(tensor: Tensor) -> Tensor:
     global _replicas_met
     parts = [part for _, part in exchange(tensor)]
     _replicas_met = _replicas_met or len(parts) > 1
