@@ -303,12 +303,14 @@ def test_names_of_classes_and_types_have_one_owner():
 
 
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
+    "diagnostics.bits": "a public argument",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
     "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
+    "training.exact": "a public argument",
     "training.reproducible": "a public argument",
 }
 

@@ -382,9 +382,7 @@ class BalancedTrainer(Trainer):
         parallel = (
             model if isinstance(model, DataParallelModel) else _OneModel(model, self.devices[0])
         )
-        return Forwards(
-            parallel, copies, precision, keeps_order=False, is_compiled=False
-        ), criterion
+        return Forwards(parallel, copies, precision, keeps_order=False), criterion
 
     def _calls(
         self, model: nn.Module, function: Function, inputs: Inputs, *, counts: bool = True

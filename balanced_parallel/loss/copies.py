@@ -226,14 +226,18 @@ class CriterionCopies:
     ) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
         """Yields a copy for each device.
 
-        A module on another device is moved to that of the first output.
+        A module on another device is moved to that of the first output. It stays where it is if
+        that device has a copy: an optimizer may have state of its parameters.
         """
         criterion = self.criterion
         if isinstance(criterion, nn.Module):
+            home = devices[0]
+            if home in self.replicas.copies.by_device:
+                home = next(criterion.parameters()).device
             for tensor in (*criterion.parameters(), *criterion.buffers()):
-                if tensor.device != devices[0]:
-                    criterion.to(devices[0])
-            return self.replicas.of(criterion, devices, devices[0])
+                if tensor.device != home:
+                    criterion.to(home)
+            return self.replicas.of(criterion, devices, home)
         copies = [criterion] * len(devices)
         if isinstance(criterion, functools.partial):
             bound = criterion.args, criterion.keywords

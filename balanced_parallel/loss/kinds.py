@@ -16,6 +16,8 @@ is another kind, which the user of the criterion keeps.
 import abc
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,13 +28,13 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.rows import move_leaves, parameters_of, spread
-from ..runtime.collectives import sum_over_ranks, world_size
+from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
 from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
-from .means import LossOfMeans, single_mean
+from .means import ExactLossOfMeans, LossOfMeans, single_mean
 from .rules import (
     add_loss,
     counts_classes,
@@ -113,6 +115,16 @@ class Kind(abc.ABC):
         """Returns the kind for the next batch. ``loss`` is that of an update of two passes."""
         return self
 
+    def exact(self) -> "Kind":
+        """Returns the kind whose loss has the same bits for any order of the parts.
+
+        Raises ``ValueError`` for a loss of all rows.
+        """
+        raise ValueError(
+            "reproducible='bits' with a loss of all rows (whole=True or an AdditiveLoss), whose parts are added in floating "
+            "point, expected a loss whose rows are independent"
+        )
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -180,6 +192,10 @@ class _OfOnePass(_OfRows):
 
         It runs in the thread of the replica.
         """
+
+    def exact(self) -> Kind:
+        """Returns the same kind: parts have the same bits."""
+        return self
 
     def _parts(self, calls: Calls) -> list[Any]:
         return calls.run(self._part)
@@ -309,7 +325,9 @@ class WeighedMean(_Mean):
         if not (is_whole and targets and is_structure(weight)):
             return self
         counts = [flat_weights(_weights_of_targets(weight, part)) for part in targets]
-        totals = sum_over_ranks(torch.tensor(counts, dtype=torch.float64).sum(0))
+        everywhere = itertools.chain(*gather_objects(counts))
+        # in any order of the parts
+        totals = torch.tensor([*map(math.fsum, zip(*everywhere, strict=True))], dtype=torch.float64)
         bounds = bounds_of(self.settings.minimum, weight)
         divisors = [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)]
         return dataclasses.replace(self, divisors=divisors, is_mean=False)
@@ -396,6 +414,20 @@ class MeansInside(_OfRows, _OfTwoPasses):
         if isinstance(loss, LossOfMeans) and loss.has_one_count:
             return OneCount(self.settings, self.reduction, loss.least)
         return super().learned(copies)
+
+    def exact(self) -> Kind:
+        """Returns a kind of two passes in every update, whose sums are exact."""
+        return ExactMeansInside(self.settings, self.reduction)
+
+
+class ExactMeansInside(MeansInside):
+    """Means inside of a criterion, with sums of counts and terms that have no order."""
+
+    loss = ExactLossOfMeans
+
+    def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
+        """Returns the same kind: a run that is resumed has not learned what the first one had."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)

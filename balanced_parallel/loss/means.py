@@ -16,6 +16,7 @@ contrastive loss. So the terms of some batches are compared with those of halves
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,9 +30,10 @@ from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.rows import Shard
 from ..replicas.all_rows import sum_over_rows
+from ..runtime.collectives import gather_objects
 from ..runtime.devices import move
 from ..runtime.torch_private import is_output_of_ddp, storage_id, versions
-from .copies import Calls, ShardLoss
+from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
 from .sums import LossSum, add_up, divide, weighted_sum, widen, zero_of
@@ -784,6 +786,37 @@ class LossOfMeans(LossOfSums):
         raise UnknownMeanError(
             f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}. {advice}"
         ) from cause
+
+
+class ExactLossOfMeans(LossOfMeans):
+    """A :class:`LossOfMeans` whose sums are the same for any order of the parts, on any ranks."""
+
+    def __init__(
+        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
+    ) -> None:
+        super().__init__(copies, home, is_split=is_split)
+        self._numbers: dict[Any, list[Tensor]] = {}
+
+    def _add(self, parts: list[ShardStatistics]) -> None:
+        super()._add(parts)
+        for part in parts:
+            for place, number in part.tensors.items():
+                self._numbers.setdefault(place, []).append(number)
+
+    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
+        """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
+        form = {place: total.to("meta") for place, total in self._total.items()}
+        numbers = {place: [float(each) for each in parts] for place, parts in self._numbers.items()}
+        ranks = enumerate(gather_objects((self._structure, form, numbers)))
+        by_rank = {number: rank for number, rank in ranks if rank[1]}
+        self._check_shapes([form for _, form, _ in by_rank.values()])
+        for self._structure, form, _ in itertools.islice(by_rank.values(), 1):
+            for place, like in form.items():
+                total = math.fsum(
+                    each for _, _, of_rank in by_rank.values() for each in of_rank[place]
+                )
+                self._total[place] = torch.full_like(like, total, device=self.home)
+        return [*by_rank]
 
 
 _DEPENDENT = (

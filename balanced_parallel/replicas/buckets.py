@@ -301,6 +301,15 @@ class Bucket:
 
         return add_sums
 
+    def take(self) -> list[Gradients]:
+        """Returns the gradients that wait on other devices, and forgets them."""
+        with self._lock:
+            self._drop_discarded()
+            held = [*self.held.values()]
+            self.held = {}
+            self._local = {}
+        return held
+
     def drop(self) -> None:
         """Forgets the gradients that the replicas and the owners hold."""
         with self._lock:

@@ -155,6 +155,7 @@ class Forward:
         self.ticket = next(_tickets)
         self.drawn: list[tuple[str, tuple[int, ...]]] = []  # operator and shape
         self._seed = update.seed
+        self.first_row = rows[0] if rows else 0
         self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
         self._shapes = shapes
         self._generator = generator

@@ -56,7 +56,7 @@ from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward
-from ..runtime import collectives, torch_private
+from ..runtime import collectives, torch_private, transport
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import (
     CHILDREN,
@@ -66,8 +66,8 @@ from ..runtime.torch_private import (
     is_differentiable,
     run_after_backward,
 )
-from ..runtime.values import check_type, forget_gradients
-from ..training.sync import GradientSync, UpdateSync, gradient_sync
+from ..runtime.values import check_type, forget_gradients, take_gradients
+from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
     RankModel,
@@ -452,6 +452,9 @@ class _DDPSync(RankSync):
     def open(self) -> UpdateSync:
         return _DDPUpdate(self, self._model)
 
+    def by_group(self) -> Callable[[], GroupSync]:
+        return lambda: _DDPGroups(self, self._model)
+
 
 class _DDPUpdate(RankUpdate):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch.
@@ -562,6 +565,42 @@ class _DDPUpdate(RankUpdate):
             raise torch.OutOfMemoryError(
                 f"{sums.out_of_memory:.0f} of {self._ranks} ranks ran out of memory, {last}"
             )
+
+
+class _DDPGroups(_DDPUpdate, GroupSync):
+    """Sums integers over ranks at the end of an update. The reducer does not run."""
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        self._has_begun = True
+        no_sync: contextlib.AbstractContextManager[None] = self._model.no_sync()
+        return no_sync
+
+    def take(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return take_gradients(parameters)
+
+    def gather(self, report: GroupReport) -> list[GroupReport]:
+        self._has_begun = False
+        self._model.share_buffers()
+        return collectives.gather_objects(report, self._record.group)
+
+    def reduce(self, tensors: Sequence[Tensor]) -> None:
+        for chunk in transport.chunks(tensors, transport.BUFFER_BYTES):
+            parts = [tensors[number] for number in chunk]
+            total = collectives.sum_over_ranks(
+                torch.cat([*map(Tensor.flatten, parts)]), self._record.group
+            )
+            for part, summed in zip(parts, total.split([*map(Tensor.numel, parts)]), strict=True):
+                part.copy_(summed.view(part.shape))
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        """Multiplies the gradients by the factor: they were not averaged."""
+        torch_private.foreach_multiply_(self._shared_gradients(tensors), factor)
+
+    def discard(self, error: BaseException) -> None:
+        """Forgets the gradients of this rank. Tells the others, which wait at the end of the update."""
+        if self._has_begun:
+            self.gather(GroupReport(failure=f"{type(error).__name__}: {error}"))
+        forget_gradients(self._record.parameters)
 
 
 @gradient_sync.register

@@ -30,7 +30,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack, cast
+from typing import Any, NoReturn, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -234,6 +234,11 @@ class _FSDPSync(RankSync):
         # Ranks wait for the shards of others from the first forward on.
         collectives.begin_reduction()
         return _FSDPUpdate(self, self._model)
+
+    def by_group(self) -> NoReturn:
+        raise ValueError(
+            "reproducible='bits' with strategy='fsdp', which sums gradients in every micro-batch, expected strategy='ddp'"
+        )
 
     def fits(self) -> bool:
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a

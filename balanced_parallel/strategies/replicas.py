@@ -13,11 +13,12 @@ from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
 from ..runtime.torch_private import foreach_multiply_
+from ..runtime.values import take_gradients
 from ..training.settings import Settings
-from ..training.sync import GradientSync, UpdateSync, gradient_sync
+from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync, gradient_sync
 
 
-class _ReplicaSync(GradientSync, UpdateSync):
+class _ReplicaSync(GradientSync, GroupSync):
     """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of
     the last micro-batch.
 
@@ -31,6 +32,29 @@ class _ReplicaSync(GradientSync, UpdateSync):
 
     def open(self) -> UpdateSync:
         return self
+
+    def by_group(self) -> Callable[[], GroupSync]:
+        shared = {*self._model.parameters()} & {*self._criterion.parameters()}
+        if shared and len({*self._model.devices}) > 1:
+            raise ValueError(
+                "reproducible='bits' with a parameter that model and criterion share on several devices, expected it in the "
+                "module alone: its gradients are added in another order on one device"
+            )
+        return lambda: self
+
+    def take(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        taken = []
+        for replicas in (self._criterion.replicas, self._model.replicas):
+            for bucket in replicas.gradients.buckets:
+                for gradients in bucket.take():
+                    taken += [(bucket.parameters[place], each) for place, each in gradients.items()]
+        return taken + take_gradients(parameters)
+
+    def gather(self, report: GroupReport) -> list[GroupReport]:
+        return [report]
+
+    def reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Does nothing: there is one process."""
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it.

@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,7 +35,8 @@ class ParameterUpdate:
     """One step of several optimizers, together or not at all, over the parameters that their groups
     have now.
 
-    ``trained`` are the parameters of model and criterion by name, each once.
+    ``trained`` are the parameters of model and criterion by name, each once. ``clip`` clips
+    the gradients, and returns their norm before.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class ParameterUpdate:
         optimizers: Sequence[Optimizer],
         trained: Mapping[str, Tensor],
         skip_above: float | None = None,
+        clip: Callable[[list[Tensor], float], Tensor] = torch.nn.utils.clip_grad_norm_,
     ) -> None:
         self.optimizers = optimizers
         self._skip_above = skip_above
+        self._clip = clip
         self.trained = trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
@@ -135,7 +138,7 @@ class ParameterUpdate:
             self._call_hooks()
             # An overflow in one optimizer makes the gradients of the others zero here.
             if max_grad_norm is not None:
-                norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_grad_norm)
+                norm = self._clip(self._parameters, max_grad_norm)
                 self.grad_norm = norm if type(norm) is Tensor else norm.full_tensor()  # type: ignore[attr-defined]
             if scaler is None:
                 self.step()

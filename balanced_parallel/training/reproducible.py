@@ -11,7 +11,8 @@ dimension that grows is that of the rows.
 """
 
 import functools
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,10 +31,11 @@ from .update import BatchRun, Compute, Forwards, Reduced, Work
 class RandomByRow:
     """The random numbers of a :class:`TrainStep` with ``reproducible=True``.
 
-    ``before`` is for what the small forwards change.
+    ``before`` is for what the small forwards change. If the step ``is_exact``, no buffer may change
+    in a forward: each device would have its own.
     """
 
-    def __init__(self, model: ParallelModel, before: Snapshot) -> None:
+    def __init__(self, model: ParallelModel, before: Snapshot, *, is_exact: bool) -> None:
         if draws_in_compiled_code(model.module):
             raise ValueError(
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
@@ -41,6 +43,7 @@ class RandomByRow:
             )
         self._device = model.devices[0]
         self._before = before
+        self._is_exact = is_exact
         # walked once: a thousand modules take almost a millisecond
         self._modules = list(model.modules())
         self.draws: dict[Hashable, list[Draw]] = {}  # the draws of each kind of batch that has run
@@ -67,6 +70,12 @@ class RandomByRow:
                     # One row is repeated where rows have lengths of their own.
                     distinct = 1 if batch.pads else batch.rows or 0
                     run(batch.shard([row % distinct for row in range(count)], self._device))
+            written = self._before.find_written() if self._is_exact else ""
+            if written:
+                raise ValueError(
+                    f"reproducible='bits' with a forward that writes the buffer {written}, expected none, such as group norm in "
+                    "place of batch norm: each device would have values of its own rows"
+                )
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
@@ -82,16 +91,23 @@ class RandomByRow:
 class NumberedRows:
     """The rows of one update, which have numbers over all ranks and batches.
 
-    ``open_work`` returns the work that runs them.
+    ``open_work`` returns the work that runs them. ``group`` is the number of rows that run together
+    in any layout, or None.
     """
 
     def __init__(
-        self, random: RandomByRow, forwards: Forwards, kind: Kind, open_work: Callable[[], Work]
+        self,
+        random: RandomByRow,
+        forwards: Forwards,
+        kind: Kind,
+        open_work: Callable[[], Work],
+        group: int | None = None,
     ) -> None:
         self._random = random
         self._forwards = forwards
         self._kind = kind
         self._open_work = open_work
+        self._group = group
         self._work: Work | None = None
         self._update: UpdateRandom | None = None
         # The state of the CPU's generator before the seed of the update.
@@ -107,14 +123,16 @@ class NumberedRows:
             everyone = gather_objects(
                 (int(torch.empty((), dtype=torch.int64).random_()), rows, is_known)
             )
-            self._update = UpdateRandom(
-                everyone[0][0], sum(count for _, count, _ in everyone[: rank()])
-            )
+            counts = [count for _, count, _ in everyone]
+            self._check_groups(counts)
+            self._update = UpdateRandom(everyone[0][0], sum(counts[: rank()]))
             is_known = all(is_known for _, _, is_known in everyone)
         elif world_size() > 1:
             raise ValueError(
                 "reproducible=True with several add() calls on several ranks: pass the effective batch to step(...)"
             )
+        else:
+            self._check_groups([self._update.rows, rows])
         update = self._update
         first = self._update.number(rows)
         shapes = DrawShapes()
@@ -133,7 +151,8 @@ class NumberedRows:
 
         if not is_known:
             # The criterion may draw random numbers, too.
-            compute: Compute = self._kind.sums if self._kind.passes == 1 else lambda calls: []
+            loss = self._kind.of_batch(batch.counted_targets, is_whole=run.is_whole)
+            compute: Compute = loss.sums if loss.passes == 1 else lambda calls: []
             self._random.find_draws(
                 kind,
                 batch,
@@ -160,6 +179,15 @@ class NumberedRows:
         if self._update is not None:
             self._update.end()
             torch.set_rng_state(self._state_before)
+
+    def _check_groups(self, counts: Sequence[int]) -> None:
+        """Raises ``ValueError`` if rows of several ranks or batches would be in one group."""
+        ends = [*itertools.accumulate(counts)]
+        if self._group and any(end % self._group and end < ends[-1] for end in ends):
+            raise ValueError(
+                f"reproducible='bits' with {counts} rows of the ranks, or of add() calls, expected multiples of "
+                f"micro_batch_size={self._group} up to the last rows: give RankBatchSampler micro_batch_size={self._group}, too"
+            )
 
     def _opened(self) -> Work:
         if self._work is None:

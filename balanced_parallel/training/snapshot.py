@@ -82,6 +82,20 @@ class Snapshot:
         if writes := explain_writes(self.uncopied):
             raise RuntimeError(writes)
 
+    def find_written(self) -> str:
+        """Returns the name of a buffer with other values than at :meth:`take`, or nothing."""
+        copies = iter(self._copies)
+        for part, before in self._buffers:
+            for name, buffer in before.items():
+                present = part.get(name)
+                if buffer is None and present is None:
+                    continue
+                copied = next(copies) if buffer is not None else None
+                # It may be on another device, as the weights of a criterion.
+                if present is None or copied is None or not torch.equal(present.to(copied), copied):
+                    return name
+        return ""
+
     def learn(self) -> None:
         """Notes the parameters that were written since :meth:`take`, which copies them from now on."""
         now = versions([parameter for parameter, _ in self.uncopied])

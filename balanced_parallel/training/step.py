@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -37,6 +37,14 @@ from ..runtime.torch_private import (
     without_hooks,
 )
 from ..runtime.values import Precision, check_type, naming_arguments
+from .exact import (
+    ExactAccumulation,
+    check_exact,
+    clip_exactly,
+    describe_machine,
+    own_memory,
+    without_autocast_cache,
+)
 from .optimizers import (
     Optimizers,
     ParameterUpdate,
@@ -53,7 +61,16 @@ from .settings import LastUpdate, Settings
 from .snapshot import Snapshot
 from .state import TrainedState
 from .sync import UpdateSync, gradient_sync
-from .update import Accumulation, Attempt, BatchRun, Forwards, Limit, Update, Work
+from .update import (
+    Accumulation,
+    Attempt,
+    BatchRun,
+    Forwards,
+    Limit,
+    Update,
+    Work,
+    without_views,
+)
 
 
 class TrainStep:
@@ -90,9 +107,11 @@ class TrainStep:
         scheduler: one or a list, stepped once after each update that was made.
         cut: a :class:`ByCost`, which cuts batches by the cost of their rows, so that all devices
             carry about the same.
-        reproducible: draws random numbers, as of dropout, by row: with any devices, ranks and
-            micro-batches they are those of one device with the whole batch. The seed of an update
-            is drawn from the CPU's generator, of the first rank.
+        reproducible: ``True`` draws random numbers, as of dropout, by row: with any devices, ranks
+            and micro-batches they are those of one device with the whole batch. The seed of an
+            update is drawn from the CPU's generator, of the first rank. ``"bits"`` also computes
+            rows in groups of ``micro_batch_size``, and sums their gradients exactly: losses and
+            parameters have the same bits on any number of devices and of ranks of DDP.
 
     Raises:
         TypeError: a model, a criterion, an optimizer or a scheduler of another kind.
@@ -120,13 +139,16 @@ class TrainStep:
         skip_above: float | None = None,
         scheduler: Schedulers | None = None,
         cut: Cut | None = None,
-        reproducible: bool = False,
+        reproducible: bool | Literal["bits"] = False,
     ) -> None:
-        _check_arguments(criterion, micro_batch_size, cut)
+        _check_arguments(criterion, micro_batch_size, cut, reproducible)
         _check_norm("max_grad_norm", max_grad_norm)
         _check_norm("skip_above", skip_above)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
+        self._is_exact = reproducible == "bits"
+        if self._is_exact:
+            check_exact(self.model, criterion, each_optimizer(optimizer), micro_batch_size, cut)
         self.criterion = criterion
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -149,20 +171,28 @@ class TrainStep:
                 "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows: after an out of memory in the forward "
                 "of one rank, the others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
+        self._open_sync: Callable[[], UpdateSync] = (
+            self._strategy.by_group() if self._is_exact else self._strategy.open
+        )
         is_any_compiled = any(map(is_compiled, model.modules()))
         self._forwards = Forwards(
             self.model,
             criterion.copies.without_notes(),
             self.precision,
             keeps_order=cut is not None,
-            is_compiled=is_any_compiled,
+            prepare=own_memory if self._is_exact else without_views if is_any_compiled else None,
         )
-        self._kind = criterion.kind  # Batches may show another kind.
+        # Batches may show another kind.
+        self._kind = criterion.kind.exact() if self._is_exact else criterion.kind
         devices = [*self.model.devices, *(criterion.devices or ())]
         self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
         # Forwards without a graph are undone.
         self._before_pass = Snapshot([model, criterion], devices)
-        self._by_row = RandomByRow(self.model, self._before_pass) if reproducible else None
+        self._by_row = (
+            RandomByRow(self.model, self._before_pass, is_exact=self._is_exact)
+            if reproducible
+            else None
+        )
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
@@ -259,15 +289,15 @@ class TrainStep:
             if self._may_split or not is_last:
                 _warn_of_hooks(self.model)
             self._has_compared = True
-        numbers = (
-            self._strategy.random_numbers(is_last=is_last)
-            if self._by_row is None
-            else nullcontext()
-        )
+        around: AbstractContextManager[None] = nullcontext()
+        if self._by_row is None:
+            around = self._strategy.random_numbers(is_last=is_last)
+        elif self._is_exact:
+            around = without_autocast_cache()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
         names = collectives.naming_ranks() if self._has_ranks else nullcontext()
-        with hooks, window(self.model, self.criterion, in_step=True), names, numbers:
+        with hooks, window(self.model, self.criterion, in_step=True), names, around:
             update = self._update or self._begin()
             self._update = None
             with update.dropped_by_errors():
@@ -277,7 +307,10 @@ class TrainStep:
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
-        optimizers = ParameterUpdate(each_optimizer(self.optimizer), self._trained, self.skip_above)
+        clip = clip_exactly if self._is_exact else torch.nn.utils.clip_grad_norm_
+        optimizers = ParameterUpdate(
+            each_optimizer(self.optimizer), self._trained, self.skip_above, clip
+        )
         attempt: Callable[..., Attempt] = functools.partial(self._attempt, optimizers)
         open_work: Callable[[], Work] = attempt
         if self._is_auto:
@@ -286,13 +319,17 @@ class TrainStep:
             )
         if self._by_row is None:
             return Update(open_work(), optimizers)
-        return Update(NumberedRows(self._by_row, self._forwards, self._kind, open_work), optimizers)
+        group = self.micro_batch_size if self._is_exact else None
+        rows = NumberedRows(self._by_row, self._forwards, self._kind, open_work, group)
+        return Update(rows, optimizers)
 
     def _attempt(self, optimizers: ParameterUpdate, sync: UpdateSync | None = None) -> Attempt:
         """Returns the work of one attempt at an update, with ``sync`` or a new synchronisation."""
-        sync = sync or self._strategy.open()
+        sync = sync or self._open_sync()
         optimizers.forget_gradients()
-        accumulation = Accumulation(
+        exact: Callable[..., Accumulation] = ExactAccumulation
+        accumulate = exact if self._is_exact else Accumulation
+        accumulation = accumulate(
             self._forwards, self._trained, sync, self._kind, self._limit, self._weight_before
         )
         if self._kind.passes == 1:
@@ -368,9 +405,14 @@ class TrainStep:
             "skip_above": self.skip_above,
             "micro_batch_size='auto'": self._is_auto,
             "unit of the micro-batches": self._limit.unit,
-            "reproducible": self._by_row is not None,
+            "reproducible": "bits" if self._is_exact else self._by_row is not None,
+            **(self._machine() if self._is_exact else {}),
         }
         return Settings(self._state(), arguments, self._last)
+
+    def _machine(self) -> dict[str, Hashable]:
+        """Returns what the bits of an update depend on, beside the state and the batch."""
+        return {"micro_batch_size": self.micro_batch_size, **describe_machine(self.model.devices)}
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -381,6 +423,8 @@ class TrainStep:
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int | None) -> None:
         _check_micro_batch_size(rows, "or None for the whole batch")
+        if self._is_exact:
+            check_exact(self.model, self.criterion, (), rows, self.cut)
         self._limit.set("rows", rows)
 
     @property
@@ -415,6 +459,7 @@ class TrainStep:
             **self._state().save(),
             "weight_before": self._weight_before,
             "limit": {self._limit.unit: self._limit.value},
+            **({"bits": self._machine()} if self._is_exact else {}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -430,6 +475,13 @@ class TrainStep:
         """
         self.check_state_dict(state_dict)
         self._state().load(state_dict)
+        saved = state_dict.get("bits")
+        if self._is_exact and saved != self._machine():
+            warnings.warn(
+                f"reproducible='bits' goes on with {self._machine()}, but the state was saved with {saved}, expected the same: "
+                "from here on the bits are those of another run",
+                stacklevel=2,
+            )
         self._weight_before, self._last = (
             state_dict["weight_before"],
             self._last._replace(failure=""),
@@ -448,6 +500,18 @@ class TrainStep:
         ranks; otherwise None.
         """
         return self._state().load_target(path, size, dtype)
+
+    def digest(self) -> str:
+        """Returns a digest of the parameters of model and criterion: names, dtypes, shapes and bits.
+
+        It is that of a checkpoint of this step. Two runs with one digest have the same parameters.
+        Under torchrun every rank must call this.
+        """
+        return self._state().digest()
+
+    def parameter_keys(self) -> list[str]:
+        """Returns the keys of the parameters in the state, for :class:`Checkpoints`."""
+        return [*self._state().parameters()]
 
     def _state(self) -> TrainedState:
         optimizers = each_optimizer(self.optimizer)
@@ -482,7 +546,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
         )
 
 
-def _check_arguments(criterion: Any, micro_batch_size: Any, cut: Any) -> None:
+def _check_arguments(criterion: Any, micro_batch_size: Any, cut: Any, reproducible: Any) -> None:
     """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of
     their range.
     """
@@ -493,6 +557,8 @@ def _check_arguments(criterion: Any, micro_batch_size: Any, cut: Any) -> None:
         )
     if micro_batch_size != "auto":
         _check_micro_batch_size(micro_batch_size, "None or 'auto'")
+    if not (isinstance(reproducible, bool) or reproducible == "bits"):
+        raise ValueError(f"reproducible={reproducible!r}, expected True, False or 'bits'")
     check_type("cut", cut, Cut | None, "ByCost(...), or None for equal rows")
     if cut is not None and cut.limit is not None and micro_batch_size is not None:
         raise ValueError(

@@ -14,7 +14,7 @@ of it in another way::
     NumberedRows         gives the shards of each batch random numbers that follow their rows
       Recovery           runs all batches again in smaller micro-batches, after an out of memory
         TwoPasses        keeps all batches, for a loss whose rows depend on each other
-          Accumulation   runs each batch
+          Accumulation   runs each batch; an ExactAccumulation, groups of rows that any layout has
 """
 
 import contextlib
@@ -116,16 +116,15 @@ class Forwards:
     copies: CriterionCopies
     precision: Precision
     keeps_order: bool  # notes the order of rows in the outputs
-    is_compiled: bool
+    # Gives shards memory of their own before a forward, if that is needed.
+    prepare: Callable[[Shard], Shard] | None = None
 
     def run(
         self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None
     ) -> list[LossSum]:
         """Runs one forward. Returns a loss for each shard. ``collected`` receives the outputs."""
-        if self.is_compiled:  # it has graphs of its own for views, and for each kind of offset
-            shards = [
-                shard._replace(inputs=copy_views(shard.inputs, shard.device)) for shard in shards
-            ]
+        if self.prepare is not None:
+            shards = [self.prepare(shard) for shard in shards]
         try:
             with self.precision.autocast(self.model.devices):
                 outputs = self.model(MicroBatch(shards))
@@ -338,6 +337,14 @@ def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
     if not on_devices:
         return on_host
     return add_up([*on_devices, on_host] if on_host else on_devices, device)
+
+
+def without_views(shard: Shard) -> Shard:
+    """Returns a shard with copies of inputs that are views.
+
+    Compiled code has graphs of its own for views, and for each kind of offset.
+    """
+    return shard._replace(inputs=copy_views(shard.inputs, shard.device))
 
 
 def _explain(error: Exception, shard: Shard) -> None:

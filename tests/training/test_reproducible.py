@@ -327,3 +327,52 @@ def test_a_failure_in_the_small_forwards_or_behind_them_leaves_nothing(fails_in,
     if fails_in < 3:  # the third is a forward of the step
         assert torch.equal(mean_of_repetition, mean)
         assert any("runs two and three rows of its first batch" in note for note in notes)
+
+
+class TwoMeans(nn.Module):
+    """Two means, each with a scale that is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, logits, labels):
+        means = {"class": F.cross_entropy(logits, labels, ignore_index=0), "size": logits.square().mean()}
+        return {name: mean * scale for (name, mean), scale in zip(means.items(), self.scales, strict=True)}
+
+
+def test_several_means_with_weights_are_those_of_one_device():
+    weight = {"class": lambda labels: (labels > 0).sum(), "size": len}
+    losses = []
+    for devices in (1, 3):
+        torch.manual_seed(3)
+        criterion = DataParallelCriterion(TwoMeans(), weight=weight)
+        losses.append(make_step_of(Net().double(), criterion, devices=devices, micro_batch_size=2, reproducible=True)(*batch()))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reproducible", [False, True, "bits"])
+def test_a_criterion_with_parameters_stays_on_its_device_where_an_optimizer_has_state_of_them(reproducible):
+    means = TwoMeans()
+    criterion = DataParallelCriterion(SumOf(means))
+    with simulate(2):
+        net = nn.Linear(4, 5).double()
+        optimizer = torch.optim.AdamW([*net.parameters(), *means.parameters()])
+        settings = {"micro_batch_size": 2, "reproducible": reproducible}
+        step = make_step_of(net, criterion, optimizer, devices=["sim:0", "sim:1"], **settings)
+        places = set()
+        for rows in (11, 7, 5):
+            step(torch.randn(rows, 4, dtype=torch.float64), torch.randint(5, (rows,)))
+            places.add(str(means.scales.device))
+    assert places == {"sim:0"}
+
+
+class SumOf(nn.Module):
+    """The sum of the means of a module."""
+
+    def __init__(self, means):
+        super().__init__()
+        self.means = means
+
+    def forward(self, logits, labels):
+        return sum(self.means(logits, labels).values())
