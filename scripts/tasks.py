@@ -133,11 +133,14 @@ class DigitClassifier(nn.Sequential):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the tasks."""
-    add = parser.add_argument
+    add, natural = parser.add_argument, functools.partial(count, at_least=0)
     add("--task", choices=["text", "digits"], default="text", help="what to learn (default: text)")
     add("--data", type=Path, metavar="FILE_OR_FOLDER", help="text to learn (default: Python's standard library)")
     add("--vocabulary", type=count, metavar="N", help="words of the text task (default: 8192, or all of a small text)")
     add("--dropout", type=float, default=0.0, metavar="P", help="rate in the network (default: none)")
+    add("--batch-size", type=count, default=24, metavar="N", help="rows per update, over all devices and ranks (default: 24)")
+    add("--seed", type=natural, default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
+    add("--workers", type=natural, default=0, metavar="N", help="processes that load data, per rank (default: 0)")
 
 
 def count(text: str, at_least: int = 1) -> int:
@@ -145,11 +148,6 @@ def count(text: str, at_least: int = 1) -> int:
     if not text.isdecimal() or int(text) < at_least:
         raise argparse.ArgumentTypeError(f"{text!r} was given, expected a whole number of at least {at_least}")
     return int(text)
-
-
-def natural(text: str) -> int:
-    """Parses a whole number of at least 0."""
-    return count(text, at_least=0)
 
 
 @contextlib.contextmanager
@@ -179,9 +177,12 @@ def load_task(flags: argparse.Namespace) -> Task:
     return digits_task(flags.dropout)
 
 
-def make_batches(rows: Rows, batch_size: int, seed: int) -> RankBatchSampler:
-    """Returns the rows of each batch for this rank, of equal cost for each rank if rows have padding."""
-    return BalancedBatchSampler(rows.lengths, batch_size, seed) if rows.lengths else RankBatchSampler(rows, batch_size, seed)
+def make_batches(rows: Rows, flags: argparse.Namespace) -> RankBatchSampler:
+    """Returns the rows of each batch for this rank: of equal cost if rows have padding, or whole micro-batches for bits."""
+    if flags.reproducible == "bits":
+        return RankBatchSampler(rows, flags.batch_size, flags.seed, micro_batch_size=flags.micro_batch_size)
+    settings = flags.batch_size, flags.seed
+    return BalancedBatchSampler(rows.lengths, *settings) if rows.lengths else RankBatchSampler(rows, *settings)
 
 
 def make_loader(rows: Rows, batches: RankBatchSampler, workers: int = 0) -> DataLoader[Any]:

@@ -6,6 +6,7 @@ One process per device:                                   torchrun --standalone 
 A model sharded over them:                                torchrun ... scripts/train.py --strategy fsdp
 A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
 With dropout, and the same losses in all of these:        python scripts/train.py --dropout 0.1 --reproducible
+And the same bits, except with FSDP2:                     python scripts/train.py --dropout 0.1 --reproducible bits
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
 Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 
@@ -19,6 +20,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tasks import Task, add_arguments, check_same_data, count, load_task, make_batches, make_loader, natural, one_line
+from tasks import Task, add_arguments, check_same_data, count, load_task, make_batches, make_loader, one_line
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from tqdm import tqdm
@@ -42,17 +44,15 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_arguments(parser)
     add("--steps", type=count, metavar="N", help="updates (default: 200, or 12 with --simulate)")
-    add("--batch-size", type=count, default=24, metavar="N", help="rows per update, over all devices and ranks (default: 24)")
-    rows = "rows per device in one forward (default: auto, its whole share, and less where that does not fit)"
-    add("--micro-batch-size", type=lambda text: text if text == "auto" else count(text), default="auto", metavar="N", help=rows)
+    rows = "rows per device in one forward (default: auto, its whole share, and less where that does not fit; 8 for bits)"
+    add("--micro-batch-size", type=lambda text: text if text == "auto" else count(text), metavar="N", help=rows)
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--devices", metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
     add("--strategy", choices=["auto", "replicas", "ddp", "fsdp"], default="auto", help="default: auto, which says why")
     add("--max-grad-norm", type=float, default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
     add("--learning-rate", type=float, default=3e-3, metavar="X", help="of AdamW (default: 0.003)")
-    add("--reproducible", action="store_true", help="draw the dropout of one device with any devices, ranks and micro-batches")
-    add("--seed", type=natural, default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
-    add("--workers", type=natural, default=0, metavar="N", help="processes that load data, per rank (default: 0)")
+    same = "draw the dropout of one device with any devices, ranks and micro-batches; bits: have the same bits on any of them"
+    add("--reproducible", nargs="?", const=True, default=False, choices=["bits"], help=same)
     add("--checkpoint-every", type=count, metavar="N", help="save all state every N updates, and at SIGTERM or Ctrl-C")
     add("--resume", action="store_true", help="go on from the newest checkpoint in DIR/checkpoints, if there is one")
     add("--simulate", type=count, metavar="N", help="compare N simulated GPUs with plain PyTorch: losses and memory")
@@ -80,10 +80,10 @@ class Training:
             micro_batch_size=flags.micro_batch_size,
             precision=flags.precision,
             max_grad_norm=flags.max_grad_norm,
-            cut=task.cut,
+            cut=None if flags.reproducible == "bits" else task.cut,
             reproducible=flags.reproducible,
         )
-        self.batches = make_batches(task.train, flags.batch_size, flags.seed)
+        self.batches = make_batches(task.train, flags)
         folder = flags.out / "checkpoints"
         if not flags.resume and any(folder.glob("step-*")):
             raise ValueError(f"{folder} is of another run: go on with it by --resume, or give another --out")
@@ -116,8 +116,7 @@ class Training:
             signal.signal(number, self.stop)
         if self.is_main and not flags.simulate:
             print(f"{self.task.description}; {flags.batch_size} rows per update; {type(self.model).__name__}", flush=True)
-        loader = make_loader(self.task.train, self.batches, flags.workers)
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+        batches = itertools.chain.from_iterable(itertools.repeat(make_loader(self.task.train, self.batches, flags.workers)))
         hidden = None if self.is_main else True  # None: shown on a terminal
         steps = tqdm(range(first + 1, flags.steps + 1), initial=first, total=flags.steps, disable=hidden, leave=False)
         for step, (inputs, targets) in zip(steps, batches, strict=False):
@@ -146,16 +145,17 @@ class Training:
 
     def finish(self) -> None:
         """Writes the model and a summary. Every rank calls it, for shards and memory of all ranks."""
-        flags, task, ranks = self.flags, self.task, dist.get_world_size() if dist.is_initialized() else 1
+        flags, task, digests = self.flags, self.task, gather([[self.step.digest()]], "cpu")  # one of each rank
         results = {} if flags.simulate else task.evaluate(self.model, flags.batch_size, flags.precision)
         devices = [device for device in dict.fromkeys(self.model.devices) if device.type != "cpu"]
         peaks = gather([[torch.accelerator.max_memory_allocated(device) for device in devices]], "cpu")
         state: Any = get_model_state_dict(task.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if self.is_main:
             save_file(state, flags.out / "model.safetensors")
-            layout = {"ranks": ranks, "devices": self.model.devices, "micro_batch_size": self.step.micro_batch_size}
-            summary = vars(flags) | {"loss": self.losses[-1], **results, **layout, "peak_bytes": peaks}
+            layout = {"ranks": len(digests), "devices": self.model.devices, "micro_batch_size": self.step.micro_batch_size}
+            summary = vars(flags) | {"loss": self.losses[-1], "digest": digests[0], **results, **layout, "peak_bytes": peaks}
             (flags.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+            print(f"digest of the parameters: {digests[0]}")
             if not flags.simulate:
                 print(", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items()))
                 print(f"wrote {flags.out}/metrics.jsonl, summary.json, model.safetensors")
@@ -165,6 +165,10 @@ def main() -> None:
     """Runs the script with the flags of its command line."""
     flags, comparison = make_parser().parse_args(), None
     flags.steps = flags.steps or (12 if flags.simulate else 200)
+    flags.micro_batch_size = flags.micro_batch_size or (8 if flags.reproducible == "bits" else "auto")
+    if flags.reproducible == "bits":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch asks for on GPUs
+        torch.use_deterministic_algorithms(True)
     flags.devices = flags.devices and [int(name) if name.isdecimal() else name for name in flags.devices.split(",")]
     logging.basicConfig(format="%(message)s")
     logging.getLogger("balanced_parallel").setLevel(logging.INFO)  # why "auto" chose a strategy

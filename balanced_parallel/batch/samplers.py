@@ -5,6 +5,7 @@ cost for each rank.
 """
 
 import inspect
+import math
 import reprlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -51,20 +52,31 @@ class RankBatchSampler(Sampler[list[int]]):
             smaller.
         seed: shuffles each epoch anew; ``None`` keeps the order of the data set, and every
             iteration is the same. For a sampler, ``None`` is the seed of its generator.
+        micro_batch_size: cuts an effective batch over the ranks at multiples of this number of
+            rows, so that each rank has whole micro-batches of ``TrainStep(micro_batch_size=...)``,
+            the same ones for any number of ranks. Ranks differ by one of them at most. The last one
+            of a batch may be smaller. ``None`` gives ranks equal rows. It changes no effective
+            batch, so a position does not depend on it.
         rank, ranks: this process and the number of processes; ``None`` asks the process group, or
             is one process.
 
     Raises:
         TypeError: a loader, or a sampler that no seed reaches, that cuts by rank or that draws
             batches.
-        ValueError: no rows, a batch size below 1, or a rank outside of the ranks. In an iteration:
-            the sampler draws other rows from the same seed, or another number of rows.
+        ValueError: no rows, a batch size or a micro-batch size below 1, or a rank outside of the
+            ranks. In an iteration: the sampler draws other rows from the same seed, or another
+            number of rows.
         RuntimeError: in an iteration, ``DataLoader(sampler=...)`` was given this batch sampler.
 
     Example:
         >>> sampler = RankBatchSampler(range(10), batch_size=6, rank=1, ranks=4)
         >>> list(sampler)  # rows 0-5 and 6-9, cut over four ranks
         [[2, 3], [7]]
+        >>> for rank in range(3):  # micro-batches 0-3, 4-7 and 8-9 are never cut
+        ...     list(RankBatchSampler(range(10), 10, micro_batch_size=4, rank=rank, ranks=3))
+        [[0, 1, 2, 3]]
+        [[4, 5, 6, 7]]
+        [[8, 9]]
         >>> sampler = RankBatchSampler(range(10), batch_size=6, seed=0)
         >>> sampler.load_state_dict({**sampler.state_dict(), "batches": 3})  # one epoch and a half
         >>> sampler.epoch, [len(batch) for batch in sampler]
@@ -81,6 +93,7 @@ class RankBatchSampler(Sampler[list[int]]):
         batch_size: int,
         seed: int | None = None,
         *,
+        micro_batch_size: int | None = None,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
@@ -94,8 +107,12 @@ class RankBatchSampler(Sampler[list[int]]):
         ):
             if value is not None or name == "batch_size":
                 check_number(name, value, "an integer", whole=True)
+        if micro_batch_size is not None:
+            expected = "a positive integer, the micro_batch_size of TrainStep, or None"
+            check_number("micro_batch_size", micro_batch_size, expected, at_least=1, whole=True)
         self.rows = len(rows)
         self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
         self.seed = seed if self.sampler is None else _seed_of(self.sampler, seed)
         self.rank = collectives.rank() if rank is None else rank
         self.ranks = collectives.world_size() if ranks is None else ranks
@@ -130,6 +147,8 @@ class RankBatchSampler(Sampler[list[int]]):
         if self._follows_group:
             global _begun
             settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
+            if self.micro_batch_size is not None:
+                settings += f", micro_batch_size={self.micro_batch_size}"
             if self.sampler is not None:
                 settings += f", {type(self.sampler).__name__} with order {zlib.crc32(repr(order).encode()):x}"
             _begun = f"{type(self).__name__} of {settings}"
@@ -139,8 +158,10 @@ class RankBatchSampler(Sampler[list[int]]):
 
     def share(self, batch: list[int]) -> list[int]:
         """Returns this rank's rows of an effective batch."""
-        part = consecutive(split_sizes(len(batch), self.ranks))[self.rank]
-        return batch[part.start : part.stop]
+        size = self.micro_batch_size or 1
+        micro_batches = math.ceil(len(batch) / size)
+        part = consecutive(split_sizes(micro_batches, self.ranks))[self.rank]
+        return batch[part.start * size : part.stop * size]
 
     def advance(self) -> None:
         """Counts a batch that was trained on."""
@@ -214,6 +235,7 @@ class BalancedBatchSampler(RankBatchSampler):
     to the other. The rows of a batch are sorted by cost and cut over the ranks, so that the largest
     ``rows x highest cost`` is as small as possible: the tokens of a rank after padding. So a row
     has the same place in the effective batch for any number of ranks, except with ``combine=sum``.
+    Cuts follow the costs, so there is no ``micro_batch_size`` to cut at.
 
     Args:
         costs: the cost of each row of the data set, such as its length. Not negative.

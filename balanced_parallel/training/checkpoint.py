@@ -4,7 +4,7 @@ there.
     step-00000040/
         shard-00001-model-00001-of-00001.safetensors    tensors that rank 0 has written; shard-00002 is rank 1's
         rank-00000.json                                 other values of rank 0, and the digests of its tensors
-        checkpoint.json                                 the number of ranks, and size and digest of every file, written last
+        checkpoint.json                                 number of ranks, digests of the parameters and of every file, written last
 
 The folder is ``step-00000040.partial`` until everything is on the disk. One that it replaces is
 ``step-00000040.old`` meanwhile. torch's own format has its metadata as a pickle, so the tensors are
@@ -20,11 +20,11 @@ import shutil
 import stat
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from io import BufferedReader
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -46,7 +46,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..runtime import collectives
 from ..runtime.torch_private import checkpoint_threads
 from ..runtime.values import check_number, check_type
-from .state import TreePath, check_same_tensors, join_tensors, split_tensors, tensor_key
+from .state import (
+    TreePath,
+    check_same_tensors,
+    describe_bits,
+    digest_lines,
+    join_tensors,
+    parameters_of,
+    split_tensors,
+    tensor_key,
+)
 
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
@@ -72,7 +81,9 @@ class Checkpoints:
         parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a
             :class:`TrainStep`, which has model, optimizers, schedulers and random numbers; a
             :class:`RankBatchSampler`; objects of your own. Their tensors are the same on all ranks.
-            ``check_state_dict()`` of a part may refuse a state, before any part is changed.
+            ``check_state_dict()`` of a part may refuse a state, before any part is changed. The
+            digest in ``checkpoint.json`` is of the parameters of steps and modules, and of the
+            tensors that ``parameter_keys()`` of a part lists.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -151,17 +162,29 @@ class Checkpoints:
                 "load_latest() to go on with that run, or give a new run a folder of its own"
             )
         self._damaged.discard(number)
-        tree, tensors = split_tensors(
-            {name: part.state_dict() for name, part in self.parts.items()}
-        )
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        tree, tensors = split_tensors(states)
         folder = self.folder / f"step-{number:08}"
         group = _group()
-        writer = Writer(folder, tree, rank, collectives.world_size(), self.keep, self._damaged)
+        parameters = self._parameters(states)
+        writer = Writer(
+            folder, tree, rank, collectives.world_size(), self.keep, self._damaged, parameters
+        )
         writing = async_save(
             tensors, storage_writer=writer, process_group=group, no_dist=group is None
         )
         self._writing = cast("Future[Any]", writing)
         _unreported[self._writing] = folder
+
+    def _parameters(self, states: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the keys of the parameters of each part, by their keys in the whole state."""
+        names: dict[str, str] = {}
+        for name, part in self.parts.items():
+            keys: Iterable[str] = getattr(part, "parameter_keys", list)()
+            if isinstance(part, nn.Module):
+                _, keys = split_tensors(parameters_of(part, states[name]))
+            names |= {f"{tensor_key([name])}/{key}": key for key in keys}
+        return names
 
     def wait(self) -> None:
         """Waits until the last save is complete.
@@ -322,11 +345,18 @@ def _report_failures() -> None:
 class Writer(HuggingFaceStorageWriter):
     """Writes one checkpoint, with the ``tree`` of this rank, in a thread.
 
-    ``keep`` undamaged checkpoints stay.
+    ``keep`` undamaged checkpoints stay. ``parameters`` are those that the digest is of.
     """
 
     def __init__(
-        self, folder: Path, tree: object, rank: int, ranks: int, keep: int, damaged: Collection[int]
+        self,
+        folder: Path,
+        tree: object,
+        rank: int,
+        ranks: int,
+        keep: int,
+        damaged: Collection[int],
+        parameters: Mapping[str, str],
     ) -> None:
         super().__init__(f"{folder}{PARTIAL}", save_distributed=True)
         self.folder = folder
@@ -336,6 +366,7 @@ class Writer(HuggingFaceStorageWriter):
         self.ranks = ranks
         self.keep = keep
         self.damaged = damaged
+        self.parameters = parameters
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -348,6 +379,28 @@ class Writer(HuggingFaceStorageWriter):
             {"files": digests(self.partial, names), "state": self.tree},
         )
         return written
+
+    def _digest(self, metadata: Metadata, results: list[list[WriteResult]]) -> str | None:
+        """Returns the digest of the parameters, which are read one by one; None if there are none."""
+        from safetensors import safe_open
+
+        shards: dict[str, list[WriteResult]] = {key: [] for key in self.parameters}
+        for shard in chain(*results):
+            shards.get(shard.index.fqn, []).append(shard)
+        # The header of a file is parsed when it is opened, and has many tensors.
+        open_file = cache(partial(safe_open, framework="pt"))
+        lines = []
+        for key, parts in shards.items():
+            saved = cast("TensorStorageMetadata", metadata.state_dict_metadata[key])
+            whole = torch.empty(saved.size, dtype=saved.properties.dtype)
+            for shard in parts:
+                tensor = open_file(self.partial / shard.storage_data.relative_path).get_tensor(key)
+                place = whole
+                for dim, start in enumerate(shard.index.offset or ()):
+                    place = place.narrow(dim, start, tensor.size(dim))
+                place.copy_(tensor)
+            lines.append(describe_bits(self.parameters[key], whole))
+        return digest_lines(lines) if lines else None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Completes the checkpoint after all ranks have written, and removes old ones.
@@ -362,7 +415,9 @@ class Writer(HuggingFaceStorageWriter):
                     f"rank {rank} has written to another folder, expected {_ONE_FOLDER}"
                 )
             files |= read_json(path)["files"] | digests(self.partial, [path.name])
-        write_json(self.partial / MANIFEST, {"ranks": self.ranks, "files": files})
+        digest = self._digest(metadata, results)
+        manifest = {"digest": digest, "ranks": self.ranks, "files": files}
+        write_json(self.partial / MANIFEST, manifest, indent=1)
         sync(self.partial)
         old = Path(f"{self.folder}{OLD}")
         if os.path.lexists(self.folder):
@@ -436,9 +491,9 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object, indent: int | None = None) -> None:
     """Writes a file to the disk."""
-    path.write_text(json.dumps(value))
+    path.write_text(json.dumps(value, indent=indent))
     sync(path)
 
 

@@ -6,6 +6,7 @@ tensors for ``torch.distributed.checkpoint``. Nothing of it is a pickle.
 """
 
 import collections
+import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,11 +132,57 @@ class TrainedState(NamedTuple):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return None
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Returns the parameters of model and criterion by their keys in the state."""
+        module = self.model.module
+        model = parameters_of(module, _module_state(module))
+        criterion = parameters_of(self.criterion, self.criterion.state_dict())
+        return split_tensors({"model": model, "criterion": criterion})[1]
+
+    def digest(self) -> str:
+        """Returns the digest of the parameters. Every rank calls this."""
+        lines = []
+        for key, stored in self.parameters().items():
+            whole = stored.full_tensor() if is_sharded(stored) else stored
+            lines.append(describe_bits(key, whole))
+        return digest_lines(lines)
+
     def _layout(self) -> list[Any]:
         return [
             collectives.world_size(),
             [device.type for device in dict.fromkeys(self.model.devices)],
         ]
+
+
+def parameters_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors in the state of a module that are not buffers.
+
+    A buffer that requires a gradient is learned as a parameter is.
+    """
+    buffers = {
+        uncompiled_name(name)
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if not buffer.requires_grad
+    }
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and uncompiled_name(name) not in buffers
+    }
+
+
+def describe_bits(key: str, stored: Tensor) -> str:
+    """Returns a line with the name of a stored tensor, its dtype, its shape and the digest of its
+    bits.
+    """
+    bits = stored.cpu().contiguous().reshape(-1).view(torch.uint8)
+    digest = hashlib.sha256(bits.numpy().data).hexdigest()
+    return f"{uncompiled_name(key)} {stored.dtype} {list(stored.shape)} {digest}"
+
+
+def digest_lines(lines: Iterable[str]) -> str:
+    """Returns the digest of lines in any order."""
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Fault:
         from balanced_parallel.training import checkpoint
 
         call, load = balanced_parallel.TrainStep.__call__, balanced_parallel.RankBatchSampler.__iter__
-        reduce, forward = collectives.sum_numbers, nn.Linear.forward
+        forward = nn.Linear.forward
         write, finish = checkpoint.Writer.write_data, checkpoint.Writer.finish
         save, rename, damage = balanced_parallel.Checkpoints.save, os.rename, checkpoint.damage
 
@@ -90,9 +91,12 @@ class Fault:
                 output.register_hook(lambda gradient: self.at("backward"))
             return output
 
-        def sum_numbers(*arguments: Any) -> Any:
-            self.at("exchange")
-            return reduce(*arguments)
+        def exchanging(reduce: Callable[..., Any]) -> Callable[..., Any]:
+            def exchange(*arguments: Any) -> Any:
+                self.at("exchange")
+                return reduce(*arguments)
+
+            return exchange
 
         def batches(sampler: Any) -> Any:
             for number, batch in enumerate(load(sampler), 1):
@@ -132,7 +136,8 @@ class Fault:
         balanced_parallel.TrainStep.__call__ = step  # type: ignore[method-assign]
         balanced_parallel.RankBatchSampler.__iter__ = batches  # type: ignore[method-assign]
         nn.Linear.forward = linear  # type: ignore[method-assign]
-        collectives.sum_numbers = sum_numbers
+        collectives.sum_numbers = exchanging(collectives.sum_numbers)
+        collectives.sum_over_ranks = exchanging(collectives.sum_over_ranks)  # with --reproducible bits
         checkpoint.Writer.write_data = write_data  # type: ignore[method-assign]
         checkpoint.Writer.finish = complete  # type: ignore[method-assign]
 

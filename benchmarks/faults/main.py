@@ -31,11 +31,16 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks; 0 is without torchrun, u
 PLACES = ("forward", "backward", "exchange", "between", "loader", "hang", "checkpoint", "checkpoint-complete")
 PLACES += ("checkpoint-again", "read-error")
 LIMIT = 300.0  # seconds, then a run counts as hanging
+MOVES = ("one device", "3 ranks", "2 ranks")  # The run is killed in each but the last.
+BITS = ("--reproducible", "bits", "--dropout", 0.1)
 
 FLAGS = argparse.ArgumentParser(description=__doc__)
 FLAGS.add_argument("--runs", type=int, default=300)
 FLAGS.add_argument("--seed", type=int, default=0)
 FLAGS.add_argument("--only", choices=LAYOUTS, help="runs of one layout")
+FLAGS.add_argument(
+    "--moves", type=int, default=0, help="runs with --reproducible bits that go on in other layouts, and no others"
+)
 
 
 def run(layout: str, faults: list[str], out: Path, restarts: int, *more: Any) -> Any:
@@ -91,9 +96,51 @@ def judge(layout: str, faults: list[str], expected: list[dict[str, Any]], out: P
     return "lost" if len(steps) < STEPS else "other losses", came
 
 
+def move(out: Path, dice: random.Random) -> list[str]:
+    """Trains to the end in ``MOVES``, with a fault in each but the last, and returns the faults."""
+    faults: list[str] = []
+    for layout in MOVES[:-1]:
+        ranks, _ = LAYOUTS[layout]
+        place = dice.choice(["forward", "backward", "between", "checkpoint", *["exchange"] * (ranks > 1)])
+        number = 2 if place == "checkpoint" else dice.randint(3, 5)  # after the first checkpoint of this start
+        faults.append(f"{place}:{dice.randrange(ranks)}:{number}")
+        done = run(layout, faults, out, 0, *BITS)
+        assert done.returncode, f"{layout} {faults} has not failed"
+        assert len(losses(out)) < STEPS
+    run(MOVES[-1], faults, out, 0, *BITS).check_returncode()
+    return faults
+
+
+def digests(out: Path) -> set[str]:
+    """Returns the digest at the end of a run, and that of its last checkpoint, which are one."""
+    paths = out / "summary.json", out / "checkpoints" / f"step-{STEPS:08}" / "checkpoint.json"
+    return {json.loads(path.read_text())["digest"] for path in paths}
+
+
+def print_moves(runs: int, dice: random.Random, folder: Path) -> None:
+    """Prints how many runs that moved have the losses and the digest of the undisturbed one."""
+    run(MOVES[0], [], folder / "undisturbed", 0, *BITS).check_returncode()
+    expected = losses(folder / "undisturbed"), digests(folder / "undisturbed")
+    equal = count = 0
+    for number in range(1, runs + 1):
+        out = folder / str(number)
+        faults = move(out, dice)
+        is_equal = (losses(out), digests(out)) == expected and len(expected[1]) == 1
+        equal += is_equal
+        count += len(os.listdir(out / "faults"))
+        print(
+            f"{number} of {runs}: {' -> '.join(MOVES)}, {' '.join(faults)}: {'equal' if is_equal else 'other bits'}", flush=True
+        )
+    print(tabulate([[" -> ".join(MOVES), runs, count, equal]], ["layouts", "runs", "faults", "equal digests"], tablefmt="github"))
+
+
 def main() -> None:
     """Prints a table of all runs."""
     flags = FLAGS.parse_args()
+    if flags.moves:
+        with tempfile.TemporaryDirectory() as folder:
+            print_moves(flags.moves, random.Random(flags.seed), Path(folder))
+        return
     dice, outcomes, counts = random.Random(flags.seed), collections.Counter[tuple[str, str]](), collections.Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         expected = {}

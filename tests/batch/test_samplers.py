@@ -84,6 +84,44 @@ def test_a_position_continues_with_another_number_of_ranks_and_sampler(done, mak
     assert batches == expected[done:]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize(("size", "group"), [(24, 8), (21, 4), (20, 8), (5, 8), (17, 1)])
+def test_ranks_have_whole_micro_batches_of_the_same_effective_batches(ranks, size, group):
+    rows = range(47)
+    samplers = [RankBatchSampler(rows, size, 0, micro_batch_size=group, rank=rank, ranks=ranks) for rank in range(ranks)]
+    plain = [RankBatchSampler(rows, size, 0, rank=0, ranks=1)]
+    for parts, (whole,) in zip(shares(samplers), shares(plain), strict=True):
+        assert list(chain(*parts)) == whole
+        counts = [-(-len(part) // group) for part in parts]
+        assert max(counts) - min(counts) <= 1
+        used = [len(part) for part in parts if part]
+        assert not any(count % group for count in used[:-1])
+        assert counts == sorted(counts, reverse=True)  # Ranks without rows come last.
+
+
+def test_a_position_with_other_micro_batches_or_of_an_older_checkpoint_continues():
+    (before,), (plain,) = make_samplers(1), make_samplers(1)
+    after = [RankBatchSampler(ROWS, SIZE, 0, micro_batch_size=2, rank=rank, ranks=3) for rank in range(3)]
+    before.advance()
+    plain.advance()
+    assert before.state_dict() == {"batches": 1, "rows": 23, "batch_size": 5, "seed": 0}
+    for sampler in after:
+        sampler.load_state_dict(before.state_dict())
+    assert effective_batches(after) == effective_batches([plain])
+
+
+def test_a_sampler_that_cuts_by_cost_has_no_micro_batches():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'micro_batch_size', expected one of costs, batch_size"):
+        BalancedBatchSampler(LENGTHS, 8, micro_batch_size=2)
+    assert make_balanced_samplers(2)[0].micro_batch_size is None
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-8, ValueError), (True, TypeError), ("auto", TypeError)])
+def test_a_micro_batch_size_that_is_not_a_positive_integer_is_refused(value, error):
+    with pytest.raises(error, match=f"micro_batch_size={value!r}, expected a positive integer, the micro_batch_size of TrainS"):
+        RankBatchSampler(ROWS, SIZE, micro_batch_size=value)
+
+
 def test_batches_that_workers_load_ahead_do_not_count():
     sampler = RankBatchSampler(ROWS, SIZE, seed=0)
     loader = iter(DataLoader(list(ROWS), batch_sampler=sampler, num_workers=1, prefetch_factor=4))

@@ -48,7 +48,7 @@ def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_pa
     output, _, _ = train(tmp_path, *flags)
     assert [row[0] for row in rows_of(output)] == ["plain PyTorch, 1 GPU", "nn.DataParallel, 2 GPUs", "balanced_parallel, 2 GPUs"]
     assert "sim:0" not in output
-    assert len(output.splitlines()) == 9
+    assert len(output.splitlines()) == 10
     assert not output.endswith("\n\n")
 
 

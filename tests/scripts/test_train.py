@@ -56,6 +56,38 @@ def test_losses_with_dropout_are_equal_in_all_layouts(tmp_path, task):
     assert losses["ranks"] == pytest.approx(losses["one"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("task", "layouts"),
+    [
+        (["digits"], ["one", "ranks"]),
+        slow(["digits", "--precision", "bf16"], ["one", "replicas", "ranks", "3 ranks"]),
+        slow(["text", "--vocabulary", 500], ["one", "replicas", "simulated", "ranks", "3 ranks"]),
+    ],
+)
+def test_bits_are_equal_in_all_layouts(tmp_path, monkeypatch, task, layouts):
+    """Batches of 60 rows end with a smaller micro-batch."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    flags = ["--task", *task, "--steps", 4, "--batch-size", 60, "--dropout", 0.1, "--reproducible", "bits"]
+    found = {
+        "one": (["--devices", "cpu"], 1),
+        "replicas": (["--devices", "cpu,cpu,cpu"], 1),
+        "simulated": (["--simulate", 4], 1),
+        "ranks": ([], 2),
+        "3 ranks": ([], 3),
+    }
+    digests, lines = [], []
+    for name in layouts:
+        layout, ranks = found[name]
+        output, metrics, summary = train(tmp_path / name, *flags, *layout, ranks=ranks)
+        assert f"\ndigest of the parameters: {summary['digest']}\n" in output
+        assert (summary["micro_batch_size"], summary["ranks"]) == (8, ranks)
+        digests.append(summary["digest"])
+        lines.append(metrics)
+    assert len(lines[0]) == 4
+    assert digests == digests[:1] * len(layouts)
+    assert lines == lines[:1] * len(layouts)
+
+
 def test_digits_task_reaches_95_percent_accuracy(tmp_path):
     output, lines, summary = train(tmp_path / "run", "--task", "digits")
     assert summary["accuracy"] >= 0.95

@@ -18,6 +18,8 @@ BAD_INPUT = [
     (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
     (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
     (["--precision", "int8"], "invalid choice: 'int8'"),
+    (["--reproducible", "rows"], "argument --reproducible: invalid choice: 'rows'"),
+    (["--task", "digits", "--reproducible", "bits", "--micro-batch-size", "auto"], "micro_batch_size='auto', expected a number"),
     (["--memory", "1GiB"], "expected --simulate N beside them"),
     (["--table"], "expected --simulate N beside them"),
     (["--plan", "--simulate", "2", "--task", "digits"], "expected a size, as '24GiB'"),

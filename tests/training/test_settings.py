@@ -118,7 +118,7 @@ def check_sampler(rank, other):
     return error_of(lambda: train(step, rank))
 
 
-@pytest.mark.parametrize("other", [{"batch_size": 8}, {"seed": 1}], ids=lambda other: next(iter(other)))
+@pytest.mark.parametrize("other", [{"batch_size": 8}, {"seed": 1}, {"micro_batch_size": 2}], ids=lambda other: next(iter(other)))
 def test_samplers_that_differ_are_named(other):
     ((name, value),) = other.items()
     message = f"the sampler's batches: RankBatchSampler of 16 rows.* on rank 0 and .*{name}={value}.* on rank 1"
