@@ -4,7 +4,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -233,8 +233,13 @@ def _same(before: object, after: object) -> bool:
     return before == after if is_plain(before) else True  # other objects are not compared
 
 
-def errors_of_state(plain: Program, split: Program, limit: float) -> dict[str, float]:
-    """Returns the relative error of each buffer and parameter that differs between two programs."""
+def errors_of_state(
+    plain: Program,
+    split: Program,
+    limit: float,
+    measure: Callable[[Tensor, Tensor], float] = relative_error,
+) -> dict[str, float]:
+    """Returns the error of each buffer and parameter that differs between two programs."""
     errors = {}
     models = ("", plain.module, split.module)
     criteria = ("criterion.", plain.criterion, split.criterion)
@@ -243,6 +248,6 @@ def errors_of_state(plain: Program, split: Program, limit: float) -> dict[str, f
         for name, tensor in _registered(split_part).items():
             is_comparable = name in earlier and earlier[name].shape == tensor.shape
             errors[f"{prefix}{name}"] = (
-                relative_error(tensor, earlier[name]) if is_comparable else math.inf
+                measure(tensor, earlier[name]) if is_comparable else math.inf
             )
     return {name: error for name, error in errors.items() if error > limit}

@@ -32,14 +32,19 @@ ModuleCalls = list[tuple[str, list[Tensor]]]
 
 
 class Program:
-    """A copy of model and criterion that records each call of a module, by forward and replica."""
+    """A copy of model and criterion that records each call of a module, by forward and replica.
 
-    def __init__(self, module: nn.Module, criterion: Criterion | None = None) -> None:
+    Without ``keeps_calls`` it records nothing.
+    """
+
+    def __init__(
+        self, module: nn.Module, criterion: Criterion | None = None, *, keeps_calls: bool = True
+    ) -> None:
         self.module = copy_of(module)
         self.criterion: Any = copy_of(criterion)
         self.output: object = None
         self.module.register_forward_pre_hook(self._start_forward)
-        for name, layer in self.module.named_modules():
+        for name, layer in self.module.named_modules() if keeps_calls else ():
             label = f"{name or 'the model'} ({type(layer).__name__})"
             layer.register_forward_hook(partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
@@ -90,7 +95,7 @@ class Program:
         self.begin(seed)
         inputs, kwargs = move_arguments(arguments, device)
         self.module.to(device)(*inputs, **kwargs)
-        return self.calls[0]
+        return self.calls[0] if self.calls else []
 
     def run(
         self,

@@ -4,15 +4,14 @@ batch.
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..batch.containers import Dims
-from ..batch.rows import as_arguments, spread
+from ..batch.rows import Batch, as_arguments, spread
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside
@@ -22,6 +21,7 @@ from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
 from ..runtime.values import check_number
 from ..training.step import TrainStep
+from .bits import Run, compare_bits
 from .reasons import errors_of_state, find_reasons, without_errors
 from .recording import (
     TOLERANCES,
@@ -32,82 +32,7 @@ from .recording import (
     relative_error,
     weight_in_parts,
 )
-
-_MAX_GRADIENTS = 10  # gradients in the table
-
-
-@dataclass(frozen=True)
-class VerificationReport:
-    """Relative errors of the split program. ``print(report)`` prints a table.
-
-    The error of a gradient is its largest difference over the largest entry of the plain gradient,
-    or over a part of the largest entry of all gradients, if that is more: a thousandth in float64,
-    a tenth in other dtypes. A gradient that is zero but for rounding, as of a bias in front of a
-    batch norm, would differ otherwise.
-
-    Attributes:
-        devices, micro_batches: one device per replica, and the number of forwards of each.
-        tolerance: largest relative error that counts as equal.
-        plain_loss, split_loss, loss_error: losses of both programs, and their relative error.
-        gradient_errors: relative error of each gradient, by the name of the parameter.
-        first_difference: first module whose output differs, with its error; None if there is none.
-        reasons: known reasons for a difference that apply.
-        step: number of the step that the errors belong to: the first of two that differs, else the
-            second.
-        state_errors: relative error of each buffer, and of each parameter that a forward has
-            written, that differs after the steps, except those of batch norms.
-        warnings: what equal results do not show: a batch that was not split, a ``weight=`` that
-            does not add up.
-    """
-
-    devices: tuple[str, ...]
-    micro_batches: int
-    tolerance: float
-    plain_loss: float
-    split_loss: float
-    loss_error: float
-    gradient_errors: dict[str, float]
-    first_difference: str | None
-    reasons: tuple[str, ...]
-    step: int = 1
-    state_errors: dict[str, float] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def equal(self) -> bool:
-        """True if the errors of the loss and of all gradients are within the tolerance, and no
-        buffer or parameter differs.
-        """
-        return (
-            not self.state_errors
-            and max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
-        )
-
-    def __str__(self) -> str:
-        gradients = sorted(self.gradient_errors.items(), key=lambda item: -item[1])
-        state = [(f"state {name}", error) for name, error in self.state_errors.items()]
-        table = [("loss", self.loss_error), *gradients[:_MAX_GRADIENTS], *state]
-        width = max(len(name) for name, _ in table)
-        lines = [
-            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: replicas on {', '.join(self.devices)}; "
-            f"micro-batches: {self.micro_batches}",
-            f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
-            f"{'':{width}}  relative error",
-            *(
-                f"{name:{width}}  {error:.1e}{'  <-' * (error > self.tolerance)}"
-                for name, error in table
-            ),
-        ]
-        if len(gradients) > _MAX_GRADIENTS:
-            lines.append(f"... and {len(gradients) - _MAX_GRADIENTS} more")
-        if self.first_difference is not None:
-            lines.append(f"first output that differs: {self.first_difference}")
-        lines += [f"known reason: {reason}" for reason in self.reasons]
-        if not self.equal and not self.reasons:
-            lines.append("no known reason: compare in float64, then see docs/troubleshooting.md")
-        lines += [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
-
+from .report import VerificationReport
 
 _WHOLE = "nothing was split: one forward had all rows, expected several rows and devices, or micro_batch_size="
 WeightSetting = Callable[..., Any] | str | None
@@ -125,7 +50,7 @@ def verify(
     dim: int | None = None,
     in_dims: Dims = None,
     tolerance: float | None = None,
-    reproducible: bool = False,
+    reproducible: bool | Literal["bits"] = False,
 ) -> VerificationReport:
     """Runs the plain and the split program on the same batch, and compares losses and gradients.
 
@@ -145,18 +70,25 @@ def verify(
             :class:`DataParallelCriterion`. Without ``device_ids``, a single device has three
             replicas.
         micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch
-            in one forward.
+            in one forward. For bits on several devices it means one group for each.
         dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given
             wrappers, else 0.
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for
             float16 and 5e-2 for bfloat16.
         reproducible: draws random numbers as ``TrainStep(reproducible=True)``, in the plain program
-            those of one device.
+            those of one device. ``"bits"`` compares bits, without a tolerance: those of one device
+            and of all, as ``TrainStep(reproducible="bits")`` computes them. On one device without
+            ``micro_batch_size`` it runs the plain program twice, with equal seeds. TF32 stays as it
+            is.
 
     Returns:
         A :class:`VerificationReport` with the errors of loss and gradients, and of state that ends
         with other values. If they exceed the tolerance, it has the first module whose output
-        differs, and the known reasons that apply.
+        differs, and the known reasons that apply. Errors of bits are numbers of elements, and the
+        first difference is that of an operator: its output, or a gradient in its backward.
+
+    Raises:
+        ValueError: a ``tolerance`` for bits, or a program that cannot have the same bits.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
@@ -166,6 +98,9 @@ def verify(
         (True, ('cpu', 'cpu', 'cpu'))
         >>> sorted(report.gradient_errors)
         ['0.bias', '0.weight', '2.bias', '2.weight']
+        >>> settings = {"device_ids": ["cpu"] * 3, "micro_batch_size": 2, "reproducible": "bits"}
+        >>> print(str(verify(net, torch.nn.CrossEntropyLoss(), inputs, targets, **settings)).splitlines()[0])
+        same bits: replicas on cpu, cpu, cpu; micro-batches: 2
     """
     check_is_module(model, "model")
     if tolerance is not None:
@@ -174,6 +109,15 @@ def verify(
     inner: Criterion = (
         criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
     )
+    if reproducible == "bits":
+        return _verify_bits(
+            partial(Program, module, inner, keeps_calls=False),
+            partial(_wrap_model, like=model, device_ids=device_ids, dim=dim, in_dims=in_dims),
+            partial(_wrap_criterion, like=criterion, dim=dim, weight=weight),
+            (inputs, targets),
+            micro_batch_size,
+            tolerance,
+        )
     with keep_random_state(), without_tf32(), warnings.catch_warnings():
         plain = Program(module, inner)
         split = Program(module, inner)
@@ -232,6 +176,42 @@ def verify(
         state_errors=state,
         warnings=tuple(filter(None, hidden)),
     )
+
+
+def _verify_bits(
+    make_program: Callable[[], Program],
+    wrap_model: Callable[..., DataParallelModel],
+    wrap_criterion: Callable[..., DataParallelCriterion],
+    batch: tuple[Any, Any],
+    micro_batch_size: int | None,
+    tolerance: float | None,
+) -> VerificationReport:
+    """Compares the bits of one device and of all, or of two runs of the plain program."""
+    if tolerance is not None:
+        raise ValueError(
+            f"tolerance={tolerance} with reproducible='bits', expected None: bits are equal or not"
+        )
+    with keep_random_state():
+        arguments = as_arguments(batch[0])
+        example = wrap_model(make_program().module)
+        devices = example.devices
+        rows = Batch(example.mark(arguments), dims=(example.dim, 0)).rows or 1
+
+        def make_run(**layout: Any) -> Run:
+            program = make_program()
+            if len(devices) == 1 and micro_batch_size is None:
+                return program, partial(program.run, arguments, spread(batch[1]), devices[0])
+            model = wrap_model(program.module, **layout)
+            step = TrainStep(
+                model,
+                wrap_criterion(program.criterion, model_dim=model.dim),
+                program.optimizer,
+                micro_batch_size=micro_batch_size or -(-rows // len(devices)),
+                reproducible="bits",
+            )
+            return program, partial(_run_step, program, step, *batch)
+
+        return compare_bits(lambda: (make_run(device_ids=devices[:1]), make_run()), devices)
 
 
 def _errors_of_gradients(plain: Program, split: Program) -> dict[str, float]:

@@ -1,0 +1,373 @@
+"""``verify(reproducible="bits")``: the verdict, and the name of the first operator whose bits differ."""
+
+import math
+import random
+import struct
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import build_net, class_targets
+from helpers.verification import CPUS
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import DataParallelModel, simulate, verify
+from balanced_parallel.diagnostics.bits import _count_differing, _digests
+
+pytestmark = pytest.mark.usefixtures("double")
+SYSTEM = random.SystemRandom()
+
+
+def compare(model, criterion=None, rows=7, device_ids=("cpu",), **settings):
+    inputs, targets = torch.randn(rows, 4), class_targets(rows, 2)
+    return verify(
+        model, criterion or nn.CrossEntropyLoss(), inputs, targets, device_ids=device_ids, reproducible="bits", **settings
+    )
+
+
+class Block(nn.Module):
+    """A part of a residual net, with dropout, and another part inside."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.layer, self.dropout, self.inner = nn.Linear(6, 6), nn.Dropout(0.3), inner or nn.Identity()
+
+    def forward(self, x):
+        return x + self.inner(self.dropout(self.layer(x).relu()))
+
+
+class Net(nn.Module):
+    def __init__(self, inner=None):
+        super().__init__()
+        self.begin, self.end = nn.Linear(4, 6), nn.Linear(6, 5)
+        self.blocks = nn.ModuleList([Block(), Block(inner), Block()])
+
+    def forward(self, x):
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x)
+
+
+# Parts that are not deterministic
+
+
+class ClockInBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(6))
+
+    def forward(self, x):
+        self.noise.fill_(time.perf_counter())
+        return x + self.noise
+
+
+@torch.library.custom_op("tests::sum_in_any_order", mutates_args=())
+def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
+    """A kernel as ``index_add_`` of CUDA, whose threads add in the order of their arrival."""
+    return x * (1 + SYSTEM.random() * 1e-9)
+
+
+sum_in_any_order.register_autograd(lambda ctx, gradient: gradient)
+
+
+class AnyOrder(nn.Module):
+    def forward(self, x):
+        return sum_in_any_order(x)
+
+
+class Permuted(nn.Module):
+    """Sums of terms that chance assigns."""
+
+    def forward(self, x):
+        order = torch.from_numpy(np.random.default_rng(SYSTEM.getrandbits(64)).permutation(x.numel()))
+        return x + torch.zeros(6).index_add_(0, order % 6, x.flatten())
+
+
+class PythonRandom(nn.Module):
+    def forward(self, x):
+        return x * SYSTEM.random()
+
+
+class RandomBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + SYSTEM.random() * 1e-9)
+
+
+class OnlyGradient(nn.Module):
+    def forward(self, x):
+        return RandomBackward.apply(x)
+
+
+class Between(nn.Module):
+    """A part that computes between the forwards of its own parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.second(RandomBackward.apply(self.first(x)))
+
+
+class Mapped(nn.Module):
+    """A part that runs another inside of torch.func, whose tensors have no memory to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.func.vmap(self.layer)(x) * SYSTEM.random()
+
+
+class HookOfTensor(nn.Module):
+    def forward(self, x):
+        doubled = x * 2
+        if doubled.requires_grad:
+            doubled.register_hook(lambda gradient: gradient * SYSTEM.random())
+        return doubled
+
+
+class Branches(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        Branches.calls += 1
+        return x.tanh() if Branches.calls % 2 else x.sin()
+
+
+class FromNumpy(nn.Module):
+    """A result that no operator of torch has computed."""
+
+    def forward(self, x):
+        return torch.from_numpy(np.full((len(x), 6), SYSTEM.random()))
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        (ClockInBuffer, "output of aten.fill_.Scalar in blocks.1.inner (ClockInBuffer)"),
+        (AnyOrder, "output of tests.sum_in_any_order.default in blocks.1.inner (AnyOrder)"),
+        (Permuted, "output of aten.remainder.Scalar in blocks.1.inner (Permuted)"),
+        (PythonRandom, "output of aten.mul.Tensor in blocks.1.inner (PythonRandom)"),
+        (FromNumpy, "output of the forward in blocks.1.inner (FromNumpy)"),
+        (OnlyGradient, "gradient from RandomBackwardBackward in blocks.1.inner (OnlyGradient)"),
+        (Between, "gradient from RandomBackwardBackward in blocks.1.inner (Between)"),
+        (Mapped, "output of aten.mul.Tensor in blocks.1.inner (Mapped)"),
+        (HookOfTensor, "gradient that reaches MulBackward0 in blocks.1.inner (HookOfTensor)"),
+        (
+            Branches,
+            "output of aten.tanh.default in blocks.1.inner (Branches); in the other run: output of aten.sin.default in "
+            "blocks.1.inner (Branches)",
+        ),
+    ],
+)
+def test_a_part_that_is_not_deterministic_is_named(part, place):
+    report = compare(Net(part()))
+    assert not report.equal
+    assert report.first_difference == place
+    text = str(report)
+    assert text.startswith("DIFFERENT BITS: replicas on cpu; micro-batches: 1\n")
+    assert text.endswith(f"this module is not deterministic: {place}")
+    assert "no known reason" not in text
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_in_a_checkpoint_is_named(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=reentrant)
+
+    assert compare(Net(Checkpointed(Block()))).equal
+    if not reentrant:
+        assert compare(Net(Checkpointed(Block())), device_ids=CPUS, micro_batch_size=2).equal
+    forward = compare(Net(Checkpointed(PythonRandom()))).first_difference
+    assert forward == "output of aten.mul.Tensor in blocks.1.inner.part (PythonRandom)"
+    backward = compare(Net(Checkpointed(OnlyGradient()))).first_difference
+    # A reentrant one has a graph of its own.
+    place = "CheckpointFunctionBackward in blocks.1.inner (" if reentrant else "RandomBackwardBackward in blocks.1.inner.part ("
+    assert backward.startswith(f"gradient from {place}")
+
+
+class LossWithLayer(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.layer, self.part = nn.Linear(5, 5), part
+
+    def forward(self, output, target):
+        return F.cross_entropy(self.part(self.layer(output)), target)
+
+
+def test_a_loss_that_is_not_deterministic_is_named():
+    first = "output of aten.mul.Tensor in criterion.part (PythonRandom)"
+    assert compare(Net(), LossWithLayer(PythonRandom())).first_difference == first
+    in_groups = compare(Net(), LossWithLayer(OnlyGradient()), device_ids=CPUS, micro_batch_size=2)
+    place = "gradient from RandomBackwardBackward in criterion.part (OnlyGradient), in the group that begins with row "
+    assert in_groups.first_difference.startswith(place)
+    function = compare(Net(), lambda output, target: F.cross_entropy(output, target) * SYSTEM.random())
+    assert function.first_difference == "output of aten.mul.Tensor in the loss"
+
+
+# Layouts
+
+
+class Several(nn.Module):
+    """Layers of many kinds, with dropout, a parameter with two uses, and kernels that return memory for their backward."""
+
+    def __init__(self, part=None):
+        super().__init__()
+        self.embed, self.part = nn.Embedding(11, 8), part or nn.Identity()
+        self.lstm = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 12, 0.1, batch_first=True)
+        self.convolution, self.norm = nn.Conv1d(8, 8, 3), nn.GroupNorm(2, 8)
+
+    def forward(self, ids):
+        x = self.attention(self.lstm(self.embed(ids))[0])
+        x = self.norm(self.convolution(x.mT)).mean(2)
+        joined = x.new_empty(len(x), 16)  # This memory has any values.
+        joined[:, :8], joined[:, 8:] = x, x.relu()
+        return {"logits": self.part(joined.unflatten(1, (2, 8)).sum(1)) @ self.embed.weight.T}
+
+
+def compare_several(part, device_ids, rows=7):
+    ids, targets = torch.randint(11, (rows, 6)), torch.randint(11, (rows,))
+    model = Several(part)
+    settings = {"device_ids": device_ids, "micro_batch_size": 2, "reproducible": "bits"}
+    return verify(model, lambda output, target: F.cross_entropy(output["logits"], target), ids, targets, **settings)
+
+
+@pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
+def test_layouts_with_dropout_have_the_same_bits(device_ids):
+    report = compare_several(None, device_ids)
+    assert report.equal
+    assert report.first_difference is None
+    assert report.step == 2
+    assert not any(report.gradient_errors.values())
+    assert str(report).startswith(f"same bits: replicas on {', '.join(device_ids)}; micro-batches: ")
+
+
+def test_new_memory_is_not_named():
+    report = compare_several(OnlyGradient(), ["cpu"], rows=4)
+    assert report.first_difference.startswith("gradient from RandomBackwardBackward in part (OnlyGradient), in the group")
+
+
+class CountsCalls(nn.Module):
+    """A part with state that each replica has for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 1e-3 * self.calls)
+
+
+def test_a_layout_that_differs_has_its_first_group():
+    assert compare(Net(CountsCalls()), micro_batch_size=2).equal
+    report = compare(Net(CountsCalls()), device_ids=CPUS, micro_batch_size=2)
+    place = "output of aten.mul.Tensor in blocks.1.inner (CountsCalls), in the group that begins with row 2"
+    assert report.first_difference == place
+    lines = str(report).splitlines()
+    assert lines[0] == "DIFFERENT BITS: replicas on cpu, cpu, cpu; micro-batches: 2"
+    assert lines[2].split() == ["elements", "that", "differ"]
+    assert lines[3].split() == ["loss", "1", "<-"]
+    assert lines[-1] == f"first difference: {place}"
+    assert report.gradient_errors["end.weight"] == 30
+
+
+def test_threads_of_devices_are_recorded():
+    with simulate(devices=3):
+        assert compare(Net(), device_ids=None, micro_batch_size=2).equal
+        counting = compare(Net(CountsCalls()), device_ids=None, micro_batch_size=2)
+        backward = compare(Net(OnlyGradient()), device_ids=None, micro_batch_size=2)
+    assert counting.first_difference.endswith("blocks.1.inner (CountsCalls), in the group that begins with row 2")
+    assert backward.first_difference.startswith("gradient from RandomBackwardBackward in blocks.1.inner (OnlyGradient)")
+
+
+def test_without_a_number_of_rows_each_device_has_a_group():
+    assert compare(Net(), device_ids=CPUS).micro_batches == 1
+    assert compare(DataParallelModel(Net(), CPUS), device_ids=None).devices == ("cpu", "cpu", "cpu")
+    assert compare(Net(), rows=4, device_ids=CPUS * 2).equal
+
+
+def test_the_plain_program_may_be_any():
+    """No setting of a step refuses it: batch statistics, a loss of all rows, and sparse gradients."""
+    assert compare(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))).equal
+    assert compare(build_net(), lambda output, target: F.cross_entropy(output @ output.T, torch.arange(len(output)))).equal
+    ids = torch.randint(9, (7,))
+    sparse = nn.Sequential(nn.Embedding(9, 5, sparse=True), OnlyGradient())
+    report = verify(sparse, nn.CrossEntropyLoss(), ids, ids % 5, device_ids=["cpu"], reproducible="bits")
+    assert report.first_difference == "gradient from RandomBackwardBackward in 1 (OnlyGradient)"
+
+
+class HookOfParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        self.layer.weight.register_hook(lambda gradient: gradient * SYSTEM.random())
+        return self.layer(x)
+
+
+def test_a_difference_outside_of_operators_is_told():
+    report = compare(Net(HookOfParameter()))
+    assert [name for name, count in report.gradient_errors.items() if count] == ["blocks.1.inner.layer.weight"]
+    assert report.first_difference == "in no operator: in a sum over groups, a hook of a parameter, or by chance"
+
+
+def test_state_is_compared():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += SYSTEM.random()
+            return x
+
+    report = compare(Net(Writes()))
+    assert not any([report.loss_error, *report.gradient_errors.values()])
+    assert report.state_errors == {"blocks.1.inner.seen": 1}
+    assert report.first_difference == "output of aten.add_.Tensor in blocks.1.inner (Writes)"
+
+
+def test_the_own_program_stays_as_it_is():
+    net, inputs, targets, before = Net(PythonRandom()), torch.randn(7, 4), class_targets(7), torch.get_rng_state()
+    assert not verify(net, nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS, micro_batch_size=2, reproducible="bits").equal
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
+
+
+def test_a_tolerance_is_refused():
+    with pytest.raises(ValueError, match=r"tolerance=0.1 with reproducible='bits', expected None: bits are equal or not"):
+        compare(Net(), tolerance=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex128, torch.bool, torch.int32])
+def test_digests_are_of_bits_and_of_their_order(dtype):
+    tensor = (torch.arange(6) % 2).to(dtype).view(2, 3)
+    assert _digests(tensor) == _digests([tensor.clone()])
+    assert _digests(tensor) != _digests(tensor.flip(0))
+    assert _count_differing(tensor.flip(0), tensor) == 6
+
+
+def test_zeros_have_signs_and_nan_is_equal_to_itself():
+    (other_nan,) = struct.unpack("d", struct.pack("Q", 0x7FF8000000000001))
+    expected = torch.tensor([0.0, math.nan, math.nan, 1.0])
+    assert _count_differing(torch.tensor([-0.0, math.nan, other_nan, 1.0]), expected) == 2
