@@ -1,7 +1,7 @@
-"""Errors of updates with dropout, in layouts that split the rows differently
+"""Errors of updates with dropout, in layouts that split the rows differently, and bits of trainings
 
 Seven models that draw random numbers make one update of 7 rows in float64, by `TrainStep(reproducible=True)`. Run without
-arguments, it measures all layouts and the peers, and writes the README beside it.
+arguments, it measures all layouts, the peers and the costs, and writes the README beside it.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ from torch import Tensor
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from networks import MODELS, make_problem  # noqa: E402 - beside this file
+from costs import SETTINGS, WIDE, be_traffic, measure_bytes, measure_times  # noqa: E402 - beside this file
+from networks import MODELS, make_problem  # noqa: E402
 from peers import PEERS  # noqa: E402
 from reports import environment, table  # noqa: E402
+from trainings import TRAININGS, Drift, measure_drifts, run_training  # noqa: E402
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate  # noqa: E402
 from balanced_parallel.strategies import launch  # noqa: E402
@@ -168,9 +171,52 @@ def measure_peers() -> dict[str, dict[tuple[str, bool], float]]:
     return errors
 
 
-def report(errors: dict[str, dict[str, float]], peers: dict[str, dict[tuple[str, bool], float]]) -> str:
+def idioms(programs: Mapping[str, tuple[str, Callable[..., Any]]]) -> str:
+    """Returns a list of programs, each with what its docstring says."""
+    return "\n".join(f"- {name}. {' '.join((run.__doc__ or '').split())}" for name, (_, run) in programs.items())
+
+
+def table_of_drifts(drifts: dict[str, dict[str, Drift]]) -> str:
+    """Returns the table of bits that differ."""
+    layouts = ["2 ranks", "3 ranks", "3 replicas"]
+    rows = [
+        [name, importlib.metadata.version(TRAININGS[name][0]), *(str(row.get(layout, "")) for layout in layouts)]
+        for name, row in drifts.items()
+    ]
+    return table(rows, ["", "version", *layouts])
+
+
+def tables_of_costs() -> dict[str, str]:
+    """Measures what the same bits cost. Returns a table for each of three questions."""
+    times = [
+        [f"{name}, {count} replica{'s' * (count > 1)}", *(f"{each:.1f} ms" for each in row), f"{row[2] / row[1]:.2f}"]
+        for (name, count), row in measure_times().items()
+    ]
+    memory = [
+        [f"{count} device{'s' * (count > 1)}", *(f"{number:.1f}" for pair in row for number in pair)]
+        for count, row in measure_bytes().items()
+    ]
+    traffic = run_on_ranks(["--traffic"])
+    kinds = sorted({kind for row in traffic.values() for kind in row})
+    return {
+        "times": table(times, ["", *SETTINGS, '"bits" / True']),
+        "bytes": table(memory, ["", *(f"{name}, {what}" for name in SETTINGS for what in ("held", "peak"))]),
+        "traffic": table([[name, *(f"{row[kind]:.2f}" for kind in kinds)] for name, row in traffic.items()], ["", *kinds]),
+        "wide": WIDE,
+    }
+
+
+def report(
+    errors: dict[str, dict[str, float]],
+    peers: dict[str, dict[tuple[str, bool], float]],
+    drifts: dict[str, dict[str, Drift]],
+    costs: dict[str, str],
+) -> str:
     """Returns the text of the README."""
     parts = {
+        **costs,
+        "drifts": table_of_drifts(drifts),
+        "trainings": idioms(TRAININGS),
         "layouts": table(
             [[label, *(f"{row[name]:.0e}" if name in row else "" for name in MODELS)] for label, row in errors.items()],
             ["", *MODELS],
@@ -186,7 +232,7 @@ def report(errors: dict[str, dict[str, float]], peers: dict[str, dict[tuple[str,
             ],
             ["", "version", *(f"{name}, dropout {state}" for name in PEER_MODELS for state in ("off", "on"))],
         ),
-        "idioms": "\n".join(f"- {peer}. {' '.join((run.__doc__ or '').split())}" for peer, (_, run) in PEERS.items()),
+        "idioms": idioms(PEERS),
         "environment": f"{environment('transformers')}, CPU with {os.cpu_count()} cores, one thread, gloo",
     }
     return (HERE / "page.md").read_text().format(**parts)
@@ -197,20 +243,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", help="models, on this rank (for the launcher)")
     parser.add_argument("--peer", choices=PEERS, help="run one peer on this rank (for the launcher)")
+    parser.add_argument("--training", choices=TRAININGS, help="train with one program on this rank (for the launcher)")
+    parser.add_argument("--traffic", action="store_true", help="count collectives on this rank (for the launcher)")
     parser.add_argument("--save", type=Path, help="where its results go")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     if flags.save:
-        results = be_rank(flags.layouts) if flags.layouts else be_peer(flags.peer)
-        if os.environ["RANK"] == "0":
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if flags.training:
+            results: Any = run_training(flags.training, rank, ranks)
+        elif flags.traffic:
+            results = be_traffic()
+        else:
+            results = be_rank(flags.layouts) if flags.layouts else be_peer(flags.peer)
+        if rank == 0:
             torch.save(results, flags.save)
         launch.end_process_group()  # a plain end of gloo's ranks aborts some of them
         return
     errors = measure_layouts(list(MODELS))
-    (HERE / "README.md").write_text(report(errors, measure_peers()))
+    drifts = measure_drifts(run_on_ranks)
+    (HERE / "README.md").write_text(report(errors, measure_peers(), drifts, tables_of_costs()))
     *exact, (_, control) = errors.items()
     if max(error for _, row in exact for error in row.values()) > 1e-10 or min(control.values()) < 1e-3:
         sys.exit("a layout is off by more than 1e-10, or the control is not")
+    *others, bits = drifts.values()
+    if any(drift.differ for drift in bits.values()) or not all(drift.differ for row in others for drift in row.values()):
+        sys.exit("bits differ with reproducible='bits', or do not without it")
 
 
 if __name__ == "__main__":

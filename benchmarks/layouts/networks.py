@@ -110,12 +110,12 @@ def make_bert(attention: str, layers: int = 2) -> nn.Module:
     return Logits(BertForMaskedLM(config))
 
 
-def make_gpt2(layers: int = 2) -> nn.Module:
+def make_gpt2(layers: int = 2, width: int = 32) -> nn.Module:
     """Returns a small GPT-2 with its own rates of dropout, 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=layers, n_head=4, use_cache=False, **ends)
+    config = GPT2Config(vocab_size=40, n_positions=32, n_embd=width, n_layer=layers, n_head=4, use_cache=False, **ends)
     return Logits(GPT2LMHeadModel(config))
 
 

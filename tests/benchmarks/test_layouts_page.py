@@ -35,17 +35,39 @@ def test_the_same_layout_repeats_itself_and_checkpoints_change_nothing(layouts):
     assert all(torch.equal(gradient, rest[1][name]) for name, gradient in expected[1].items())
 
 
+def test_bits_are_counted(layouts):
+    from trainings import drift
+
+    expected = {"a": torch.ones(3), "b": torch.zeros(2)}
+    found = {"a": torch.tensor([1.0, 1.0, 1.0 + 2**-23]), "b": torch.zeros(2)}
+    assert str(drift(expected, expected)) == "0 of 5"
+    assert str(drift(found, {**expected, "b": torch.ones(2)})) == "3 of 5 (1e+00)"
+
+
 def test_every_number_of_the_page_is_exact_but_those_of_the_controls(layouts):
     page = (BENCHMARKS / "layouts" / "README.md").read_text()
+    first, peers, bits, *_ = re.split(r"^## .*$", page, flags=re.MULTILINE)
     for label, layout in layouts.LAYOUTS.items():
-        (row,) = re.findall(rf"^\| {re.escape(label)} +\|(.*)\|$", page, re.MULTILINE)
-        errors = [float(cell) for cell in row.split("|") if cell.strip()]
+        (row,) = rows_of(first, label)
+        errors = [float(cell) for cell in row if cell]
         assert len(errors) == (3 if layout.checkpointed else 7)
         assert all(error < EXACT if layout.reproducible else error > 0.1 for error in errors)
     for peer, (_, run) in layouts.PEERS.items():
-        assert f"- {peer}. {run.__doc__}" in page
-        (row,) = re.findall(rf"^\| {re.escape(peer)} +\|(.*)\|$", page, re.MULTILINE)
-        off, on = ([float(cell) for cell in row.split("|")[start::2]] for start in (1, 2))
+        assert f"- {peer}. {run.__doc__}" in peers
+        (row,) = rows_of(peers, peer)
+        off, on = ([float(cell) for cell in row[start::2]] for start in (1, 2))
         assert len(off) == len(on) == 3
         assert max(off) < EXACT
         assert max(on) < EXACT if "reproducible" in peer else min(on) > 0.1
+    for name, (_, run) in layouts.TRAININGS.items():
+        assert f"- {name}. {run.__doc__}" in bits
+        ((_, *cells),) = rows_of(bits, name)
+        counts = [int(cell.partition(" of ")[0].replace(",", "")) for cell in cells if cell]
+        assert len(counts) == 2 + ("balanced" in name)
+        assert not any(counts) if "bits" in name else all(counts)
+
+
+def rows_of(section, label):
+    """Returns the cells of each row of a table with a label."""
+    found = re.findall(rf"^\| {re.escape(label)} +\|(.*)\|$", section, re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in found]
