@@ -83,7 +83,7 @@ class Task:
             outputs = model(inputs)
             predictions, labels = gather([output.argmax(1) for output in outputs], "cpu"), gather([targets], "cpu")
             counted = labels != IGNORED
-            losses.append(gather(criterion(outputs, targets), "cpu")[counted])
+            losses.append(gather([*criterion(outputs, targets)], "cpu")[counted])
             hits.append((predictions == labels)[counted])
         model.train()
         results = {"validation_loss": torch.cat(losses).double().mean().item(), "baseline_loss": self.baseline}

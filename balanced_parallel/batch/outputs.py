@@ -83,12 +83,21 @@ class PerReplica(list[Any], containers.Leaf):
         if dim != 0:
             self.__class__ = _PlacedOutputs
 
+    def __repr__(self) -> str:
+        """Returns rows and device of each entry, and what the first one is."""
+        parts = []
+        for size, entry in zip(self.sizes, self, strict=True):
+            tensor = containers.first_tensor(entry)
+            place = "" if tensor is None else f" on {tensor.device}"
+            parts.append(f"{'no' if size is None else size} rows{place}")
+        first = f"; {containers.describe(self[0])} first" if self else ""
+        return f"PerReplica({', '.join(parts)}{first})"
+
     def _sizes_of_first_tensors(self) -> tuple[int | None, ...]:
         if isinstance(self, _PlacedOutputs):
             raise TypeError(
-                "a PerReplica was made of entries alone, perhaps by another library that applies a function to all "
-                "tensors. These outputs have their rows in another dimension or order than the batch, which would be "
-                "lost: call gather() before, or leave precision and devices to this library"
+                "a PerReplica was made of entries alone, as by another library that applies a function to all tensors, "
+                "expected sizes, dimension and order: call gather() before, or leave precision and devices to this library"
             )
         tensors = map(containers.first_tensor, self)
         return tuple(
@@ -362,10 +371,9 @@ def repeated_rows(
         count = rows[0] // sizes[0]
         if count > 1 and rows == [count * (size or 0) for size in sizes]:
             return (
-                f"{column[0][0]} has {rows} rows for {[*sizes]} rows of the batch, {count} for each, in an unknown order. For "
-                f"{count} views of each row, return out.chunk({count}) in forward, a tuple with one output each. For {count} "
-                f"parts of a row beside each other, gather out.unflatten({dim}, (-1, {count})), or give their order: "
-                f"outputs.in_order(range({sum(rows)}))"
+                f"{column[0][0]} has {rows} rows for {[*sizes]} rows of the batch, {count} for each, in an unknown order: return "
+                f"out.chunk({count}) in forward for views of each row, gather out.unflatten({dim}, (-1, {count})) for parts "
+                f"of a row beside each other, or give their order, as outputs.in_order(range({sum(rows)}))"
             )
     return None
 
@@ -470,8 +478,8 @@ def take_rows(leaf: object, part: RowNumbers, dim: int) -> object:
         layout = "nested" if leaf.is_nested else str(leaf.layout)
         raise TypeError(
             f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
-            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it. "
-            "Nested tensors of a list of samples are made on each device by TrainStep(cut=ByCost(..., collate=...))"
+            "padded tensor and the lengths of a nested one, Whole(...) if every replica needs all of it, or a list of samples to "
+            "TrainStep(cut=ByCost(..., collate=...)), which makes nested tensors on each device"
         )
     if not leaf.dim():
         return leaf
@@ -581,8 +589,7 @@ def reorder(gathered: Nested, order: Sequence[int], dims: Dims, replicas: int) -
             return leaf
         if rows != len(order):
             raise ValueError(
-                f"an output has {rows} rows for {len(order)} rows of the batch, expected as many: they are not in the order "
-                "of the batch, since rows were cut by cost"
+                f"an output has {rows} rows for {len(order)} rows of the batch, expected as many for a cut by cost"
             )
         return take_rows(leaf, positions, dim)
 

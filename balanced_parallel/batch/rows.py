@@ -19,7 +19,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -148,8 +148,7 @@ def mark(
         }
         if names and (unknown := by_key.keys() - {*names, *arguments.kwargs}):
             raise ValueError(
-                f"dimensions are given for {unknown.pop()!r}, expected one of the arguments {', '.join(names)}, or "
-                "the position of one"
+                f"dimensions are given for {unknown.pop()!r}, expected the name or position of one of {', '.join(names)}"
             )
     elif isinstance(dims, int):
         by_key = dict.fromkeys([*map(key_at, range(first, count)), *arguments.kwargs], dims)
@@ -296,7 +295,7 @@ def _common_rows(
             entry = containers.describe(entries[0])
             raise ValueError(
                 f"{place} is a list of {len(entries)} entries of one type (the first is {entry}): each entry may be a "
-                "row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or give "
+                "row, or have all rows; wrap the list in Rows(...) if its entries are rows, make it a tuple or give "
                 "in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
     return rows
@@ -366,9 +365,8 @@ def _refuse_objects(leaf: object, place: str) -> None:
         )
     if _holds_tensors(leaf, 3):
         raise TypeError(
-            f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, "
-            "or a dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to pass it "
-            "whole to every replica"
+            f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, a "
+            "dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) for every replica"
         )
 
 
@@ -500,6 +498,10 @@ class ParallelModel(nn.Module):
     # Methods that have run over ranks, and the mode of the module, with True for those that
     # communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+
+    if TYPE_CHECKING:  # nn.Module has Any
+
+        def __call__(self, *inputs: object, **kwargs: object) -> PerReplica: ...
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on the rows of the arguments, and returns a :class:`PerReplica` of its

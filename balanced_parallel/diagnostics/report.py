@@ -1,6 +1,9 @@
 """The report of ``verify``."""
 
 from dataclasses import dataclass, field
+from html import escape
+
+from tabulate import tabulate
 
 _MAX_GRADIENTS = 10  # gradients in the table
 
@@ -56,32 +59,54 @@ class VerificationReport:
         )
 
     def __str__(self) -> str:
-        gradients = sorted(self.gradient_errors.items(), key=lambda item: -item[1])
-        state = [(f"state {name}", error) for name, error in self.state_errors.items()]
-        table = [("loss", self.loss_error), *gradients[:_MAX_GRADIENTS], *state]
-        width = max(len(name) for name, _ in table)
+        rows = self._rows()
+        width = max(len(name) for name, _, _ in rows)
+        table = [f"{name:{width}}  {error}{mark and f'  {mark}'}" for name, error, mark in rows]
+        lines = [*self._title(), f"{'':{width}}  {self._unit}", *table, *self._notes()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Returns the report as HTML, for notebooks."""
+        columns = ["", self._unit, ""]
+        table = tabulate(self._rows(), columns, "html", disable_numparse=True)
+        parts = [f"<p>{escape(line)}</p>" for line in self._title()]
+        parts.append(table)
+        parts += [f"<p>{escape(line)}</p>" for line in self._notes()]
+        return "".join(parts)
+
+    @property
+    def _unit(self) -> str:
+        return "elements that differ" if self.compares_bits else "relative error"
+
+    def _title(self) -> list[str]:
         verdict = f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}"
-        kind, form, first = "relative error", ".1e", "first output that differs"
         if self.compares_bits:
             verdict = "same bits" if self.equal else "DIFFERENT BITS"
-            kind, form, first = "elements that differ", ".0f", "first difference"
-            if len(self.devices) == 1:
-                first = "this module is not deterministic"
-        lines = [
+        return [
             f"{verdict}: replicas on {', '.join(self.devices)}; micro-batches: {self.micro_batches}",
             f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
-            f"{'':{width}}  {kind}",
-            *(
-                f"{name:{width}}  {error:{form}}{'  <-' * (error > self.tolerance)}"
-                for name, error in table
-            ),
         ]
-        if len(gradients) > _MAX_GRADIENTS:
-            lines.append(f"... and {len(gradients) - _MAX_GRADIENTS} more")
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Returns a name, its error and a mark for each row of the table."""
+        gradients = sorted(self.gradient_errors.items(), key=lambda item: -item[1])
+        state = [(f"state {name}", error) for name, error in self.state_errors.items()]
+        form = ".0f" if self.compares_bits else ".1e"
+        return [
+            (name, f"{error:{form}}", "<-" * (error > self.tolerance))
+            for name, error in [("loss", self.loss_error), *gradients[:_MAX_GRADIENTS], *state]
+        ]
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if len(self.gradient_errors) > _MAX_GRADIENTS:
+            notes.append(f"... and {len(self.gradient_errors) - _MAX_GRADIENTS} more")
         if self.first_difference is not None:
-            lines.append(f"{first}: {self.first_difference}")
-        lines += [f"known reason: {reason}" for reason in self.reasons]
+            first = "first difference" if self.compares_bits else "first output that differs"
+            if self.compares_bits and len(self.devices) == 1:
+                first = "this module is not deterministic"
+            notes.append(f"{first}: {self.first_difference}")
+        notes += [f"known reason: {reason}" for reason in self.reasons]
         if not self.equal and not self.reasons and not self.compares_bits:
-            lines.append("no known reason: compare in float64, then see docs/troubleshooting.md")
-        lines += [f"warning: {warning}" for warning in self.warnings]
-        return "\n".join(lines)
+            notes.append("no known reason: compare in float64, then see docs/troubleshooting.md")
+        return notes + [f"warning: {warning}" for warning in self.warnings]

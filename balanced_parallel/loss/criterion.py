@@ -3,7 +3,7 @@ the whole batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -137,6 +137,17 @@ class DataParallelCriterion(nn.Module):
         settings = self.devices, self.output_device, dim or 0, self.precision
         self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, halves)
 
+    if TYPE_CHECKING:  # nn.Module has Any; a criterion that returns several losses returns these
+
+        def __call__(self, outputs: object, *targets: object, **kwargs: object) -> torch.Tensor: ...
+
+    def extra_repr(self) -> str:
+        """Returns the settings that differ from the defaults, for ``repr(criterion)``."""
+        settings = {name: value for name, value in self.arguments.items() if value}
+        if not isinstance(self.module, nn.Module):
+            settings = {"criterion": getattr(self.module, "__qualname__", self.module), **settings}
+        return ", ".join(f"{name}={value}" for name, value in settings.items())
+
     @property
     def reduction(self) -> str:
         """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
@@ -184,8 +195,7 @@ class DataParallelCriterion(nn.Module):
             unmarked = containers.leaves((targets, kwargs))
             if any(isinstance(leaf, torch.Tensor) and leaf.dim() for _, leaf in unmarked):
                 raise ValueError(
-                    f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
-                    "DataParallelCriterion(..., dim=) or in_dims="
+                    f"the rows of the outputs are in dimension {dims!r}, expected dim= or in_dims= for those of the targets"
                 )
         if self.in_dims is None:
             return Arguments(targets, kwargs), self.dim or 0
@@ -254,13 +264,13 @@ def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int |
     if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
         raise ValueError(
             f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
-            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica. {_ADVICE}"
+            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica, {_ADVICE}"
         )
 
 
 _ADVICE = (
-    "Use what keeps the rows of each replica: outputs.map(function) for a comprehension, outputs.unzip() for zip(*outputs) and "
-    "for a model that returns a list, outputs.logits for one part"
+    "expected a PerReplica, which knows the rows of each: use outputs.map(function) for a comprehension, outputs.unzip() for "
+    "zip(*outputs) and for a model that returns a list, outputs.logits for one part"
 )
 
 
@@ -269,8 +279,7 @@ def _check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
     sizes = [size for size in outputs.sizes if size is not None]
     if rows is not None and (sum(sizes) != rows if sizes else len(outputs) > 1):
         raise ValueError(
-            f"the criterion was given a list of {len(outputs)} outputs with {sum(sizes) or 'no'} rows in all, and targets with "
-            f"{rows}: the rows of each replica are unknown. {_ADVICE}"
+            f"the criterion was given {len(outputs)} outputs with {sum(sizes) or 'no'} rows, and targets with {rows}, {_ADVICE}"
         )
 
 

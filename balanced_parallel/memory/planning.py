@@ -26,6 +26,7 @@ from tabulate import tabulate
 from torch import nn
 
 from ..batch.plan import split_sizes
+from ..batch.rows import ParallelModel
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside
@@ -35,7 +36,7 @@ from ..runtime.devices import DeviceLike
 from ..runtime.values import check_number, format_bytes, parse_each
 from ..savings.saving import Saving, around_update, change_module, change_optimizers, find_savings
 from ..strategies.launch import TorchrunEnvironment
-from ..strategies.parallelize import Model, check_strategy, parallelize
+from ..strategies.parallelize import check_strategy, parallelize
 from ..training.step import TrainStep
 from ..training.update import Update
 from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
@@ -167,7 +168,7 @@ class MemoryPlan:
         weight: Callable[..., torch.Tensor] | None = None,
         max_grad_norm: float | None = None,
         **defaults: Any,
-    ) -> tuple[Model, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
+    ) -> tuple[ParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
         """Makes the model, the criterion, the optimizer and the step of the plan.
 
         The savings change ``module`` in place.
@@ -229,7 +230,13 @@ class MemoryPlan:
             raise ValueError(
                 f"there is no report to show: {'this plan was read from JSON' if self.fits else self.verdict}"
             )
-        write_page(path, self.report, self.capacity[: self.report.devices], self._repr_html_())
+        write_page(
+            path,
+            self.report,
+            self.capacity[: self.report.devices],
+            self.verdict,
+            self._repr_html_(),
+        )
 
     def to_json(self) -> str:
         """Returns the plan as JSON, without its report."""
@@ -336,7 +343,8 @@ def plan(
     offloaded activations. If none of these suffices, it tries the same in bf16, which changes the
     result. The cheapest choice takes the least time, where a byte of traffic takes as long as 3,000
     operations, or 300 in fp32. If nothing fits, optimizers with less state are shown as
-    alternatives. An option that cannot be traced is skipped, and named with the reason.
+    alternatives. An option that cannot be traced is skipped, and named with the reason. Each option is
+    logged (``logging``, ``INFO``) with the seconds that all others may take.
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for

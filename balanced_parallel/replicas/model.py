@@ -7,7 +7,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import nn
@@ -89,6 +89,16 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         >>> outputs.gather().shape
         torch.Size([7, 2])
     """
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __new__(
+            cls, *args: object, gather_outputs: Literal[True], **settings: object
+        ) -> "_GatheringModel": ...
+        @overload
+        def __new__(cls, *args: object, **settings: object) -> Self: ...
+        def __new__(cls, *args: object, **settings: object) -> Self: ...
 
     @naming_arguments
     def __init__(
@@ -250,6 +260,12 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                     stacklevel=6,
                 )
         return outputs.on(self._gathers_on)
+
+
+if TYPE_CHECKING:
+
+    class _GatheringModel(DataParallelModel):
+        def __call__(self, *inputs: object, **kwargs: object) -> torch.Tensor: ...  # type: ignore[override]
 
 
 def _refuse_compilation() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..batch.containers import Dims, check_dim
+from ..batch.rows import ParallelModel
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import use_torch_sync_batchnorm
@@ -32,7 +33,6 @@ from .ranks import RowSettings
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
 STRATEGIES = get_args(Strategy)
 _log = logging.getLogger(__name__)
-Model = DataParallelModel | DistributedModel | ShardedModel
 
 
 class _Options(RowSettings, total=False):
@@ -48,7 +48,7 @@ def parallelize(
     criterion: None = None,
     device_ids: Sequence[DeviceLike] | None = None,
     **options: Unpack[_Options],
-) -> Model: ...
+) -> ParallelModel: ...
 
 
 @overload
@@ -59,7 +59,7 @@ def parallelize(
     *,
     weight: Callable[..., Any] | str | None = None,
     **options: Unpack[_Options],
-) -> tuple[Model, DataParallelCriterion]: ...
+) -> tuple[ParallelModel, DataParallelCriterion]: ...
 
 
 @naming_arguments
@@ -77,7 +77,7 @@ def parallelize(
     refresh: Refresh = "always",
     strategy: Strategy = "auto",
     mesh: DeviceMesh | None = None,
-) -> Model | tuple[Model, DataParallelCriterion]:
+) -> ParallelModel | tuple[ParallelModel, DataParallelCriterion]:
     """Wraps a model and a criterion for all devices, in one process or under torchrun, with the
     same losses and gradients.
 
@@ -157,7 +157,7 @@ def parallelize(
             raise ValueError(
                 "mesh= was given in one process, expected None: it is for the ranks that torchrun starts"
             )
-        model: Model = DataParallelModel(
+        model: ParallelModel = DataParallelModel(
             module, device_ids, split=split, refresh=refresh, **settings
         )
     else:
@@ -180,7 +180,7 @@ def _rank_model(
     settings: RowSettings,
     strategy: Strategy,
     mesh: DeviceMesh | None,
-) -> Model:
+) -> ParallelModel:
     is_frozen = criterion is None and not any(
         parameter.requires_grad for parameter in module.parameters()
     )

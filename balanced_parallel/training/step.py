@@ -168,8 +168,8 @@ class TrainStep:
         has_sums = criterion.copies.collectives.sums_rows
         if self._is_auto and self._has_ranks and (has_sums or meets_others(model)):
             raise ValueError(
-                "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows: after an out of memory in the forward "
-                "of one rank, the others would wait for it; give micro_batch_size a number, as memory.fit finds it"
+                "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows, where others wait for a rank that runs "
+                "out of memory, expected a number, as memory.fit finds it"
             )
         self._open_sync: Callable[[], UpdateSync] = (
             self._strategy.by_group() if self._is_exact else self._strategy.open
@@ -202,6 +202,23 @@ class TrainStep:
         check_optimizers(
             ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler)
         )
+
+    def __repr__(self) -> str:
+        """Returns a line for the model, the criterion and the optimizers, and one for each setting."""
+        devices = ", ".join(map(str, self.model.devices))
+        settings = {
+            "model": f"{type(self.model).__name__} of {type(self.model.module).__name__} on {devices}",
+            "criterion": " ".join(repr(self.criterion).split()),
+            "optimizer": ", ".join(type(each).__name__ for each in each_optimizer(self.optimizer)),
+            "micro_batch_size": "auto" if self._is_auto else self.micro_batch_size,
+            "precision": self.precision.name,
+            "max_grad_norm": self.max_grad_norm,
+            "skip_above": self.skip_above,
+            "cut": self.cut and type(self.cut).__name__,
+            "reproducible": "bits" if self._is_exact else self._by_row is not None,
+        }
+        lines = [f"  {name}: {value}" for name, value in settings.items() if value]
+        return "\n".join(["TrainStep", *lines])
 
     @overload
     def __call__(
@@ -350,7 +367,13 @@ class TrainStep:
             calls.agree(
                 len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)])
             )
-        update.add(run)
+        try:
+            update.add(run)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                "expected less memory at a time: TrainStep(..., micro_batch_size='auto') runs a batch again in smaller pieces"
+            )
+            raise
 
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
@@ -540,8 +563,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
     if names:
         warnings.warn(
             f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
-            "not of the batch: expected a hook that changes nothing, or one of a parameter, which TrainStep calls once per "
-            "update (docs/exactness.md, Limits)",
+            "expected a hook that changes nothing, or one of a parameter, called once per update (docs/limits.md)",
             stacklevel=5,
         )
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import typing
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from balanced_parallel import DataParallelCriterion, TrainStep, parallelize, simulate
+from balanced_parallel.strategies.ddp import DistributedModel
 
 SLOWER_LIMIT = 1.1  # of a step against DDP
 
@@ -51,9 +51,10 @@ def train(machine, rank, ranks, only_plain):
     if ranks > 1:
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), [machine.first] * ranks)
     else:
-        kinds = typing.get_args(typing.get_type_hints(parallelize)["return"])
-        ddp_model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, DistributedDataParallel))
-        model, criterion = ddp_model(net.to(machine.first), machine.first, None), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = (
+            DistributedModel(net.to(machine.first), machine.first, None),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
     found = torch.stack([step(inputs, targets) for _ in range(3)])
     dist.all_reduce(expected)  # rows are equal, so the mean over ranks is that of all rows
