@@ -7,8 +7,8 @@ What would save:       PROGRAM tricks --problem net.py:build --devices 4
 ``build`` is a function that returns ``(module, criterion, inputs, targets)``.
 
 No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if
-nothing fits, and 2, with one line on stderr, if the model or a flag is wrong. Traces of more than
-three seconds print their progress there.
+nothing fits, and 2, with one line on stderr, if the model or a flag is wrong. Plans print there what
+they try and how long it may take, and traces of more than three seconds their progress.
 """
 
 import argparse
@@ -45,11 +45,8 @@ from .memory.planning import MATERIALIZE, MemoryPlan
 from .memory.problem import Problem
 from .memory.report import MemoryReport, load_plotly
 from .memory.savings import PLANNED
-from .memory.trace import tracer
 from .memory.trace.layouts import LAYOUTS
 from .runtime.values import format_bytes, parse_bytes
-
-_log = logging.getLogger(__name__)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -287,9 +284,7 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, int, dict[str, Any]]:
     if flags.html:
         load_plotly()
         flags.html.parent.mkdir(parents=True, exist_ok=True)
-    _log.info("building %s", flags.problem)
     problem = dataclasses.replace(build_problem(flags.problem), dim=flags.dim, scalar=flags.scalar)
-    _log.info("tracing %s", type(problem.module).__name__)
     settings = {
         name: getattr(flags, name) for name in ("optimizer", "devices", "precision", "device_kind")
     }
@@ -346,19 +341,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
-    """Prints what a command does to a terminal; elsewhere the progress of traces alone.
+    """Prints what is tried, how long it may take, and the progress of long traces.
 
     Hides torch's log, a traceback for each shape that does not suit.
     """
-    package = logging.getLogger("balanced_parallel")
-    shown = package if sys.stderr.isatty() else logging.getLogger(tracer.__name__)
+    shown = logging.getLogger(memory.__name__)
     with (
         patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
         patch.object(shown, "handlers", [logging.StreamHandler()]),
         contextlib.ExitStack() as undo,
     ):
-        undo.callback(package.setLevel, package.level)
-        package.setLevel(logging.INFO)
+        undo.callback(shown.setLevel, shown.level)
+        shown.setLevel(logging.INFO)
         yield
 
 

@@ -4,6 +4,9 @@ import argparse
 import contextlib
 import copy
 import importlib.util
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +14,11 @@ import torch
 from tabulate import tabulate
 from tasks import Task
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from balanced_parallel import Precision, RankBatchSampler, memory, simulate
 
+BEAT = 5.0  # seconds between two lines of progress
 NAMES = {"temporaries": "gradients of activations, temporaries"}  # of the backward and of the update
 
 
@@ -130,7 +135,7 @@ class Comparison:
         scaler = torch.amp.GradScaler(first.type, enabled=flags.precision == "fp16")
         batches = RankBatchSampler(rows, flags.batch_size, flags.seed, rank=0, ranks=1)
         losses: list[float] = []
-        while len(losses) < updates:
+        for _ in show_progress(updates, f"plain PyTorch on {len(devices)} x {first.type}"):
             inputs, targets = rows.__getitems__(next(iter(batches)))
             batches.advance()
             optimizer.zero_grad()
@@ -160,6 +165,21 @@ class Comparison:
             device_kind="sim",
         )
         return [dict(parts) for parts in report.parts]
+
+
+def show_progress(steps: int, name: str) -> Iterator[int]:
+    """Yields the numbers of steps, with a bar on a terminal, elsewhere with a line on stderr after each ``BEAT``."""
+    numbers = range(1, steps + 1)
+    if sys.stderr.isatty():
+        yield from tqdm(numbers, name, leave=False)
+        return
+    print(f"{name}: {steps} steps", file=sys.stderr, flush=True)
+    last = time.perf_counter()
+    for step in numbers:
+        yield step
+        if step < steps and time.perf_counter() - last >= BEAT:
+            print(f"{name}: step {step}/{steps}", file=sys.stderr, flush=True)
+            last = time.perf_counter()
 
 
 def memory_sizes(flags: argparse.Namespace) -> Any:

@@ -5,8 +5,7 @@ One process, three replicas on the CPU:                   python scripts/train.p
 One process per device:                                   torchrun --standalone --nproc-per-node=2 scripts/train.py
 A model sharded over them:                                torchrun ... scripts/train.py --strategy fsdp
 A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
-With dropout, and the same losses in all of these:        python scripts/train.py --dropout 0.1 --reproducible
-And the same bits, except with FSDP2:                     python scripts/train.py --dropout 0.1 --reproducible bits
+With dropout, and the same bits, except with FSDP2:       python scripts/train.py --dropout 0.1 --reproducible bits
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
 Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 
@@ -22,6 +21,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class Training:
 
     def run(self) -> bool:
         """Trains. Returns False if a signal has ended the run before its last update, with all state saved."""
-        flags, first, began, every = self.flags, len(self.losses), time.perf_counter(), self.flags.checkpoint_every
+        flags, first, began, shown, every = self.flags, len(self.losses), time.perf_counter(), 0.0, self.flags.checkpoint_every
         for number in (signal.SIGTERM, signal.SIGINT) if every else ():
             signal.signal(number, self.stop)
         if self.is_main and not flags.simulate:
@@ -126,10 +126,12 @@ class Training:
                 raise FloatingPointError(f"the loss of step {step} is {loss}: {advice}")
             self.batches.advance()
             self.record([loss])
-            if self.is_main and not flags.simulate and (step in (1, flags.steps) or step % max(1, flags.steps // 10) == 0):
-                speed = (step - first) * flags.batch_size / (time.perf_counter() - began)
+            elapsed = time.perf_counter() - began
+            if self.is_main and (step in (1, flags.steps) or step % max(1, flags.steps // 10) == 0 or elapsed - shown > 5):
+                shown, place = elapsed, sys.stderr if flags.simulate else sys.stdout
+                speed = (step - first) * flags.batch_size / elapsed
                 with tqdm.external_write_mode():
-                    print(f"step {step}/{flags.steps}: loss {loss:.4f}, {speed:.0f} rows/s", flush=True)
+                    print(f"step {step}/{flags.steps}: loss {loss:.4f}, {speed:.0f} rows/s", file=place, flush=True)
             stops = bool(every) and any(gather([[self.stopping]], "cpu"))  # on any rank
             if every and (stops or step == flags.steps or step % every == 0):
                 self.checkpoints.save(step)

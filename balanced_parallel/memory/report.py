@@ -46,11 +46,14 @@ def holders_of(lines: Lines, device: int, rows: int) -> tuple[Holder, ...]:
     return tuple(Holder(size, *key) for key, size in sizes.most_common(_HOLDERS))
 
 
-def holders_table(holders: Sequence[Holder], style: str) -> str:
-    """Returns holders as a table, in a format of tabulate."""
+def holders_table(report: "MemoryReport", device: int, style: str) -> str:
+    """Returns the holders of a device's peak and the peak as a table, in a format of tabulate."""
+    holders, peak = report.where[device], report.allocated[device]
     rows = [
         [format_bytes(holder.bytes), holder.part, holder.module, holder.line] for holder in holders
     ]
+    others = peak - sum(holder.bytes for holder in holders)
+    rows += [[format_bytes(others), "all others"], [format_bytes(peak), "the peak"]]
     return tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True)
 
 
@@ -226,12 +229,12 @@ class MemoryReport:
 
     def __str__(self) -> str:
         notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
-        where = holders_table(self.where[0], "simple")
+        where = holders_table(self, 0, "simple")
         return f"{title_of(self)}\n\n{self._table('simple')}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
 
     def _repr_html_(self) -> str:
         """Returns the report as HTML, for notebooks."""
-        where = holders_table(self.where[0], "html")
+        where = holders_table(self, 0, "html")
         return (
             f"<p>{title_of(self)}</p>{self._table('html')}<p>Where it goes, on device 0:</p>{where}"
         )
@@ -268,8 +271,9 @@ pre {{ white-space: pre-wrap; }}
 </style>
 </head>
 <body>
-<h1>{title}</h1>
+<h1 id="verdict">{verdict}</h1>
 <p id="peak">{peak}</p>
+<p>{title}</p>
 {figure}
 <h2>Holders of the peak</h2>
 <div id="holders">{holders}</div>
@@ -284,26 +288,25 @@ def write_page(
     path: Path | str,
     report: MemoryReport,
     capacity: Capacity | None,
+    verdict: str = "",
     options: str = "",
 ) -> None:
-    """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a
-    section.
+    """Writes the page of :meth:`MemoryReport.save_html`, with the verdict of a plan and its options
+    (HTML) as a section.
     """
     limits = () if capacity is None else parse_each(capacity, report.devices)
     hottest = report.allocated.index(max(report.allocated))
-    peak = f"peak {format_bytes(report.allocated[hottest])} on device {hottest}"
-    if limits:
-        verdict = "fits" if report.batches.fits(report.rows, limits) else "does not fit"
-        peak += f", {verdict} in {sizes_as_text(limits)}"
+    peak = format_bytes(report.allocated[hottest])
     versions = f"torch {torch.__version__}, balanced_parallel {version('balanced-parallel')}"
     title = f"{type(report.batches.request.module).__name__}: {title_of(report)} ({versions}, {datetime.date.today()})"
     text = _PAGE.format(
         title=html.escape(title),
-        peak=peak,
+        verdict=html.escape(verdict or _verdict(report, limits)),
+        peak=f"peak of tensors: {peak} on device {hottest}; the allocator and the driver take the rest",
         figure=_figure(report, limits).to_html(
             {"responsive": True}, full_html=False, div_id="memory"
         ),
-        holders=holders_table(report.where[hottest], "html"),
+        holders=holders_table(report, hottest, "html"),
         assumed="".join(
             f"<p>{html.escape(name)}: {html.escape(source)}</p>"
             for name, source in report.assumed.items()
@@ -311,6 +314,24 @@ def write_page(
         options=options and f"<h2>Options of the plan</h2>\n{options}",
     )
     Path(path).write_text(text, encoding="utf-8")
+
+
+def _verdict(report: MemoryReport, limits: Sequence[int]) -> str:
+    """Returns whether the fullest device fits, and by how much."""
+    if not limits:
+        return f"needs {format_bytes(max(report.nvidia_smi))}"
+    lines = report.batches.at(report.rows)
+    request = report.batches.request
+    parts = []
+    for device, needs, limit in zip(request.traced_devices, report.nvidia_smi, limits, strict=True):
+        # The allocator gives back its cache where the device is full.
+        size = lines.reserved(device, report.rows, limit)
+        parts.append((needs if size is None else size + request.kind.context, limit))
+    needs, limit = max(parts, key=lambda part: part[0] / part[1])
+    used = f"{format_bytes(needs)} of {format_bytes(limit)}"
+    if needs > limit:
+        return f"does not fit: {used}, {format_bytes(needs - limit)} too much"
+    return f"fits: yes, {used}, {format_bytes(limit - needs)} left"
 
 
 def sizes_as_text(sizes: Sequence[int]) -> str:

@@ -153,7 +153,8 @@ def test_backward_of_flash_attention_takes_memory_for_itself(dtype, expected):
         GroupedAttention().to(dtype), torch.sum, torch.zeros(3, 100, 96, dtype=dtype), (), device_kind="a100"
     )
     blocks = report.batches.exact.first.blocks
-    sizes = [block.size for block in blocks if "fused_attention" in block.line]  # of the backward
+    attention = GroupedAttention.forward.__code__.co_firstlineno + 2
+    sizes = [block.size for block in blocks if block.line == f"backward of {__file__}:{attention}"]
     sums, per_head = 4 * 3 * 8 * 128, 3 * 8 * 100 * 40 * 2
     assert sums in sizes
     assert sum(sizes.count(size) for size in (64 * sums, per_head)) == 2 * (expected + (expected > 0))  # two updates, and dq

@@ -3,9 +3,12 @@
 Pages about reports and plans: complete without a network, with the numbers of the report.
 """
 
+import contextlib
 import dataclasses
+import functools
 import html
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +40,49 @@ def test_report_has_timeline_phases_and_source_lines():
         report.rows = 3
 
 
+class Odd(nn.Module):
+    """A layer that Python's ``contextlib`` calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.inner.register_forward_hook(keep_output)
+
+    def forward(self, rows):
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.inner, rows)
+        return torch.cat([self.inner.kept] * 20, 1)
+
+
+def keep_output(module, inputs, output):
+    module.kept = output
+
+
+@contextlib.contextmanager
+def squares(rows):
+    yield rows.square()
+
+
+def squared(output, targets):
+    with squares(output) as result:
+        return result.mean()
+
+
+@pytest.mark.usefixtures("one_trace")
+@pytest.mark.parametrize("criterion", [squared, functools.partial(squared)])
+def test_holders_name_modules_and_lines_of_the_user_also_in_the_backward(criterion):
+    """A holder was of ``contextlib.py:137``, and the backward and a plain function had no module."""
+    report = memory.estimate(Odd(), criterion, torch.empty(512, 64), torch.zeros(512), device_kind="cpu")
+    found = {(holder.part, holder.module, holder.line.replace(f"{__file__}:", "")) for holder in report.where[0]}
+    lines = {line.strip(): number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1)}
+    square = lines["yield rows.square()"]
+    assert ("saved activations", "inner", str(lines["with contextlib.ExitStack() as stack:"])) in found
+    assert ("saved activations", "Odd", str(lines["return torch.cat([self.inner.kept] * 20, 1)"])) in found
+    assert ("temporaries", "criterion", f"backward of {square}") in found
+    assert not any("contextlib" in holder.line or torch.__path__[0] in holder.line for holder in report.where[0])
+    assert sum(holder.bytes for holder in report.where[0]) <= report.allocated[0]
+
+
 @pytest.fixture(scope="module")
 def report():
     return memory.estimate(*SMALL, **REPLICAS)
@@ -66,19 +112,24 @@ def test_a_compiled_module_is_estimated_with_a_sentence():
     assert "compiled" not in str(plain)
 
 
-def peak_of(path):
-    """Returns the line about the peak in a page."""
-    return re.search('<p id="peak">(.*)</p>', path.read_text())[1]
+def verdict_of(path):
+    """Returns the first line of a page."""
+    return re.search('<body>\n<h1 id="verdict">(.*)</h1>', path.read_text())[1]
 
 
 def test_page_has_the_peak_and_its_holders_and_needs_no_network(report, tmp_path):
     page = tmp_path / "page.html"
+    peak = format_bytes(report.allocated[0])
+    missing, left = (format_bytes(abs(size - report.allocated[0])) for size in (1024, 2**20))
     report.save_html(page, "1KiB")
-    assert peak_of(page).endswith("does not fit in 1.00 KiB")
+    assert verdict_of(page) == f"does not fit: {peak} of 1.00 KiB, {missing} too much"
+    report.save_html(page)
+    assert verdict_of(page) == f"needs {peak}"
     report.save_html(page, "1MiB")
-    assert peak_of(page) == f"peak {format_bytes(report.allocated[0])} on device 0, fits in 1.00 MiB"
+    assert verdict_of(page) == f"fits: yes, {peak} of 1.00 MiB, {left} left"
     text = page.read_text()
-    assert holders_table(report.where[0], "html") in text
+    assert f'<p id="peak">peak of tensors: {peak} on device 0; ' in text
+    assert holders_table(report, 0, "html") in text
     assert all(name in text for name in ("forward", "backward", "update", "capacity 1.00 MiB"))
     without_library = re.sub(r"<script[^>]*>/\*\*.*?</script>", "", text, flags=re.DOTALL)
     assert not re.findall(r"""(?:src|href)=["']https?:""", without_library)
@@ -102,7 +153,9 @@ def test_page_of_a_plan_has_its_options(tmp_path):
     plan.save_html(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text()
     assert all(html.escape(choice.name) in text for choice in plan.choices)
-    assert "fits in 1.00 GiB" in peak_of(tmp_path / "plan.html")
+    assert verdict_of(tmp_path / "plan.html") == plan.verdict
+    assert plan.chosen.allocated == plan.report.allocated  # one peak in the text, the curve and both tables
+    assert text.count(f"<td>{format_bytes(max(plan.report.allocated))}") >= 2
     assert plan._repr_html_().count("<tr") == len(plan.choices) + 1
     with pytest.raises(ValueError, match="this plan was read from JSON"):
         memory.MemoryPlan.from_json(plan.to_json()).save_html(tmp_path / "other.html")
@@ -111,7 +164,7 @@ def test_page_of_a_plan_has_its_options(tmp_path):
 def test_page_names_the_capacity_of_each_unequal_device_and_the_last_backward(tmp_path):
     report = memory.estimate(*SMALL, **REPLICAS, micro_batch_size=2)
     report.save_html(tmp_path / "page.html", ["2MiB", "1MiB"])
-    assert peak_of(tmp_path / "page.html").endswith("fits in 2.00 MiB + 1.00 MiB")
+    assert verdict_of(tmp_path / "page.html").startswith(f"fits: yes, {format_bytes(report.allocated[1])} of 1.00 MiB, ")
     assert "last backward" in (tmp_path / "page.html").read_text()
 
 

@@ -44,8 +44,11 @@ def rows_of(output):
 
 
 def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_path):
-    flags = ["--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16"]
-    output, _, _ = train(tmp_path, *flags)
+    done = run("--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16", "--out", tmp_path)
+    output, errors = done.stdout, done.stderr.splitlines()
+    assert [line.partition(": loss")[0] for line in errors if line.startswith("step ")] == ["step 1/2", "step 2/2"]
+    assert [line for line in errors if line.startswith("plain")] == [f"plain PyTorch on {n} x sim: 2 steps" for n in (1, 2)]
+    assert "\r" not in done.stderr
     assert [row[0] for row in rows_of(output)] == ["plain PyTorch, 1 GPU", "nn.DataParallel, 2 GPUs", "balanced_parallel, 2 GPUs"]
     assert "sim:0" not in output
     assert len(output.splitlines()) == 10

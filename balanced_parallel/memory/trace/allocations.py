@@ -1,8 +1,7 @@
 """A record of every allocation and every release during a step on fake tensors, in order."""
 
-import concurrent.futures
 import dataclasses
-import multiprocessing
+import functools
 import sys
 import traceback
 import weakref
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +24,7 @@ from ...runtime.torch_private import (
     current_node,
     is_sharded,
     leaves_of_tree,
+    next_number,
     number_of,
     shared_id,
     storage_id,
@@ -41,11 +42,12 @@ from ..operators import (
 )
 from .values import Values
 
-_TORCH = torch.__path__[0]
-_MEMORY = str(Path(__file__).parents[1])
-_HERE = str(Path(__file__).parents[2])
-_OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
-_RUNNERS = *concurrent.futures.__path__, *multiprocessing.__path__, _TORCH, "<"
+_TORCH = f"{torch.__path__[0]}/"
+_MEMORY = f"{Path(__file__).parents[1]}/"
+_HERE = f"{Path(__file__).parents[2]}/"
+_TRACER = str(Path(__file__).with_name("tracer.py"))
+_OPTIMIZERS = (f"{_TORCH}optim", f"{_TORCH}amp")
+_STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,9 @@ class Count(TorchDispatchMode):
         self.assumed = ""  # The assumption about the last operator that selects by values.
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._node: int | None = None  # The node that runs in a backward.
+        # The module and the line that made each node, by its number: those of the first operator
+        # that finds it, since others may have no node.
+        self._places: dict[int, tuple[str, str]] = {}
         self._older = 0  # The number of blocks before it.
         # A block, and the place of its release among the events.
         self._reused: tuple[int, int] | None = None
@@ -140,6 +145,7 @@ class Count(TorchDispatchMode):
         if number != self._node:
             self._node, self._older = number, len(self.blocks)
         self._reused = None
+        self._keep_place()
         result = self.values.follow(func, args, kwargs, lambda: self._run(func, args, kwargs))
         self._count_operations(func, args, kwargs, result)
         keep_elements(func, args, result)
@@ -151,6 +157,21 @@ class Count(TorchDispatchMode):
             self._reuse(func, args[0], result)
         self._take_for_operator(func, args, result)
         return result
+
+    def _keep_place(self) -> None:
+        """Keeps the module and the line of the node that an operator has made before it runs."""
+        number = next_number() - 1
+        if torch.is_grad_enabled() and number not in self._places:
+            self._places[number] = _where(self.names)
+
+    def _place(self) -> tuple[str, str]:
+        """Returns the module and the line that run, or those whose backward does."""
+        module, line = _where(self.names)
+        node = current_node()
+        if node is None or module:
+            return module, line
+        module, forward = self._places.get(number_of(node), ("", ""))
+        return module, line or (f"backward of {forward}" if forward else f"backward: {node.name()}")
 
     def _count_operations(
         self,
@@ -179,7 +200,7 @@ class Count(TorchDispatchMode):
         for kind, size in sizes.items():
             if size:
                 self.blocks.append(
-                    Block(str(args[0].device), size, kind, str(func), *_where(self.names))
+                    Block(str(args[0].device), size, kind, str(func), *self._place())
                 )
                 self.events.append(len(self.blocks))
                 if kind != "workspace":
@@ -209,7 +230,7 @@ class Count(TorchDispatchMode):
         for storage in _storages(tensor):
             entry = self._live.get(storage_id(storage))
             if entry is None:
-                place = _where(self.names)
+                place = self._place()
                 self._allocate(
                     storage, Block(str(tensor.device), storage.nbytes(), kind, operator, *place)
                 )
@@ -299,24 +320,37 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:
-    """Returns the innermost running module and the innermost line of other code than torch's and
-    ours; the node in a backward.
+    """Returns the innermost running module and the innermost line of the user.
+
+    The line is one of another library if no line of the user runs. Both are empty outside of the
+    module, the criterion and the optimizer.
     """
     module = ""
-    line = ""
-    node = current_node()
-    if node is not None:
-        return "", f"backward: {node.name()}"
-    for frame, number in traceback.walk_stack(sys._getframe(2)):
-        code = frame.f_code
-        if not line and not code.co_filename.startswith((_HERE, *_RUNNERS)):
-            line = f"{code.co_filename}:{number}"
-        owner = frame.f_locals.get("self") if code.co_name == "forward" and not module else None
-        if isinstance(owner, nn.Module):
-            module = names.get(shared_id(owner), "")
-        if module and line:
+    lines = dict[str, str]()
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
+        name = frame.f_code.co_filename
+        if name == _TRACER or (module and "user" in lines):
             break
-    return module, line if module else ""
+        lines.setdefault(_owner(name), f"{name}:{number}")
+        module = module or names.get(_running(frame), "")
+    return module, lines.get("user") or lines.get("library", "")
+
+
+def _running(frame: FrameType) -> int:
+    """Returns the key in :attr:`Count.names` of the module whose forward this is, or of the function."""
+    code = frame.f_code
+    module = frame.f_locals.get("self") if code.co_name == "forward" else None
+    return shared_id(module) if isinstance(module, nn.Module) else id(code)
+
+
+@functools.cache
+def _owner(name: str) -> str:
+    """Returns whose file this is: a user's, a library's or a runner's, in which code of others runs."""
+    if name.startswith((_HERE, _TORCH, "<")):
+        return "runner"
+    if "-packages/" in name:
+        return "library"
+    return "runner" if name.startswith(_STANDARD_LIBRARY) else "user"
 
 
 def _user_line() -> str:
@@ -328,8 +362,9 @@ def _user_line() -> str:
         name = frame.f_code.co_filename
         if name.startswith(_OPTIMIZERS):
             return ""  # Optimizers of other packages are among them: torch wraps their step().
-        if not line and not name.startswith((_MEMORY, *_RUNNERS)):
+        if not line and not name.startswith(_MEMORY):
             if name.startswith(_HERE):
                 return ""
-            line = f"{name}:{number}"
+            if _owner(name) != "runner":
+                line = f"{name}:{number}"
     return line

@@ -90,9 +90,12 @@ def fake_batch(batch: object, mode: FakeTensorMode, device: torch.device, count:
 
 
 def names_of(modules: Mapping[str, object]) -> dict[int, str]:
-    """Returns the names of all modules under some roots, by :func:`shared_id`."""
+    """Returns the names of all modules under some roots, by :func:`shared_id`, and of functions, by
+    the id of their code.
+    """
     names: dict[int, str] = {}
     for root, part in modules.items():
+        names[id(getattr(getattr(part, "func", part), "__code__", None))] = root
         if isinstance(part, nn.Module):
             for name, module in part.named_modules():
                 names.setdefault(
