@@ -303,8 +303,7 @@ class _Samples(CostBatch):
 
     def _refuse(self, samples: int, name: str, rows: int | None, advice: str) -> NoReturn:
         raise ValueError(
-            f"collate was given {samples} samples and returned {name} with {rows or 'no'} rows, expected one row for each "
-            f"sample, {samples}{advice}"
+            f"collate was given {samples} samples and returned {name} with {rows or 'no'} rows, expected one for each{advice}"
         )
 
 
@@ -363,7 +362,7 @@ class _Padded(CostBatch):
         if counted != float(whole):
             raise ValueError(
                 f"the criterion counts {float(whole):g} targets, but {counted:g} of them within the lengths that cost= "
-                "returned: pad at the end, and the targets with the ignore_index of the criterion"
+                "returned: expected padding at the end, and the ignore_index of the criterion in targets"
             )
 
 

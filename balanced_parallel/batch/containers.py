@@ -255,7 +255,7 @@ def leaf_dims(
     container = open_container(node)
     if container is None:
         raise ValueError(
-            f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container"
+            f"{place or 'the value'} is {describe(node)}, expected a container, for which the dimensions {dims!r} are"
         )
     entries = _dims_of_entries(container, dims, default, place or "the value")
     for key, child, entry in zip(
@@ -274,13 +274,13 @@ def _dims_of_entries(
     if not isinstance(dims, Mapping):
         if len(dims) != len(names):
             raise ValueError(
-                f"{place} has {len(names)} entries, but the dimensions {dims!r} are for {len(dims)}"
+                f"{place} has {len(names)} entries, expected {len(dims)}, one for each of the dimensions {dims!r}"
             )
         return dict(zip(names, dims, strict=True))
     by_name = {str(key): entry for key, entry in dims.items()}
     if unknown := by_name.keys() - set(names):
         raise ValueError(
-            f"{place} has entries {', '.join(names)}, but dims are given for {min(unknown)!r}"
+            f"{place} has the entries {', '.join(names)}, expected {min(unknown)!r}, for which dims are given"
         )
     return {name: by_name.get(name, default) for name in names}
 

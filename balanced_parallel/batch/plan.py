@@ -107,10 +107,10 @@ def scaled(part: RowNumbers, rows: int, target_rows: int) -> range:
     rows of the inputs.
     """
     start, stop = (part[0], part[-1] + 1) if part else (0, 0)
-    if rows == 0 or start * target_rows % rows or stop * target_rows % rows:
+    is_other = rows == 0 or (target_rows % rows and rows % target_rows)
+    if is_other or start * target_rows % rows or stop * target_rows % rows:
         raise ValueError(
-            f"the targets have {target_rows} rows, but the inputs have {rows} (rows {start} to {stop} in one shard): expected "
-            "the same number, or a multiple"
+            f"the targets have {target_rows} rows, but the inputs have {rows}, expected the same number, or a multiple"
         )
     return range(start * target_rows // rows, stop * target_rows // rows)
 

@@ -176,7 +176,7 @@ class RankBatchSampler(Sampler[list[int]]):
         saved = {name: value for name, value in state_dict.items() if name != "batches"}
         if saved != self._data():
             raise ValueError(
-                f"the position was saved with {saved}, expected {self._data()}: the batches would be others"
+                f"the position was saved with {saved}, expected {self._data()}: make the sampler with what was saved"
             )
         self.batches = state_dict["batches"]
         self._yielded_from = -1
@@ -207,11 +207,11 @@ class RankBatchSampler(Sampler[list[int]]):
         if len(order) != self.rows or any(isinstance(row, list) for row in order):
             raise ValueError(
                 f"the {name} drew {len(order)} entries in epoch {self.epoch}, such as {reprlib.repr(order[:1])}, expected "
-                f"{self.rows} rows in each epoch, its length at first"
+                f"{self.rows} rows in each epoch, its length when RankBatchSampler was made"
             )
         if self._yielded_from < 0 and repr(order) != repr(self._order()):
             raise ValueError(
-                f"the {name} drew other rows from the same seed, so ranks would differ, expected numbers from its generator alone"
+                f"the {name} drew other rows from the same seed, expected numbers of its generator alone, or ranks would differ"
             )
 
     def _refuse_batches_of_batches(self) -> None:

@@ -79,13 +79,13 @@ def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
         return [
             "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
             "function (output, *targets) -> scalar that returns the divisor of its mean, and pass the targets to the criterion "
-            "too; compute a loss of several parts, such as one with a router loss, in the criterion (docs/huggingface.md)"
+            "too; compute a loss of several parts, as with a router loss, in the criterion (docs/recipes/transformers.md)"
         ]
     # The tolerance hides many a wrong loss, whose gradients are over it.
     is_half = plain.dtype.itemsize < 4
     difference = first_difference(plain.calls[0], comparison.split.calls, model.dim, limit)
     if error_of_loss <= limit and difference is None and not is_half:
-        reason = "a hook or an autograd function changes gradients (docs/exactness.md)"
+        reason = "a hook or an autograd function changes gradients (docs/limits.md)"
         return [f"loss and outputs equal, gradients not: {reason}"]
     return []
 

@@ -212,7 +212,7 @@ class ExactSteps(Strategy):
         except UnknownMeanError as error:
             error.add_note(
                 "In a LightningModule, set automatic_optimization=False, and call a TrainStep with such a criterion in "
-                "training_step, with a strategy of Lightning (docs/libraries.md)"
+                "training_step, with a strategy of Lightning (docs/recipes/lightning.md)"
             )
             raise
         outputs = [output for _, output, _ in self._results[before:]]

@@ -555,7 +555,7 @@ class BalancedTrainer(Trainer):
                 name, kind = place
                 raise ValueError(
                     f"the {kind} of {name.text} ({name.number}) is {number} for a few rows, and {apart} added up row by row: the "
-                    f"rows depend on each other. {_EXPECTED}"
+                    f"rows depend on each other, {_EXPECTED}"
                 )
 
     @torch.no_grad()
@@ -622,7 +622,7 @@ def _explain_errors() -> Iterator[None]:
         yield
     except UnknownMeanError as error:
         raise ValueError(
-            f"the loss of the trainer does not add up over the rows of an update: {str(error).split('. ')[0]}. {_EXPECTED}"
+            f"the trainer's loss does not add up over the rows: {str(error).split('. The')[0].split(' expected')[0]} {_EXPECTED}"
         ) from error
 
 
@@ -697,6 +697,6 @@ def _no_settings() -> Any:
 _OF_GENERATION = ("dapo", "cispo", "vespo")  # losses over the tokens of all generated completions
 _LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 _EXPECTED = (
-    "Expected a sum of means of torch's losses, of .mean(), or of sums over num_items_in_batch. For other losses, let an update "
+    "expected a sum of means of torch's losses, of .mean(), or of sums over num_items_in_batch: for another loss, let an update "
     "be one forward, or use TrainStep, and DataParallelCriterion(..., whole=True)"
 )

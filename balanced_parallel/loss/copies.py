@@ -75,8 +75,7 @@ class OwnCollectives:
         if names:
             self.is_used = self.asks = True
             warnings.warn(
-                f"{_COLLECTIVES}: its values are averaged over the ranks, as DistributedDataParallel does, and weight= is not "
-                f"used. Better {_WITHOUT}",
+                f"{_COLLECTIVES}, so its values are averaged over them, and weight= is not used: better {_WITHOUT}",
                 stacklevel=2,
             )
 

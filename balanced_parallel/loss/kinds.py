@@ -17,7 +17,6 @@ import abc
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -52,6 +51,7 @@ from .sums import (
     LossSum,
     Weight,
     add_means,
+    add_numbers,
     bounds_of,
     check_loss,
     divide_once,
@@ -327,7 +327,8 @@ class WeighedMean(_Mean):
         counts = [flat_weights(_weights_of_targets(weight, part)) for part in targets]
         everywhere = itertools.chain(*gather_objects(counts))
         # in any order of the parts
-        totals = torch.tensor([*map(math.fsum, zip(*everywhere, strict=True))], dtype=torch.float64)
+        sums = list(map(add_numbers, zip(*everywhere, strict=True)))
+        totals = torch.tensor(sums, dtype=torch.float64)
         bounds = bounds_of(self.settings.minimum, weight)
         divisors = [float(bound.of(total)) for total, bound in zip(totals, bounds, strict=False)]
         return dataclasses.replace(self, divisors=divisors, is_mean=False)
@@ -535,8 +536,7 @@ def _weighted(means: Any, weights: Any, bounds: Iterator[Bound], place: str) -> 
     )
     if container is None or not has_names or len(container.children) != len(names):
         raise ValueError(
-            f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(names)}: expected one "
-            "weight for each mean, in the same order"
+            f"{place} is {containers.describe(means)}, expected a mean for each weight, in their order: {', '.join(names)}"
         )
     pairs = zip(container.children, entries.values(), container.places, strict=True)
     return container.rebuild(
@@ -616,6 +616,5 @@ def _check_reduction(criterion: Any, reduction: str | None) -> None:
         and reduction_of(criterion) != reduction
     ):
         raise ValueError(
-            f"reduction={reduction!r} was given for a loss of torch with reduction={reduction_of(criterion)!r}: set it in the "
-            "constructor of the loss"
+            f"reduction={reduction!r} was given for a loss with reduction={reduction_of(criterion)!r}: set it in its constructor"
         )

@@ -16,7 +16,6 @@ contrastive loss. So the terms of some batches are compared with those of halves
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,7 +35,7 @@ from ..runtime.torch_private import is_output_of_ddp, storage_id, versions
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
-from .sums import LossSum, add_up, divide, weighted_sum, widen, zero_of
+from .sums import LossSum, add_numbers, add_up, divide, weighted_sum, widen, zero_of
 
 # levels: what a tensor depends on
 _OF_NOTHING = 0
@@ -599,8 +598,8 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
 
 
 _COUNTS = (
-    "A number that a sum is divided by must follow from the sizes of its rows, as len(errors) does. For a count of some rows, "
-    "divide by a tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
+    ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
+    "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
     "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, reduction='sum'"
 )
 
@@ -610,7 +609,7 @@ def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
     if has_unknown_count:
         raise UnknownMeanError(
             f"the loss of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, as "
-            f"int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard. {_COUNTS}"
+            f"int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard{_COUNTS}"
         )
     setting = getattr(criterion, "reduction", "mean")
     note = (
@@ -620,11 +619,9 @@ def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
     )
     raise UnknownMeanError(
         f"the loss of {containers.describe(criterion)} is not a sum of known means, so that of several shards of a batch is "
-        "unknown. Known are the losses of torch, such as F.cross_entropy(output, target), and errors.mean(), times numbers, "
-        "parameters or buffers of the criterion; not a function of a mean, or a loss that the model computes. Give "
-        "DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor of its mean; "
-        "weight='rows' for a mean over rows with equal weights; reduction='sum' for a sum; whole=True for a loss whose rows "
-        f"depend on each other{note}"
+        "unknown, expected losses of torch, such as F.cross_entropy(output, target), and errors.mean(), times numbers: give "
+        "DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the mean's divisor; weight='rows' "
+        f"for a mean over rows with equal weights; reduction='sum' for a sum; whole=True if its rows depend on each other{note}"
     )
 
 
@@ -652,10 +649,7 @@ def single_mean(shard: ShardLoss) -> LossSum:
     return LossSum(functools.reduce(torch.add, totals or [shard.nothing()]), count, names)
 
 
-_ALWAYS = (
-    "expected the same means times the same numbers for all rows: compute them always, also of nothing, or give "
-    "DataParallelCriterion weight="
-)
+_ALWAYS = "expected the same means times the same numbers for all rows: compute each always, or give weight="
 
 
 class LossOfMeans(LossOfSums):
@@ -784,7 +778,7 @@ class LossOfMeans(LossOfSums):
         is_of_number = reason.startswith("the count of") and _OVER_NUMBER in reason
         advice = _COUNTS if is_of_number else _DEPENDENT
         raise UnknownMeanError(
-            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}. {advice}"
+            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}{advice}"
         ) from cause
 
 
@@ -806,21 +800,26 @@ class ExactLossOfMeans(LossOfMeans):
     def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}
-        numbers = {place: [float(each) for each in parts] for place, parts in self._numbers.items()}
-        ranks = enumerate(gather_objects((self._structure, form, numbers)))
-        by_rank = {number: rank for number, rank in ranks if rank[1]}
-        self._check_shapes([form for _, form, _ in by_rank.values()])
-        for self._structure, form, _ in itertools.islice(by_rank.values(), 1):
-            for place, like in form.items():
-                total = math.fsum(
-                    each for _, _, of_rank in by_rank.values() for each in of_rank[place]
-                )
-                self._total[place] = torch.full_like(like, total, device=self.home)
-        return [*by_rank]
+        numbers = {}
+        for place, parts in self._numbers.items():
+            numbers[place] = [float(each) for each in parts]
+        everywhere = enumerate(gather_objects((self._structure, form, numbers)))
+        by_rank = {number: rank for number, rank in everywhere if rank[1]}
+        ranks = list(by_rank.values())
+        self._check_shapes([form for _, form, _ in ranks])
+        if not ranks:
+            return []
+        self._structure, form, _ = ranks[0]
+        for place, like in form.items():
+            all_numbers: list[float] = []
+            for _, _, of_rank in ranks:
+                all_numbers += of_rank[place]
+            total = add_numbers(all_numbers)
+            self._total[place] = torch.full_like(like, total, device=self.home)
+        return list(by_rank)
 
 
 _DEPENDENT = (
-    "The rows depend on each other, or it draws random numbers. Give DataParallelCriterion whole=True, which computes it once "
-    "for all rows; or AdditiveLoss(statistics, finish), if it is a function of sums; or weight=, a function (output, *targets) "
-    "-> scalar, if its rows are independent"
+    ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
+    "AdditiveLoss(statistics, finish) for a function of sums; or weight=, a function (output, *targets) -> scalar, for a mean"
 )

@@ -65,10 +65,9 @@ def refuse_coupled(criterion: Any) -> None:
         "pytorch_metric_learning."
     ):
         raise TypeError(
-            f"{_name(function)} appears to be a loss whose rows depend on each other, so it is no mean of parts. Give "
-            "DataParallelCriterion whole=True, which computes it once for all rows, as criterion(gather(outputs), targets) does; "
-            "or AdditiveLoss(statistics, finish), if it is a function of sums over the rows, such as DiceLoss. If its rows are "
-            "independent, give weight=, a function (output, *targets) -> scalar"
+            f"{_name(function)} appears to be a loss whose rows depend on each other, so it is no mean of parts: give "
+            "DataParallelCriterion whole=True, which computes it once for all rows; AdditiveLoss(statistics, finish) for a "
+            "function of sums, as DiceLoss is; or weight=, a function (output, *targets) -> scalar, if rows are independent"
         )
 
 
@@ -209,7 +208,7 @@ def arguments_of(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) 
     except TypeError as error:
         raise TypeError(
             f"{function.__qualname__}: {error}; pass targets after outputs: criterion(outputs, targets)"
-        ) from error
+        ) from None
 
 
 def divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:

@@ -171,6 +171,13 @@ def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
     return functools.reduce(torch.add, [_as_scalar(scalar, device) for scalar in scalars])
 
 
+def add_numbers(numbers: Sequence[float]) -> float:
+    """Returns the sum of numbers, rounded once: it is the same in any order."""
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers)  # ``fsum`` refuses infinite ones
+    return math.fsum(numbers)
+
+
 def _as_scalar(value: Weight, device: torch.device) -> Tensor:
     if (
         isinstance(value, Tensor)

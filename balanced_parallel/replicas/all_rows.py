@@ -85,8 +85,7 @@ def sum_over_rows(tensor: Tensor) -> Tensor:
     is_recomputed_alone = is_replica if in_checkpoint() else is_reentrant
     if is_recomputed_alone:
         raise RuntimeError(
-            "sum_over_rows cannot be called again in the backward, without the other replicas, expected it outside of activation "
-            "checkpointing"
+            "sum_over_rows was called again in the backward of one replica, expected it outside of activation checkpointing"
         )
     return tensor.clone() if is_alone or _rows.get() == ALL else _sum(tensor)
 

@@ -400,5 +400,5 @@ def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
             rescaling = f"embedding.weight.copy_(embedding.weight.renorm({embedding.norm_type:g}, 0, {embedding.max_norm:g}))"
             raise ValueError(
                 f"the embedding {name!r} has max_norm={embedding.max_norm:g}: each device would rescale the rows that it sees. "
-                f"Expected max_norm=None; rescale all rows after each update: with torch.no_grad(): {rescaling}"
+                f"expected max_norm=None: rescale all rows after each update: with torch.no_grad(): {rescaling}"
             )

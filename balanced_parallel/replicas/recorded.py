@@ -108,9 +108,8 @@ class RecordedWrites:
             row, column = differs[0]
             names = [*dict(tree.modules[0].named_parameters())]
             raise RuntimeError(
-                f"{names[places[column]]} differs from its copy on {[*everywhere][row]}, which forwards have used: torch records "
-                "no write, as through .data. Expected model.refresh_replicas() after it, or "
-                "DataParallelModel(..., refresh='always')"
+                f"{names[places[column]]} differs from its copy on {[*everywhere][row]}, expected model.refresh_replicas() after "
+                "a write that torch does not record, as through .data, or DataParallelModel(..., refresh='always')"
             )
 
         self._unread.append(read)

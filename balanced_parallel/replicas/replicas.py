@@ -331,8 +331,7 @@ class Replicas:
         if together and len(work) > 1:
             raise TypeError(
                 "the module is compiled, and its batch norm over all rows or sum_over_rows needs all replicas at the same time, "
-                "expected one of the two: pass the module without torch.compile, or without convert_sync_batchnorm and "
-                "sum_over_rows"
+                "expected one of the two: leave out torch.compile, or convert_sync_batchnorm and sum_over_rows"
             )
         if (
             len(set(devices)) > 1
@@ -342,7 +341,7 @@ class Replicas:
             raise RuntimeError(
                 f"the module is compiled, and was called by hand on {len(set(devices))} devices, where compiled backwards fail "
                 "in autograd's threads, expected TrainStep(model, criterion, optimizer), which runs them in one thread, or "
-                "a process for each device: start torchrun. Under torch.no_grad() a call by hand is right"
+                "a process for each device, as torchrun starts it, or torch.no_grad() around the call"
             )
 
         def call(run: Callable[[], T], skeletons: Skeletons) -> T:

@@ -165,8 +165,8 @@ class Meeting:
                 behind = {other for other, values in enumerate(self._values) if len(values) < count}
                 if missing := (self._ended & behind) or (self._ended & {index}):
                     raise RuntimeError(
-                        f"replica {min(missing)} ended without the exchange that replica {index} waits in: every replica has "
-                        "to run the same synchronised layers, and to call sum_over_rows equally often"
+                        f"replica {min(missing)} ended without the exchange that replica {index} waits in, expected the same "
+                        "synchronised layers in each, and as many calls of sum_over_rows"
                     )
                 self._changed.wait()
             return [values[count - 1] for values in self._values]

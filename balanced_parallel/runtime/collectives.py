@@ -322,8 +322,7 @@ def explain_unwatched(tensors: Iterable[object]) -> str | None:
         return None
     return (
         "outputs were computed past the model that parallelize returned, so the ranks would not share their gradients, expected "
-        "those of model(inputs), or of model.call('method', inputs) for another method than forward; detach outputs that train "
-        "nothing"
+        "those of model(inputs), or of model.call('method', inputs) for another method; detach outputs that train nothing"
     )
 
 
@@ -362,7 +361,8 @@ def naming_ranks() -> Iterator[None]:
                     missing.append(f"rank {other} has not come further than step {reached}")
             if missing:
                 error.add_note(
-                    f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}"
+                    f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}: look for its "
+                    "error in the log, or give all ranks equally many batches"
                 )
         raise
 

@@ -59,8 +59,7 @@ def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
         return visible_devices()
     if isinstance(device_ids, str) or not isinstance(device_ids, Sequence):
         raise TypeError(
-            f"device_ids={device_ids!r}, expected a list of devices, such as [0, 1] or ['cpu', 'cpu']; leave it out to use every "
-            "visible accelerator"
+            f"device_ids={device_ids!r}, expected a list, such as [0, 1] or ['cpu', 'cpu']; leave it out to use each accelerator"
         )
     devices = [resolve_device(device) for device in device_ids]
     if not devices:

@@ -123,6 +123,9 @@ def accumulator_of(leaf: Tensor) -> Node:
 # Returns the node that this thread runs, or None outside of a backward.
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 
+# Returns the number of the next node of this thread. An operator makes its node before it runs.
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
 
 def number_of(node: Node) -> int:
     """Returns the number of a node in the order of the forward.

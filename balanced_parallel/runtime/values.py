@@ -41,8 +41,7 @@ def parse_bytes(size: int | str) -> int:
     count = round(float(number) * factors.get(unit.lower(), 0))
     if count == 0:
         raise ValueError(
-            f"{size!r} is not a memory size, expected a positive number of bytes, or text with a unit, "
-            "such as '24GiB', '512MiB' or '80GB'"
+            f"{size!r} is not a memory size, expected a positive number of bytes, or text with a unit, as '512MiB' or '80GB'"
         )
     return count
 
@@ -91,7 +90,7 @@ def check_type(name: str, value: object, kinds: Any, expected: str) -> None:
     ``expected`` describes.
     """
     if not isinstance(value, kinds):
-        raise TypeError(f"{name}={reprlib.repr(value)}, expected {expected}")
+        raise TypeError(f"{name}={' '.join(reprlib.repr(value).split())}, expected {expected}")
 
 
 def check_number(

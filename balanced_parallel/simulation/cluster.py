@@ -239,7 +239,7 @@ class Cluster:
     def _must_run(self, numbers: str) -> None:
         if self._ended:
             raise RuntimeError(
-                f"the simulate() block has ended: {numbers} can be read, but not changed"
+                f"the simulate() block has ended: {numbers} can be read, expected changes inside of it"
             )
 
     def _end(self) -> None:

@@ -149,6 +149,6 @@ def run_compiler(command: list[str], source: str = "") -> None:
         lines = result.stderr.splitlines()
         first_errors = "\n".join([line for line in lines if "error" in line][:10] or lines[:10])
         raise RuntimeError(
-            f"simulate() could not compile its C++ extension for torch {torch.__version__} (exit status {result.returncode}); it "
-            f"needs a compiler for C++20, such as g++ 11 or clang++ 14, and 1 GiB of memory:\n{first_errors}"
+            f"simulate() could not compile its C++ extension for torch {torch.__version__} (exit status {result.returncode}), "
+            f"expected a compiler for C++20, such as g++ 11 or clang++ 14, and 1 GiB of memory:\n{first_errors}"
         )

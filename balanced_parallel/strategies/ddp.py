@@ -556,7 +556,7 @@ class _DDPUpdate(RankUpdate):
         return self._sums
 
     def _refuse_failures(self, sums: RankReport, *, but_memory: bool = False) -> None:
-        last = "expected none: nothing was updated, and the step can be repeated"
+        last = "expected none: look for their errors in the log, or repeat the step, since nothing was updated"
         if sums.failed:
             raise RuntimeError(
                 f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}"
@@ -586,10 +586,10 @@ class _DDPGroups(_DDPUpdate, GroupSync):
     def reduce(self, tensors: Sequence[Tensor]) -> None:
         for chunk in transport.chunks(tensors, transport.BUFFER_BYTES):
             parts = [tensors[number] for number in chunk]
-            total = collectives.sum_over_ranks(
-                torch.cat([*map(Tensor.flatten, parts)]), self._record.group
-            )
-            for part, summed in zip(parts, total.split([*map(Tensor.numel, parts)]), strict=True):
+            sizes = [part.numel() for part in parts]
+            flat = torch.cat([part.flatten() for part in parts])
+            total = collectives.sum_over_ranks(flat, self._record.group)
+            for part, summed in zip(parts, total.split(sizes), strict=True):
                 part.copy_(summed.view(part.shape))
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:

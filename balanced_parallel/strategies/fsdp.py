@@ -502,9 +502,8 @@ class ShardedGradients(GradientRecord):
             for expected, block in itertools.zip_longest(orders[0], order, fillvalue="none"):
                 if block != expected:
                     raise RuntimeError(
-                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same "
-                        "blocks in the same order: the loss is wrong. Run a block that only some rows need on "
-                        "every rank, also without rows; or use strategy='ddp'"
+                        f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in "
+                        "the same order: run one that only some rows need on every rank, or use strategy='ddp'"
                     )
         self._compared = ran
 

@@ -141,13 +141,13 @@ def join_process_group(
     except RuntimeError as error:  # torch's names neither the rank nor a remedy
         port = environment.master_port
         reason = str(error).partition("\n")[0].removesuffix(".")
-        remedy = f"Rank 0 must be running, and its host must accept connections to port {port}"
+        remedy = f"rank 0 must be running, and its host must accept connections to port {port}"
         if environment.rank == 0:
             remedy = f"MASTER_ADDR must be an address of this host, port {port} must be free, and all other ranks must be running"
         raise type(error)(
             f"rank {environment.rank} of {environment.world_size} could not join the process group at "
-            f"MASTER_ADDR={environment.master_address}, MASTER_PORT={port}: {reason}. {remedy}. On hosts with several network "
-            "interfaces, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            f"MASTER_ADDR={environment.master_address}, MASTER_PORT={port}: {reason}; {remedy}, and on hosts with several "
+            "network interfaces, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         ) from error
     atexit.register(end_process_group)
 

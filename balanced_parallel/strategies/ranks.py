@@ -113,9 +113,9 @@ class RankModel(ParallelModel):
         if self.runs[kind]:
             self.meets_ranks = True
             warnings.warn(
-                f"the module communicates with the other ranks itself ({', '.join(sorted(names))}): each rank runs as many "
-                "micro-batches as the others, and has rows in each. Exact without these limits: convert_sync_batchnorm for batch "
-                "norm, and sum_over_rows in place of all_reduce for other statistics",
+                f"the module communicates with the other ranks itself ({', '.join(sorted(names))}), expected as many "
+                "micro-batches on each rank, with rows in each: without these limits, use convert_sync_batchnorm for batch norm, "
+                "and sum_over_rows in place of all_reduce for other statistics",
                 stacklevel=2,
             )
         return output

@@ -47,7 +47,8 @@ class _ReplicaSync(GradientSync, GroupSync):
         for replicas in (self._criterion.replicas, self._model.replicas):
             for bucket in replicas.gradients.buckets:
                 for gradients in bucket.take():
-                    taken += [(bucket.parameters[place], each) for place, each in gradients.items()]
+                    for place, gradient in gradients.items():
+                        taken.append((bucket.parameters[place], gradient))
         return taken + take_gradients(parameters)
 
     def gather(self, report: GroupReport) -> list[GroupReport]:

@@ -153,7 +153,7 @@ class Checkpoints:
         numbers = {number for number, _ in answers}
         if len(numbers) > 1:
             raise ValueError(
-                f"ranks save with the numbers {sorted(numbers)}, expected the same on all"
+                f"ranks call save() with {sorted(numbers)}, expected the same number on all"
             )
         newest = max({*answers[0][1]} - self._damaged | {number})
         if newest > number:
@@ -236,7 +236,7 @@ class Checkpoints:
             self._damaged.add(step_of(folder))
             if collectives.rank() == 0:
                 warnings.warn(
-                    f"{folder} is damaged ({'; '.join(reasons)}): the checkpoint before it is used",
+                    f"{folder} is damaged ({'; '.join(reasons)}), and passed over",
                     stacklevel=2,
                 )
         if names:
@@ -270,7 +270,7 @@ class Checkpoints:
         try:
             load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
         except CheckpointException as error:  # KeyboardInterrupt is no Exception.
-            raise OSError(f"{folder} could not be read ({_reasons(error)})") from error
+            raise OSError(f"{folder} could not be read ({_reasons(error)}): try again") from error
         for name, part in self.parts.items():
             if isinstance(part, nn.Module):
                 check_same_tensors(name, part.state_dict(), state[name])

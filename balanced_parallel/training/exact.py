@@ -28,7 +28,7 @@ from ..batch.containers import map_tensors
 from ..batch.rows import Cut, ParallelModel, Shard, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import Kind
-from ..loss.sums import LossSum, Weight, power_of_two, run_backward, widen
+from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward, widen
 from ..optim.balanced import BalancedOptimizer, is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
@@ -90,11 +90,16 @@ class ExactSum:
 
 def largest_of(tensors: Sequence[Tensor]) -> list[float]:
     """Returns the largest magnitude in each tensor. The host waits once."""
-    norms = [
-        torch.linalg.vector_norm(tensor, math.inf).double() if tensor.numel() else torch.zeros(())
-        for tensor in tensors
-    ]
-    return torch.stack([norm.to(tensors[0].device) for norm in norms]).tolist() if norms else []
+    if not tensors:
+        return []
+    home = tensors[0].device
+    norms = []
+    for tensor in tensors:
+        norm = torch.zeros((), dtype=torch.float64)
+        if tensor.numel():
+            norm = torch.linalg.vector_norm(tensor, math.inf).double()
+        norms.append(norm.to(home))
+    return torch.stack(norms).tolist()
 
 
 def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -113,9 +118,12 @@ def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 def _norm(gradients: Sequence[Tensor]) -> float:
     """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
     magnitudes = largest_of(gradients)
+    largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
-    _, exponent = math.frexp(max(magnitudes, default=0.0))
+    if not largest:
+        return 0.0
+    _, exponent = math.frexp(largest)
     scale = 2.0 ** min(-exponent, 1000)
     sums = []
     for gradient in gradients:
@@ -123,9 +131,11 @@ def _norm(gradients: Sequence[Tensor]) -> float:
             squares = (part.double() * scale).square_().mul_(2.0**31)
             high = squares.floor()
             low = squares.sub_(high).mul_(2.0**31)
-            both = torch.stack([high.long().sum(), low.long().sum()])
-            sums.append(both.to(gradients[0].device))
-    total = sum((high << 31) + low for high, low in (torch.stack(sums).tolist() if sums else ()))
+            sums += [high.long().sum(), low.long().sum()]
+    total = 0
+    home = gradients[0].device
+    for high, low in torch.stack([each.to(home) for each in sums]).view(-1, 2).tolist():
+        total += (high << 31) + low
     return math.sqrt(total / 2**62) / scale
 
 
@@ -166,7 +176,7 @@ class ExactAccumulation(Accumulation):
         """Runs forward and backward of each group of a plan."""
         if self._groups.take(self._trained):
             raise RuntimeError(
-                "parameters have gradients of another backward, expected none before apply(): they would be added"
+                "parameters have gradients of another backward, expected none before apply(): call optimizer.zero_grad()"
             )
         with self._groups.accumulating():
             for shards in plan:
@@ -180,12 +190,16 @@ class ExactAccumulation(Accumulation):
             raise ValueError(
                 "reproducible='bits' with inputs that have no rows, expected rows, which are put into groups"
             )
-        groups = [range(rows)[start : start + self._rows] for start in range(0, rows, self._rows)]
         devices = self.forwards.model.devices
-        shards = map(run.batch.shard, groups, itertools.cycle(devices))
-        surrounded = [*map(run.surround, shards)] if run.surround else [*shards]
-        starts = range(0, len(groups), len(devices))
-        return [surrounded[start : start + len(devices)] for start in starts]
+        plan: list[list[Shard]] = []
+        for number, start in enumerate(range(0, rows, self._rows)):
+            place = number % len(devices)
+            if place == 0:
+                plan.append([])
+            group = range(start, min(start + self._rows, rows))
+            shard = run.batch.shard(group, devices[place])
+            plan[-1].append(run.surround(shard) if run.surround else shard)
+        return plan
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Adds up everything on all ranks."""
@@ -200,11 +214,12 @@ class ExactAccumulation(Accumulation):
         self._set_gradients(sums, [report.units for report in reports])
         digests = zip(*(report.digest for report in reports), strict=True)
         present.check(*map(sum, digests))
-        total = _add_numbers([loss for report in reports for loss in report.losses])
-        weight = _add_numbers([weight for report in reports for weight in report.weights])
+        total = add_numbers([loss for report in reports for loss in report.losses])
+        weight = add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
         true_divisor = weight if self._is_mean and weight else 1.0
-        loss = torch.tensor(total / true_divisor if weight else math.nan, dtype=self._dtype)
+        mean = total / true_divisor if weight else math.nan
+        loss = torch.tensor(mean, dtype=self._dtype)
         factor = self._factor / true_divisor
         return Reduced(loss.to(self._device), weight, factor, self.sync, self.kind)
 
@@ -222,8 +237,8 @@ class ExactAccumulation(Accumulation):
             roots = [loss for loss in turn if loss is not None and loss.requires_grad]
             if roots:
                 self._has_graph = True
-                scaler = self._scaler
-                self._groups.backward([scaled(root, scaler) for root in roots], self._factor, None)
+                roots = [scaled(root, self._scaler) for root in roots]
+                self._groups.backward(roots, self._factor, None)
                 self._count_gradients()
 
     @torch.no_grad()
@@ -244,10 +259,12 @@ class ExactAccumulation(Accumulation):
         joined: list[ExactSum | None] = []
         for parameter in self._trained:
             total = ExactSum()
-            parts = [sums.pop(parameter) for sums in self._sums.values() if parameter in sums]
-            for part in parts:
-                total.merge(part, parameter.device)
-            joined.append(total if parts else None)
+            has_any = False
+            for sums in self._sums.values():
+                if parameter in sums:
+                    has_any = True
+                    total.merge(sums.pop(parameter), parameter.device)
+            joined.append(total if has_any else None)
         return joined
 
     def _report(self, sums: Sequence[ExactSum | None], digest: Sequence[float]) -> GroupReport:
@@ -274,18 +291,17 @@ class ExactAccumulation(Accumulation):
                 total.complete({*itertools.chain(*used)}, _real(parameter))
                 totals.append((parameter, total))
         sums.clear()
-        self._groups.reduce([part for _, total in totals for part in total.integers.values()])
+        integers: list[Tensor] = []
+        for _, total in totals:
+            integers += total.integers.values()
+        self._groups.reduce(integers)
+        integers.clear()
         while totals:  # Integers are freed as gradients take their place.
             parameter, total = totals.pop()
             gradient = torch.empty_like(parameter)
             total.write(_real(gradient))
             accumulate([parameter], {0: gradient})
             del total
-
-
-def _add_numbers(numbers: Sequence[float]) -> float:
-    """Returns the sum, rounded once, or what is not finite: ``fsum`` refuses infinite ones."""
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
 def _check_reports(reports: Sequence[GroupReport]) -> None:
@@ -295,14 +311,12 @@ def _check_reports(reports: Sequence[GroupReport]) -> None:
         is_memory = failures[0].startswith(torch.OutOfMemoryError.__name__)
         kind = torch.OutOfMemoryError if is_memory else RuntimeError
         raise kind(
-            f"{len(failures)} of {len(reports)} ranks failed ({failures[0]}), expected none: nothing was updated, and the step "
-            "can be repeated"
+            f"{len(failures)} of {len(reports)} ranks failed ({failures[0]}), expected none: repeat the step, nothing was updated"
         )
     groups = sum(len(report.losses) for report in reports)
     if groups > _MOST_GROUPS:
         raise ValueError(
-            f"reproducible='bits' with {groups} micro-batches in an update, expected {_MOST_GROUPS} at most: give a larger "
-            "micro_batch_size"
+            f"reproducible='bits' with {groups} micro-batches, expected {_MOST_GROUPS} at most: give a larger micro_batch_size"
         )
 
 
@@ -400,11 +414,13 @@ def _depends_on_cut(optimizer: torch.optim.Optimizer, whole: Collection[Tensor])
         return False
     if not is_elementwise(optimizer.recipe.optimizer_class):
         return False
-    return any(
-        piece not in whole and not piece.is_cuda and (group.get("fused") or piece.itemsize < 4)
-        for group in optimizer.param_groups
-        for piece in group["params"]
-    )
+    for group in optimizer.param_groups:
+        is_fused = bool(group.get("fused"))
+        for piece in group["params"]:
+            is_piece = piece not in whole and not piece.is_cuda
+            if is_piece and (is_fused or piece.itemsize < 4):
+                return True
+    return False
 
 
 def _real(tensor: Tensor) -> Tensor:

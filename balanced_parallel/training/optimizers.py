@@ -212,8 +212,8 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     if claim == count_graph_nodes():
         optimizer.zero_grad()
         warnings.warn(
-            "optimizer.step() was called, but TrainStep steps the optimizer itself: these gradients are dropped, and nothing is "
-            "updated. Leave optimizer.step() out, or run a backward of your own before it",
+            "optimizer.step() was called, but TrainStep steps the optimizer itself, so these gradients are dropped, and nothing "
+            "is updated: leave optimizer.step() out, or run a backward of your own before it",
             stacklevel=3,
         )
     elif claim != -1:  # an update by hand, which steps its schedulers by hand as well
@@ -298,12 +298,7 @@ def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler])
                 "BalancedOptimizer(model, torch.optim.Muon, matrices, lr=...), which updates whole matrices"
             )
         if parameters and not any(id(parameter) in trained for parameter in parameters):
-            name = (
-                f"{type(optimizer).__name__} (optimizer {number})"
-                if number
-                else type(optimizer).__name__
-            )
             raise ValueError(
-                f"{name} has {len(parameters)} parameter(s), and none is a parameter of the model or the criterion: nothing "
-                "would be trained. Make the optimizer of model.parameters(), after the model was wrapped, moved or sharded"
+                f"optimizer {number} ({type(optimizer).__name__}) has {len(parameters)} parameter(s), and none is a parameter of "
+                "the model or the criterion: nothing would be trained, so make it of model.parameters(), once that is wrapped"
             )

@@ -162,8 +162,8 @@ class Recovery:
             raise torch.OutOfMemoryError(
                 f"{writes}, or give a micro_batch_size that fits: {self._reason}"
                 if writes
-                else f"one row per device does not fit: {self._reason}. memory.fit(step, inputs, targets) names the largest "
-                f"holders of memory, and the saving that helps most of these: {advice()}"
+                else f"one row per device does not fit: {self._reason.rstrip('.')}; memory.fit(step, inputs, targets) tells "
+                f"which of these helps most: {advice()}"
             )
         self._tried.append(size)
         self._limit.set(self._limit.unit, smaller)

@@ -29,6 +29,7 @@ from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
 from ..runtime.values import Precision, check_type
 
+_REMEDY = "build model and optimizer as they were when the state was saved"
 _ENTRIES = {
     "model",
     "criterion",
@@ -113,7 +114,9 @@ class TrainedState(NamedTuple):
             classes = [state["class"] for state in state_dict[name]]
             expected = [class_name(part) for part in parts]
             if classes != expected:
-                raise ValueError(f"the state has the {name} {classes}, expected {expected}")
+                raise ValueError(
+                    f"the state has the {name} {classes}, expected {expected}: {_REMEDY}"
+                )
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             numbered_state(optimizer, self.trained, state)
         check_same_tensors("model", _module_state(self.model.module), state_dict["model"])
@@ -218,12 +221,14 @@ def numbered_state(
     saved = state_dict["param_groups"]
     numbers = {name: number for number, name in enumerate(itertools.chain(*groups))}
     if len(groups) != len(saved):
-        raise ValueError(f"the state has {len(saved)} param groups, expected {len(groups)}")
+        raise ValueError(
+            f"the state has {len(saved)} param groups, expected {len(groups)}: {_REMEDY}"
+        )
     for place, (names, group) in enumerate(zip(groups, saved, strict=True)):
         if different := sorted({*names} ^ {*group["params"]}):
             raise ValueError(
-                f"param group {place} of the state has {len(group['params'])} parameters, expected the {len(names)} of the "
-                f"optimizer: only one of them has {', '.join(different[:3])}"
+                f"param group {place} of the state has {len(group['params'])} parameters, expected {len(names)}, and only one "
+                f"has {', '.join(different[:3])}: {_REMEDY}"
             )
     return {
         "state": {numbers[name]: entries for name, entries in state_dict["state"].items()},
@@ -364,11 +369,11 @@ def check_same_tensors(name: str, tensors: Mapping[str, Any], saved: Mapping[str
     if other:
         different = ", ".join(other[:3])
         raise RuntimeError(
-            f"the state of {name} has {len(saved)} entries, expected {len(tensors)}: only one has {different}"
+            f"the state of {name} has {len(saved)} entries, expected {len(tensors)}, and only one has {different}: {_REMEDY}"
         )
     for key, tensor in tensors.items():
         shape = list(getattr(saved[key], "shape", ()))
         if isinstance(tensor, Tensor) and not is_lazy(tensor) and list(tensor.shape) != shape:
             raise RuntimeError(
-                f"{key} of {name} was saved with shape {shape}, expected {list(tensor.shape)}"
+                f"{key} of {name} was saved with shape {shape}, expected {list(tensor.shape)}: {_REMEDY}"
             )

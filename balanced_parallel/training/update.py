@@ -320,7 +320,9 @@ class Update:
                 error.add_note(
                     "the rows that were added since the last update are dropped: add them again before apply()"
                 )
-            self._discard(error)
+            # Ranks that have ended cannot be told.
+            with contextlib.suppress(RuntimeError):
+                self._discard(error)
             self.optimizers.forget_gradients()
             raise
 

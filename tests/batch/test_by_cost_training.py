@@ -210,7 +210,7 @@ def test_bad_costs_and_collates_are_one_clear_error():
 
     refuses("the cost of row 1 is -14, expected a finite number that is not negative", cost=lambda sample: 3 - length_of(sample))
     refuses(
-        "collate was given 1 samples and returned inputs with 2 rows, expected one row for each",
+        "collate was given 1 samples and returned inputs with 2 rows, expected one for each",
         collate=lambda some: pad([*some, samples[0]]),
     )
     refuses("collate returned a tensor of shape .*, expected .inputs, targets., or a mapping", collate=lambda some: pad(some)[1])

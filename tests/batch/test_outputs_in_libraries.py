@@ -49,14 +49,14 @@ def test_outputs_pass_through(library):
 @pytest.mark.parametrize("library", COPIES)
 def test_copies_that_would_lose_the_order_or_the_dimension_of_rows_are_refused(library):
     for outputs in (make()(INPUTS).in_order([4, 3, 2, 1, 0]), PerReplica([INPUTS.T], [5], dim=1)):
-        with pytest.raises(TypeError, match="in another dimension or order"):
+        with pytest.raises(TypeError, match="expected sizes, dimension and order"):
             COPIES[library](outputs)
         outputs.map(torch.Tensor.float).gather()
 
 
 def test_rows_that_do_not_fit_are_refused():
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match="the rows of each replica are unknown"):
+    with pytest.raises(ValueError, match="expected a PerReplica, which knows the rows of each"):
         criterion(PerReplica([torch.zeros(4, 3), torch.zeros(2, 3)]), torch.zeros(3, dtype=torch.long))
 
 

@@ -163,3 +163,11 @@ def test_a_plan_of_equal_rows_has_each_row_once_in_as_few_micro_batches_as_possi
         sizes = [sum(map(len, parts)) for parts in plan]
         assert max(sizes) - min(sizes) <= 1
         assert len(plan) == (1 if limit is None else -(-rows // (limit * devices)))
+
+
+def test_targets_of_another_number_of_rows_are_named_with_all_rows():
+    """Each of two shards would have 4 rows of the inputs, and 3 of the targets."""
+    model = DataParallelModel(build_net(), ["cpu"] * 2)
+    outputs = model(torch.ones(8, 4))
+    with pytest.raises(ValueError, match="the targets have 6 rows, but the inputs have 8, expected the same number, or"):
+        DataParallelCriterion(nn.MSELoss())(outputs, torch.ones(6, 5))

@@ -263,7 +263,7 @@ MESSAGES = [  # of an error, the losses, and the numbers of rows
     (r"is not a sum of known means.*weight=.*weight='rows'.*reduction='sum'.*whole=True", REFUSED, (8,)),
     (r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight=", COUPLED, (2, 6)),
     (r"computes .* \* mse_loss, l1_loss for some rows, and .* \* mse_loss, l1_loss for others", OVER_ITS_VALUE, (2, 6)),
-    (r"number that a sum is divided by must .*clamp\(min=1\).* weight=.*reduction='sum'", CONSTANTS, (2, 6)),
+    (r"expected a number that follows .*clamp\(min=1\).* weight=.*reduction='sum'", CONSTANTS, (2, 6)),
 ]
 
 

@@ -81,7 +81,7 @@ def test_functions_of_the_targets_divide_several_means():
     torch.testing.assert_close(DataParallelCriterion(losses, weight=DIVISORS)(outputs, Y, T), expected)
     listed = DataParallelCriterion(lambda *given: [*losses(*given).values()], weight=[*DIVISORS.values()])
     torch.testing.assert_close(listed(outputs, Y, T), [*expected.values()])
-    with pytest.raises(ValueError, match=r"expected one weight for each mean"):
+    with pytest.raises(ValueError, match=r"expected a mean for each weight"):
         DataParallelCriterion(losses, weight={"b": DIVISORS["b"], "a": DIVISORS["a"]})(outputs, Y, T)
 
 

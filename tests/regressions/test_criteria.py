@@ -82,7 +82,7 @@ class TestReduction:
         ):
             with pytest.raises((ValueError, TypeError), match=message):
                 DataParallelCriterion(lambda output, target: output.mean(), **settings)
-        with pytest.raises(ValueError, match="reduction='sum' was given for a loss of torch with reduction='mean'"):
+        with pytest.raises(ValueError, match="reduction='sum' was given for a loss with reduction='mean'"):
             DataParallelCriterion(nn.MSELoss(), reduction="sum")
 
 
@@ -155,7 +155,7 @@ class TestWeight:
         outputs, target = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)), torch.rand(7, CLASSES)
         for weights in ([1, 2, 3], {"two": 1, "one": 2}):
             criterion = DataParallelCriterion(lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w)
-            with pytest.raises(ValueError, match="expected one weight for each mean, in the same order"):
+            with pytest.raises(ValueError, match="expected a mean for each weight, in their order"):
                 criterion(outputs, target)
         listed = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)], weight=lambda o, t: [len(o), o.numel()])
         torch.testing.assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))

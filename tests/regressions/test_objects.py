@@ -109,7 +109,7 @@ def test_tensors_of_other_kinds_are_split_or_refused(name):
 @pytest.mark.parametrize("dims", [0, (0,), ([{"x": 0}] * 3,), {0: 0}, {"input": 0}])
 def test_a_list_of_mappings_is_accepted_with_in_dims(dims):
     entries = [{"x": torch.full((5, 2), float(number))} for number in range(3)]
-    with pytest.raises(ValueError, match="each entry may be a row, or have all rows.*give in_dims="):
+    with pytest.raises(ValueError, match="each entry may be a row, or have all rows; .*give in_dims="):
         DataParallelModel(nn.Identity(), CPUS)(entries)
     outputs = DataParallelModel(nn.Identity(), CPUS, in_dims=dims)(entries).gather()
     for output, entry in zip(outputs, entries, strict=True):

@@ -27,7 +27,7 @@ class TestListOutputs:
         x, target = torch.randn(rows, 4), torch.rand(rows, CLASSES)
         criterion = DataParallelCriterion(nn.MSELoss())
         outputs = DataParallelModel(self.stacks(), CPUS)(x)
-        message = r"3 outputs with [23] rows each, all on cpu: .* or 3 outputs of one replica.*outputs\.map.*unzip"
+        message = r"3 outputs with [23] rows each, all on cpu: .* or 3 outputs of one replica, .*outputs\.map.*unzip"
         with pytest.raises(ValueError, match=message):
             sum(criterion(output, target) for output in outputs)
         with pytest.raises(ValueError, match=message):
@@ -35,7 +35,7 @@ class TestListOutputs:
         with torch.no_grad(), pytest.raises(ValueError, match=message):
             criterion(DataParallelModel(self.stacks(), CPUS)(x)[0], target)
         outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(x[:3])
-        with pytest.raises(ValueError, match="a list of 1 outputs with 1 rows in all, and targets with 3"):
+        with pytest.raises(ValueError, match="1 outputs with 1 rows, and targets with 3"):
             criterion(outputs[0], target[:3])  # [1, CLASSES] beside [3, CLASSES] would be broadcast
 
     def test_lists_with_one_output_on_each_device_equal_the_plain_program(self):
@@ -65,7 +65,7 @@ class TestListOutputs:
     def test_rows_of_losses_in_a_list_are_unknown(self):
         outputs = DataParallelModel(Calls(lambda net, x: net(x).mean()), CPUS, split=[5, 1, 1])(torch.randn(7, 4))
         criterion = DataParallelCriterion(lambda loss, target: loss, weight=lambda loss, target: len(target))
-        with pytest.raises(ValueError, match=r"3 outputs with no rows in all, and targets with 7.*outputs\.map"):
+        with pytest.raises(ValueError, match=r"3 outputs with no rows, and targets with 7.*outputs\.map"):
             criterion(list(outputs), torch.rand(7))
         torch.testing.assert_close(criterion(outputs, torch.rand(7)), (5 * outputs[0] + outputs[1] + outputs[2]) / 7)
 

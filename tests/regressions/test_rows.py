@@ -24,7 +24,7 @@ class TestOtherDimensions:
         x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         model = DataParallelModel(self.time_major(), CPUS, dim=1)
-        with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1; say where those of the targets are"):
+        with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1, expected dim= or in_dims="):
             criterion(model(x), target)
 
     def test_dim_and_in_dims_set_the_dimension_of_the_targets(self):
@@ -75,10 +75,18 @@ class TestOtherDimensions:
 
     def test_invalid_dims_raise_an_error(self):
         for module, dims, message in (
-            (build_net(), {"in_dims": {"mask": 1}}, "dimensions are given for 'mask', expected one of the arguments input"),
-            (build_net(), {"in_dims": {3: 1}}, "are given for 3, expected one of the arguments input, or the position of one"),
+            (
+                build_net(),
+                {"in_dims": {"mask": 1}},
+                "dimensions are given for 'mask', expected the name or position of one of input",
+            ),
+            (build_net(), {"in_dims": {3: 1}}, "are given for 3, expected the name or position of one of input"),
             (build_net(), {"in_dims": (0, 1)}, "given for 2 arguments, but 1 were passed by position"),
-            (Calls(lambda net, x: (net(x), net(x))), {"out_dims": (0,)}, "has 2 entries, but the dimensions"),
+            (
+                Calls(lambda net, x: (net(x), net(x))),
+                {"out_dims": (0,)},
+                "has 2 entries, expected 1, one for each of the dimensions",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 DataParallelModel(module, CPUS, **dims)(torch.zeros(3, 4))

@@ -243,7 +243,7 @@ def with_max_norm():
     return nn.Sequential(nn.Embedding(7, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 2)).double()
 
 
-RESCALES = r"the embedding '0' has max_norm=1: .* Expected max_norm=None; rescale all rows after each update"
+RESCALES = r"the embedding '0' has max_norm=1: .* expected max_norm=None: rescale all rows after each update"
 
 
 @pytest.mark.usefixtures("double")

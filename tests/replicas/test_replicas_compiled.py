@@ -127,7 +127,7 @@ def test_forwards_by_hand_on_several_devices_are_refused(way):
     with simulate(2) as cluster:
         net = build()
         model = wrap(net, cluster.devices, way, backend="eager", dynamic=True)
-        with pytest.raises(RuntimeError, match=r"compiled, .* by hand on 2 devices, .* expected TrainStep\(.*: start torchrun"):
+        with pytest.raises(RuntimeError, match=r"compiled, .* by hand on 2 devices, .* expected TrainStep\("):
             model(torch.ones(4, 13))
         assert torch.autograd.is_multithreading_enabled()
 
@@ -292,7 +292,7 @@ def test_batch_norm_over_all_rows_is_refused():
 
     net = convert_sync_batchnorm(Normed())
     net.compile(backend="eager")
-    with pytest.raises(TypeError, match=r"compiled, and its batch norm over all rows .* without torch.compile, or without"):
+    with pytest.raises(TypeError, match=r"compiled, and its batch norm over all rows .* leave out torch.compile, or "):
         DataParallelModel(net, CPUS)(torch.randn(6, 13))
 
 

@@ -44,7 +44,7 @@ def test_the_table_and_all_numbers_are_readable_after_the_block():
     lines = inside.splitlines()
     assert re.split(r"\s{2,}", lines[0].strip())[:5] == ["device", "memory", "now", "peak", "parameters"]
     assert re.split(r"\s{2,}", lines[3].strip())[:4] == ["sim:1", "1.00 GiB", "0 B", "4.00 MiB"]
-    with pytest.raises(RuntimeError, match="peaks can be read, but not changed"):
+    with pytest.raises(RuntimeError, match="peaks can be read, expected changes inside of it"):
         cluster.reset_peak()
     with pytest.raises(IndexError):
         cluster.categories(2)

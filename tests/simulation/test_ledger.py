@@ -147,7 +147,7 @@ def test_the_allocation_that_is_asked_to_fail_raises_an_error_and_those_after_it
         assert (cluster.live, cluster.allocations - before) == ([MIB, MIB], 3)
         kept.append(floats(1, "sim:1"))
     assert cluster.allocations - before == 4
-    with pytest.raises(RuntimeError, match="can be read, but not changed"):
+    with pytest.raises(RuntimeError, match="can be read, expected changes inside of it"):
         cluster.fail_allocation(1)
 
 

@@ -156,8 +156,8 @@ def test_process_group_different_from_the_environment_raises_an_error(rank):
     [
         (0, "127.0.0.1", True, "EADDRINUSE.* already in use", "port {port} must be free"),
         slow(0, "127.0.0.1", False, "1/2 clients joined", "all other ranks must be running"),
-        slow(1, "192.0.2.1", False, "client socket has", "Rank 0 must be running, .* accept connections to port {port}"),
-        (1, "no-such-host.invalid", False, "client socket has", "Rank 0 must be running, .* accept connections to port {port}"),
+        slow(1, "192.0.2.1", False, "client socket has", "rank 0 must be running, .* accept connections to port {port}"),
+        (1, "no-such-host.invalid", False, "client socket has", "rank 0 must be running, .* accept connections to port {port}"),
     ],
 )
 def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(monkeypatch, rank, address, in_use, cause, remedy):

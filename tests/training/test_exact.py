@@ -513,7 +513,7 @@ def test_rows_added_between_groups_are_refused(sizes):
 
 def test_more_groups_than_integers_have_room_for_are_refused(monkeypatch):
     monkeypatch.setattr(exact, "_MOST_GROUPS", 5)
-    refused("with 6 micro-batches in an update, expected 5 at most: give a larger micro_batch_size")
+    refused("with 6 micro-batches, expected 5 at most: give a larger micro_batch_size")
 
 
 class TiedHead(nn.Module):

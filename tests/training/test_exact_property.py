@@ -64,15 +64,17 @@ def test_layouts_have_the_same_bits(seeds):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seeds", MANY, **NAMED)
 def test_many_layouts_have_the_same_bits(seeds):
-    check(seeds, 2, 2)
+    check(seeds, 4, 3)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seeds", [FEW[:5], slow(range(200, 240))], **NAMED)
+@pytest.mark.parametrize("seeds", [FEW[:5], slow(range(200, 260))], **NAMED)
 def test_simulated_devices_have_the_same_bits_among_each_other(seeds):
     failures = []
     for problem in draw_problems(seeds):
-        first, *others = draw_layouts(problem, "simulated", 3 if len(seeds) < 20 else 4)
+        if problem.loss == "uncertainty":  # its parameters move with the last output, and a state would stay behind
+            problem = problem._replace(optimizer="SGD")
+        first, *others = draw_layouts(problem, "simulated", 3 if len(seeds) < 20 else 5)
         expected = train(0, problem, first)
         for layout in others:
             names = differences(train(0, problem, layout), expected)
@@ -80,7 +82,7 @@ def test_simulated_devices_have_the_same_bits_among_each_other(seeds):
     assert not failures, f"{len(failures)} differ:\n" + "\n".join(failures)
 
 
-@pytest.mark.parametrize("seeds", [FEW[15:], slow(range(60))], **NAMED)
+@pytest.mark.parametrize("seeds", [FEW[15:], slow(range(100))], **NAMED)
 def test_losses_and_norms_are_those_of_rows_without_exact_sums(seeds):
     """``reproducible=True`` computes them in another way, on the whole batch at once."""
     compared = 0

@@ -241,4 +241,4 @@ def memory_error(rank):
 def test_errors_name_the_memory_of_another_rank():
     errors = run_ranks(2, memory_error)
     for error, reason in zip(errors, ("the memory of rank 0 is full", "another rank ran out of memory"), strict=True):
-        assert error.startswith(f"one row per device does not fit: {reason}. ")
+        assert error.startswith(f"one row per device does not fit: {reason}; ")

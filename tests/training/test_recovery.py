@@ -200,7 +200,7 @@ def test_nothing_of_the_failed_attempt_stays_in_memory():
         assert undisturbed is not None
 
 
-DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* GPU 1 .* memory.fit\(step, inputs, targets\) names the "
+DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* GPU 1 .* memory.fit\(step, inputs, targets\) tells "
 
 
 def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):
@@ -214,6 +214,14 @@ def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):
         assert run.step.micro_batch_size == 1
         assert run.step(*run.batch(0)).isfinite()
     assert not caplog.records
+
+
+def test_out_of_memory_without_recovery_names_it():
+    with simulate(2, memory=["1GiB", "16MiB"]):
+        run = Run(["sim:0", "sim:1"], build=wide, micro_batch_size=None)
+        with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as caught:
+            run.step((torch.randn(4, 2**12, 4),), torch.zeros(4, CLASSES, dtype=torch.long))
+    assert any("TrainStep(..., micro_batch_size='auto') runs a batch again" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("balanced", [False, True])
