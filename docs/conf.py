@@ -25,9 +25,10 @@ extensions = [
 
 # the root of the repository is the source, so that links between its files work here as they do on GitHub
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/images/**"]
-include_patterns += ["benchmarks/README.md", "benchmarks/*/README.md", "docs/reference/*.rst"]  # autosummary writes the last
-exclude_patterns = ["docs/README.md"]  # a list of the pages, for readers of the repository
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/recipes/*.md", "docs/images/**"]
+include_patterns += ["examples/README.md", "benchmarks/README.md", "benchmarks/*/README.md"]
+include_patterns += ["docs/reference/*.rst"]  # autosummary writes them
+outside_of_the_navigation = {"docs/README", "docs/internals"}  # the first lists the pages for readers of the repository
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_inline"]
 highlight_language = "none"  # of a block without a language: a drawing or an output
@@ -63,7 +64,11 @@ html_show_sourcelink = False
 
 
 def add_contents(app: object, page: str, source: list[str]) -> None:
-    """Adds the tables of contents, which GitHub would show as text, to the front page and the list of benchmarks."""
+    """Adds what GitHub would show as text: the tables of contents of the front page and the list of benchmarks, and the
+    mark of pages that are in none.
+    """
+    if page in outside_of_the_navigation:
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
     if page == root_doc:
         source[0] += "\n" + (Path(__file__).parent / "site" / "contents.md").read_text()
     if page == "benchmarks/README":

@@ -37,5 +37,5 @@ def with_tables(page: Path) -> str:
 
 
 if __name__ == "__main__":
-    for path in sorted(DOCS.glob("*.md")):
+    for path in sorted(DOCS.rglob("*.md")):
         path.write_text(with_tables(path), encoding="utf-8")

@@ -12,21 +12,8 @@ MEASURED = re.compile(rf"({NUMBER})(?=((?: (?:and|to|→) {NUMBER})?{UNITS})|)")
 VERSIONS = re.compile(r"(?:Python|torch|version) \d+(?:\.\d+)+\S*(?: and \d+(?:\.\d+)+)?")
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATED = re.compile(rf"\b(?:{MONTHS}) 20\d\d\b")  # measured then, by a program that is not kept
-ELSEWHERE = {
-    "docs/migrating_from.md": "tests/examples/test_migrating_pairs.py runs the programs and compares",
-}
 NOT_MEASURED = {
-    "docs/balance.md": {"25 MiB": "size of a bucket"},
-    "docs/coupled_losses.md": {"4 GiB": "32,768 x 32,768 numbers of four bytes"},
-    "docs/exactness.md": {"1e-10": "tolerance of a test"},
     "docs/internals.md": {"25 MiB": "size of a bucket", "4 times": "calls of a layer"},
-    "docs/memory.md": {
-        "2 %": "tolerance of a test",
-        "3.5 MiB": "assumed",
-        "1 GiB": "assumed",
-        "1 MiB": "rule of the allocator",
-    },
-    "docs/quickstart.md": {"1e-4": "tolerance of a test", "1e-10": "tolerance of a test"},
     "docs/savings.md": {"1 MiB": "default of an argument"},
 }
 
@@ -42,7 +29,7 @@ def measured(paragraph):
     """Returns the numbers of a paragraph that have a unit, and all decimal ones if it links to a benchmark."""
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
     found = [(match[1], (match[2] or "").strip()) for match in MEASURED.finditer(words)]
-    links = re.findall(r"\((?:\.\./)?(benchmarks/\w+/README\.md)", paragraph)
+    links = re.findall(r"\((?:\.\./)*(benchmarks/\w+/README\.md)", paragraph)
     return [(number, unit) for number, unit in found if unit or "e-" in number or (links and "." in number)], links
 
 
@@ -68,7 +55,7 @@ def unlinked(page):
     ]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
+@pytest.mark.parametrize("page", PAGES)
 def test_measured_numbers_stand_on_a_linked_benchmark(page):
     missing = unlinked(page)
     assert not missing, "\n".join(["not on a benchmark's page that the paragraph links to:", *missing])
@@ -83,8 +70,6 @@ def test_no_exception_is_left_over():
     for page, exceptions in NOT_MEASURED.items():
         found = {" ".join(pair).strip() for paragraph in paragraphs(PAGES[page]) for pair in measured(paragraph)[0]}
         assert set(exceptions) <= found, page
-    for page, reason in ELSEWHERE.items():
-        assert unlinked(page), f"{page} needs no exception: {reason}"
 
 
 def test_some_pages_have_copied_tables():

@@ -14,18 +14,29 @@ import balanced_parallel
 
 ROOT = Path(__file__).parents[1]
 CONTENTS = (ROOT / "docs" / "site" / "contents.md").read_text()
-PAGES = [path for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+NAVIGATION = {
+    caption: pages.split() for caption, pages in re.findall(r":caption: (\w+)\n:hidden:\n\n(.*?)```", CONTENTS, re.DOTALL)
+}
+PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
 
 
-def test_pages_are_in_the_table_of_contents():
-    names = [page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES]
-    assert not [name for name in names if not re.search(rf"^(.*<)?{name}>?$", CONTENTS, re.MULTILINE)]
+def test_the_navigation_has_all_pages_but_internals_once():
+    assert [*NAVIGATION] == ["Start", "Recipes", "Concepts", "Reference"]
+    names = {page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES} - {"docs/README", "docs/internals"}
+    names |= {"examples/README", "benchmarks/README", "CONTRIBUTING", "CHANGELOG"}
+    assert sorted(page for pages in NAVIGATION.values() for page in pages) == sorted(names)
 
 
-def test_the_front_page_leads_to_each_promise():
-    promises = re.search(r":caption: Promises\n:hidden:\n\n(.*?)```", CONTENTS, re.DOTALL)[1].split()
-    assert len(promises) == 7
-    assert promises == [link.removesuffix(".md") for link in re.findall(r"^\|.*\]\((.*)\) \|$", CONTENTS, re.MULTILINE)]
+def test_recipes_of_the_navigation_are_those_of_their_folder():
+    recipes = {f"docs/recipes/{path.stem}" for path in (ROOT / "docs" / "recipes").glob("*.md")}
+    assert {*NAVIGATION["Recipes"]} == recipes | {"examples/README"}
+    assert "](docs/recipes/notebook.ipynb)" in CONTENTS  # a file, not a page
+
+
+def test_the_front_page_leads_to_each_concept():
+    links = [link.removesuffix(".md") for link in re.findall(r"^\|.*\]\((.*)\) \|$", CONTENTS, re.MULTILINE)]
+    assert NAVIGATION["Concepts"] == links
+    assert len(links) == 8
 
 
 def test_the_list_of_benchmarks_leads_to_each():

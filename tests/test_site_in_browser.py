@@ -1,4 +1,4 @@
-"""The documentation site in Chromium: the search finds pages, and no page is wider than a phone."""
+"""The documentation site in Chromium: the search finds pages, and no page is wider than a phone or a window."""
 
 import functools
 import subprocess
@@ -50,7 +50,11 @@ def test_the_search_finds_pages(site, browser):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
 
-    pages = {"Slurm": "Several hosts", "ignore_index": "balanced_parallel.loss_weight", "generate": "Hugging Face models"}
+    pages = {
+        "Slurm": "Several hosts",
+        "ignore_index": "balanced_parallel.loss_weight",
+        "generate": "A transformers model in a loop of your own",
+    }
     for words, page in pages.items():
         browser.get(f"{site[1]}/search.html?q={words}")
         WebDriverWait(browser, 20).until(lambda driver: "found" in driver.find_element(By.CLASS_NAME, "search-summary").text)
@@ -59,12 +63,13 @@ def test_the_search_finds_pages(site, browser):
 
 
 @pytest.mark.browser
-def test_no_page_is_wider_than_a_phone(site, browser):
-    size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_is_wider_than_a_phone_or_a_window(site, browser, width):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     pages = [path for path in site[0].rglob("*.html") if "_modules" not in path.parts and path.name != "index.html"]
     assert len(pages) > 30
     for path in pages:
         browser.get(f"{site[1]}/{path.relative_to(site[0]).as_posix()}")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= 420, path
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width, path
         assert not browser.execute_script(WIDER), path

@@ -197,7 +197,7 @@ def test_one_count_for_a_loss_of_several_parts_is_named(head, weight):
     assert report.reasons == (
         "the model computes its own loss, whose divisor is unknown or is not weight=: give DataParallelCriterion weight=, a "
         "function (output, *targets) -> scalar that returns the divisor of its mean, and pass the targets to the criterion too; "
-        "compute a loss of several parts, such as one with a router loss, in the criterion (docs/huggingface.md)",
+        "compute a loss of several parts, as with a router loss, in the criterion (docs/recipes/transformers.md)",
     )
 
 

@@ -297,6 +297,6 @@ def test_gradients_that_the_backward_changes_are_named():
     report = check(Calls(functools.partial(route, injects=True)))
     assert report.loss_error <= 1e-10
     assert report.reasons == (
-        "loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/exactness.md)",
+        "loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/limits.md)",
     )
     assert check(Calls(functools.partial(route, injects=False)), with_auxiliary_loss).equal

@@ -87,8 +87,8 @@ def test_programs_are_short_and_differ_in_a_few_lines(pair):
 
 
 def test_page_lists_every_pair_and_shows_a_true_difference():
-    page = (EXAMPLES.parent / "docs" / "quickstart.md").read_text()
-    assert sorted(re.findall(r"\(\.\./examples/(\w+)/balanced\.py\)", page)) == PAIRS
+    page = (EXAMPLES / "README.md").read_text()
+    assert sorted(re.findall(r"\((\w+)/balanced\.py\)", page)) == PAIRS
     plain, balanced = ((EXAMPLES / "contrastive" / f"{name}.py").read_text().splitlines() for name in ("plain", "balanced"))
     (difference,) = re.findall("```diff\n(.*?)```", page, re.DOTALL)
     assert {line[1:] for line in difference.splitlines() if line[0] in "- "} <= set(plain)

@@ -162,4 +162,4 @@ def test_ray_train(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.iterdir()), ids=lambda path: path.name)
 def test_page_links_to_every_file(path):
-    assert f"(../examples/clusters/{path.name})" in PAGES["docs/clusters.md"]
+    assert f"(../../examples/clusters/{path.name})" in PAGES["docs/recipes/several_hosts.md"]

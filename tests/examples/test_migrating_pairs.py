@@ -1,4 +1,4 @@
-"""Programs before and after a migration: their real differences, the errors that the page states, and the plain program."""
+"""Programs before and after a migration: their real differences, their errors, and the plain program."""
 
 import difflib
 import os
@@ -12,39 +12,43 @@ import pytest
 import torch
 import transformers
 from helpers import pytorch_encoding
+from helpers.pages import PAGES, ROOT, blocks
 from helpers.ranks import run_ranks
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from balanced_parallel import simulate
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "migrating"
-PAGE = (ROOT / "docs" / "migrating_from.md").read_text()
 GPUS, LEARNING_RATE = 4, 0.5
 
+# of the programs before; those that are not here, and all programs after, train as the plain program does
+ERRORS = {
+    "encoding": 0.087,  # the mean of the GPUs' means
+    "ddp": 0.13,  # the mean over ranks and micro-batches
+    "accelerate": 0.15,
+    "fabric": 0.13,
+    "trainer": 0.80,  # the last batch of an epoch
+}
 
-def test_differences_of_the_page_are_those_of_the_programs():
-    blocks = re.findall("```diff\n(.*?)```", PAGE, re.DOTALL)
-    shown = set()
-    for block in blocks:
-        before, after = re.findall(r"^(?:---|\+\+\+) (\S+)$", block, re.MULTILINE)
-        texts = [(ROOT / name).read_text().splitlines() for name in (before, after)]
-        assert block.splitlines() == list(difflib.unified_diff(*texts, before, after, n=0, lineterm=""))
-        shown |= {before, after}
-    linked = {f"examples/migrating/{name}" for name in re.findall(r"\(\.\./examples/migrating/(\w+/\w+\.py)\)", PAGE)}
-    assert shown | linked == {path.relative_to(ROOT).as_posix() for path in FOLDER.glob("*/*.py")}
-    assert len(shown) == 8
+
+def test_the_difference_of_the_page_is_that_of_the_programs():
+    """The page leaves lines out, such as those of a docstring, and changes none."""
+    (block,) = blocks("docs/recipes/torchrun.md", "diff")
+    texts = [(FOLDER / "ddp" / name).read_text().splitlines() for name in ("before.py", "after.py")]
+    difference = iter(difflib.unified_diff(*texts, n=0, lineterm=""))
+    assert all(line in difference for line in block.splitlines())  # in their order
+    assert len(block.splitlines()) >= 15
+
+
+def test_pages_link_to_every_program():
+    text = "".join(PAGES[f"docs/recipes/{name}.md"] for name in ("dataparallel", "torchrun"))
+    linked = {Path(name).parent for name in re.findall(r"\(\.\./\.\./(examples/migrating/\w+/after\.py)\)", text)}
+    assert linked == {path.relative_to(ROOT) for path in FOLDER.iterdir() if path.is_dir()}
 
 
 def test_programs_are_short():
     assert all(len(path.read_text().splitlines()) <= 66 for path in FOLDER.glob("*/*.py"))
-
-
-def stated_errors(name):
-    """Returns the errors before and after, as the table of the page states them."""
-    row = re.search(rf"^\| \[.*\]\(#.*\) \| \[`{name}`\].* \| (\S+) \| (\S+) \|", PAGE, re.MULTILINE)
-    return [float(error) for error in row.groups()]
 
 
 def run_plain(name, loss_of, batch_size):
@@ -97,15 +101,13 @@ def run_rank(rank, path):
 
 def check(name, plain, runs):
     first, expected, expected_losses = plain
-    stated = stated_errors(name)
     for which, (weights, losses) in runs.items():
         error = relative_error(weights, first, expected)
-        if which == "before" and stated[0] > 1e-10:
-            assert error == pytest.approx(stated[0], rel=0.05)
+        if which == "before" and name in ERRORS:
+            assert error == pytest.approx(ERRORS[name], rel=0.05)
         else:
             assert error < 1e-10
             assert losses == pytest.approx(expected_losses, rel=1e-10)
-    assert stated[1] < 1e-10
 
 
 @pytest.mark.usefixtures("double")

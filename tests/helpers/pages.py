@@ -12,7 +12,8 @@ import balanced_parallel
 import balanced_parallel.__main__
 
 ROOT = Path(__file__).parents[2]
-PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+FILES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/recipes/*.md")]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 ROWS = 7
 
 

@@ -1,6 +1,6 @@
 """Fits of LightningModules by ``BalancedStrategy`` against those of Lightning with the whole batch on one device."""
 
-import os
+import functools
 import subprocess
 import sys
 
@@ -15,6 +15,7 @@ pytest.importorskip("lightning")
 import torch.nn.functional as F  # noqa: E402
 import torchmetrics  # noqa: E402
 from helpers.lightning_modules import Classifier, Contrastive, SeveralMeans, SharpeRatio, WithConstant, fit, load  # noqa: E402
+from lightning.pytorch import Trainer  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
@@ -208,22 +209,22 @@ def test_one_shard_may_have_any_loss():
     check_fit(SharpeRatio, ["cpu"], 1, ["val_loss"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric", "accelerate"])
-def test_recipes_of_the_page_run_as_pasted(package, ranks, tmp_path):
-    """Recipes for Accelerate and Fabric run in one process and under torchrun, that for Lightning in one process."""
-    [recipe] = [block for block in blocks("docs/libraries.md", "py") if f"from {package} import" in block]
-    (tmp_path / "recipe.py").write_text(recipe)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    if launcher and package == "lightning.pytorch":
-        pytest.skip("Lightning starts its processes itself")
-    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "recipe.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [*tmp_path.glob("**/events.out.tfevents*")]
-    if package == "accelerate":
-        assert [*tmp_path.glob("wandb/offline-run-*")]
+def test_a_module_of_the_page_calls_a_step(monkeypatch):
+    program, methods = blocks("docs/recipes/lightning.md", "py")
+    exec(program.partition("dataset = ")[0], names := {})
+    model = functools.partial(DataParallelModel, device_ids=["cpu"] * 2)
+    names |= {"DataParallelModel": model, "DataParallelCriterion": DataParallelCriterion, "TrainStep": TrainStep}
+    exec(methods, names | {"contrastive_loss": contrastive}, methods := {})
+    for name, method in methods.items():
+        monkeypatch.setattr(names["Classifier"], name, method)
+    module = names["Classifier"]()
+    module.automatic_optimization = False
+    before = module.net.weight.clone()
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(20, 4), batch_size=10))
+    assert trainer.global_step == 2
+    assert trainer.callback_metrics["train_loss"] > 0
+    assert not torch.equal(module.net.weight, before)
 
 
 @pytest.mark.parametrize(("kind", "batches"), [("Classifier", 1), ("Classifier", 2), ("SeveralMeans", 2)])

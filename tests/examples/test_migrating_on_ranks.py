@@ -1,0 +1,35 @@
+"""Programs of the pages about ranks: they run under torchrun, and print what they print in one process."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers.pages import blocks
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run_page(page, folder, *launcher, change=("", "")):
+    """Runs the blocks of a page as one program. Returns what it prints."""
+    (folder / "page.py").write_text("\n".join(blocks(page, "python")).replace(*change))
+    command = [sys.executable, *launcher, "page.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["docs/torchrun.md", "docs/recipes/several_hosts.md"])
+def test_blocks_run_on_two_ranks(page, tmp_path):
+    run_page(page, tmp_path, *TORCHRUN)
+
+
+@pytest.mark.slow
+def test_the_recipe_prints_the_same_lines_in_each_layout(tmp_path):
+    page, shards = "docs/recipes/torchrun.md", ("nn.CrossEntropyLoss())", 'nn.CrossEntropyLoss(), strategy="fsdp")')
+    printed = [run_page(page, tmp_path), run_page(page, tmp_path, *TORCHRUN), run_page(page, tmp_path, *TORCHRUN, change=shards)]
+    # lines of ranks may run together
+    lines = [set(re.findall(r"epoch \d, loss [\d.]+, \d+ of 90 right", text)) for text in printed]
+    assert len(lines[0]) == 2
+    assert lines[1:] == lines[:1] * 2
