@@ -73,3 +73,35 @@ def test_no_page_is_wider_than_a_phone_or_a_window(site, browser, width):
         browser.get(f"{site[1]}/{path.relative_to(site[0]).as_posix()}")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width, path
         assert not browser.execute_script(WIDER), path
+
+
+CUT = """
+return [...document.querySelectorAll("article table")].filter((table) => {
+  const frame = table.closest(".table-wrapper") || table.parentElement;
+  return frame.scrollWidth > frame.clientWidth + 1;
+}).length;
+"""
+# Tables of many columns scroll. The first has two lists of numbers.
+SCROLL = {1280: {"docs/balance.html"}, 390: {"docs/balance.html", "docs/savings.html"}}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pictures_of_tables_show_all_of_their_columns(site, browser, width):
+    from selenium.webdriver.common.by import By
+
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    pages = {
+        path.relative_to(site[0]).as_posix() for path in [*site[0].glob("docs/*.html"), *site[0].glob("docs/recipes/*.html")]
+    }
+    pictures, cut = 0, set()
+    for page in ["README.html", *sorted(pages)]:
+        browser.get(f"{site[1]}/{page}")
+        cut |= {page} if browser.execute_script(CUT) else set()
+        for table in browser.find_elements(By.CSS_SELECTOR, "article table"):
+            browser.execute_script("arguments[0].scrollIntoView()", table)
+            assert len(browser.get_screenshot_as_png()) > 5000, page  # a blank one is smaller
+            pictures += 1
+    assert pictures > 30
+    assert cut == SCROLL[width]
