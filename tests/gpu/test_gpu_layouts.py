@@ -128,3 +128,21 @@ def test_a_compiled_module_has_the_outputs_of_the_module(machine, at_most):
     found = DataParallelModel(compiled, machine.devices)(inputs).gather("cpu")
     expected = DataParallelModel(copy.deepcopy(net), [machine.first])(inputs).gather("cpu")
     at_most("error of outputs", relative_error(found, expected), 1e-4)
+
+
+@on("twice", "all", "all in reverse")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bits_are_those_of_one_device(machine, precision, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product of matrices
+    torch.use_deterministic_algorithms(True)
+    try:
+        for name, (net, inputs) in networks(machine).items():
+            digests = []
+            for devices in ([machine.first], machine.devices):
+                step = make_step(net, devices, precision, 3, reproducible="bits")
+                for _ in range(machine.size(5, 2)):
+                    step(inputs, labels(len(inputs)))
+                digests.append(step.digest())
+            assert digests[0] == digests[1], name
+    finally:
+        torch.use_deterministic_algorithms(False)

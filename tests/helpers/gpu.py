@@ -162,11 +162,11 @@ def labels(rows):
     return targets
 
 
-def make_step(net, devices, precision="fp32", micro_batch_size=None, optimizer=torch.optim.SGD, lr=0.1):
+def make_step(net, devices, precision="fp32", micro_batch_size=None, optimizer=torch.optim.SGD, lr=0.1, **others):
     """Returns a step of a copy of ``net``, clipped, with the optimizer spread over the devices."""
     model = DataParallelModel(copy.deepcopy(net), list(devices))
     balanced = BalancedOptimizer(model, optimizer, lr=lr)
-    settings = {"micro_batch_size": micro_batch_size, "precision": precision, "max_grad_norm": 1.0}
+    settings = {"micro_batch_size": micro_batch_size, "precision": precision, "max_grad_norm": 1.0, **others}
     return TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), balanced, **settings)
 
 
