@@ -171,6 +171,7 @@ def main() -> None:
     if flags.reproducible == "bits":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch asks for on GPUs
         torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)  # the number that torchrun gives to ranks, on which bits of the CPU depend
     flags.devices = flags.devices and [int(name) if name.isdecimal() else name for name in flags.devices.split(",")]
     logging.basicConfig(format="%(message)s")
     logging.getLogger("balanced_parallel").setLevel(logging.INFO)  # why "auto" chose a strategy
