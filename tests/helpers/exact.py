@@ -74,7 +74,7 @@ class Conv(nn.Module):
 
 
 class Attention(nn.Module):
-    """Its head has the weights of the embedding."""
+    """A model whose head has the weights of the embedding."""
 
     kind = "words"
 

@@ -57,7 +57,7 @@ def test_a_plan_of_adapters(tmp_path):
 
 
 def test_a_trainer_of_trl(tmp_path):
-    """Its program has a model and rows of tests before it, and devices without GPUs."""
+    """A program has a model and rows of tests before it, and devices without GPUs."""
     (program,) = blocks("docs/recipes/trainer.md", "py")
     before = """
 import torch

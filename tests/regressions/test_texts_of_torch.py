@@ -409,7 +409,7 @@ class TestOutOfMemoryOutsideOfAnUpdate:
 
 
 class Unused(nn.Module):
-    """Has a layer that no row uses."""
+    """A model with a layer that no row uses."""
 
     def __init__(self):
         super().__init__()

@@ -123,7 +123,7 @@ def test_small_gradients_beside_large_ones_have_the_precision_of_their_group():
 
 
 class Unused(nn.Module):
-    """Has a layer that no row uses."""
+    """A model with a layer that no row uses."""
 
     def __init__(self):
         super().__init__()
