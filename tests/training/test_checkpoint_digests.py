@@ -23,7 +23,7 @@ class Scaled(nn.Module):
 
 
 def make_net():
-    """A model with five rows to shard, two names for one parameter, a scalar, bfloat16 and complex numbers, and a frozen layer."""
+    """A model with five rows to shard, two names for a parameter, a scalar, bfloat16 and complex numbers, and a frozen layer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 5))
     net[2].weight = net[0].weight
