@@ -803,20 +803,24 @@ class ExactLossOfMeans(LossOfMeans):
         numbers = {}
         for place, parts in self._numbers.items():
             numbers[place] = [float(each) for each in parts]
-        everywhere = enumerate(gather_objects((self._structure, form, numbers)))
-        by_rank = {number: rank for number, rank in everywhere if rank[1]}
-        ranks = list(by_rank.values())
-        self._check_shapes([form for _, form, _ in ranks])
-        if not ranks:
-            return []
-        self._structure, form, _ = ranks[0]
-        for place, like in form.items():
+        ranks = []
+        forms = []
+        numbers_of_ranks = []
+        everywhere = gather_objects((self._structure, form, numbers))
+        for rank, (structure, form, numbers) in enumerate(everywhere):
+            if form:  # it has rows
+                self._structure = structure
+                ranks.append(rank)
+                forms.append(form)
+                numbers_of_ranks.append(numbers)
+        self._check_shapes(forms)
+        for place, like in forms[0].items() if forms else ():
             all_numbers: list[float] = []
-            for _, _, of_rank in ranks:
+            for of_rank in numbers_of_ranks:
                 all_numbers += of_rank[place]
             total = add_numbers(all_numbers)
             self._total[place] = torch.full_like(like, total, device=self.home)
-        return list(by_rank)
+        return ranks
 
 
 _DEPENDENT = (

@@ -599,7 +599,9 @@ class _DDPGroups(_DDPUpdate, GroupSync):
     def discard(self, error: BaseException) -> None:
         """Forgets the gradients of this rank. Tells the others, which wait at the end of the update."""
         if self._has_begun:
-            self.gather(GroupReport(failure=f"{type(error).__name__}: {error}"))
+            failure = f"{type(error).__name__}: {error}"
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            self.gather(GroupReport(failure=failure, is_out_of_memory=is_memory))
         forget_gradients(self._record.parameters)
 
 

@@ -78,7 +78,8 @@ class ExactSum:
         """Writes the sum to a tensor: nan if a gradient was not finite."""
         total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
         for unit, integers in self.integers.items():
-            total.add_(integers, alpha=math.nan if unit == _NOT_FINITE else 2.0**unit)
+            size = math.nan if unit == _NOT_FINITE else 2.0**unit
+            total.add_(integers, alpha=size)
         gradient.copy_(total)
 
     def _add(self, unit: int, integers: Tensor) -> None:
@@ -166,7 +167,8 @@ class ExactAccumulation(Accumulation):
     def add(self, run: BatchRun) -> None:
         """Runs forward and backward of each group."""
         plan = self.plan(run)
-        targets = [move_leaves(shard.targets.inputs, None) for shards in plan for shard in shards]
+        shards = itertools.chain(*plan)
+        targets = [move_leaves(shard.targets.inputs, None) for shard in shards]
         kind = self.kind.of_batch(targets or run.batch.counted_targets, is_whole=run.is_whole)
         self._weights.append(kind.weight)
         self._is_mean = self._is_mean and kind.is_mean
@@ -244,10 +246,10 @@ class ExactAccumulation(Accumulation):
     @torch.no_grad()
     def _count_gradients(self) -> None:
         """Adds the gradients of one group on each device."""
-        taken: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for parameter, gradient in self._groups.take(self._trained):
-            taken.setdefault(gradient.device, []).append((parameter, _real(gradient)))
-        for device, pairs in taken.items():
+            by_device.setdefault(gradient.device, []).append((parameter, _real(gradient)))
+        for device, pairs in by_device.items():
             sums = self._sums.setdefault(device, {})
             magnitudes = largest_of([gradient for _, gradient in pairs])
             for (parameter, gradient), largest in zip(pairs, magnitudes, strict=True):
@@ -256,7 +258,7 @@ class ExactAccumulation(Accumulation):
     @torch.no_grad()
     def _join_devices(self) -> list[ExactSum | None]:
         """Returns the sum of each parameter, None without one. The devices have none any more."""
-        joined: list[ExactSum | None] = []
+        totals: list[ExactSum | None] = []
         for parameter in self._trained:
             total = ExactSum()
             has_any = False
@@ -264,8 +266,8 @@ class ExactAccumulation(Accumulation):
                 if parameter in sums:
                     has_any = True
                     total.merge(sums.pop(parameter), parameter.device)
-            joined.append(total if has_any else None)
-        return joined
+            totals.append(total if has_any else None)
+        return totals
 
     def _report(self, sums: Sequence[ExactSum | None], digest: Sequence[float]) -> GroupReport:
         calls = self.forwards.copies.collectives
@@ -285,11 +287,13 @@ class ExactAccumulation(Accumulation):
         """Adds the sums of all ranks, and makes them gradients, one after the other."""
         totals: list[tuple[Tensor, ExactSum]] = []
         for number, parameter in enumerate(self._trained):
-            used = [of_rank[number] or () for of_rank in units if of_rank[number] is not None]
-            if used:
-                total = sums[number] or ExactSum()
-                total.complete({*itertools.chain(*used)}, _real(parameter))
-                totals.append((parameter, total))
+            of_ranks = [of_rank[number] for of_rank in units]
+            if all(each is None for each in of_ranks):
+                continue  # No rank has a gradient.
+            total = sums[number] or ExactSum()
+            everywhere = set(itertools.chain(*filter(None, of_ranks)))
+            total.complete(everywhere, _real(parameter))
+            totals.append((parameter, total))
         sums.clear()
         integers: list[Tensor] = []
         for _, total in totals:
@@ -306,12 +310,13 @@ class ExactAccumulation(Accumulation):
 
 def _check_reports(reports: Sequence[GroupReport]) -> None:
     """Raises an error on all ranks if one has failed, or if there are too many groups."""
-    failures = [report.failure for report in reports if report.failure]
+    failures = [report for report in reports if report.failure]
     if failures:
-        is_memory = failures[0].startswith(torch.OutOfMemoryError.__name__)
-        kind = torch.OutOfMemoryError if is_memory else RuntimeError
+        first = failures[0]
+        kind = torch.OutOfMemoryError if first.is_out_of_memory else RuntimeError
         raise kind(
-            f"{len(failures)} of {len(reports)} ranks failed ({failures[0]}), expected none: repeat the step, nothing was updated"
+            f"{len(failures)} of {len(reports)} ranks failed ({first.failure}), expected none: repeat the step, nothing was "
+            "updated"
         )
     groups = sum(len(report.losses) for report in reports)
     if groups > _MOST_GROUPS:

@@ -70,10 +70,10 @@ class RandomByRow:
                     # One row is repeated where rows have lengths of their own.
                     distinct = 1 if batch.pads else batch.rows or 0
                     run(batch.shard([row % distinct for row in range(count)], self._device))
-            written = self._before.find_written() if self._is_exact else ""
-            if written:
+            buffer = self._before.find_changed_buffer() if self._is_exact else ""
+            if buffer:
                 raise ValueError(
-                    f"reproducible='bits' with a forward that writes the buffer {written}, expected none, such as group norm in "
+                    f"reproducible='bits' with a forward that writes the buffer {buffer}, expected none, such as group norm in "
                     "place of batch norm: each device would have values of its own rows"
                 )
         except torch.OutOfMemoryError as error:

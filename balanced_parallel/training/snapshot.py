@@ -82,17 +82,19 @@ class Snapshot:
         if writes := explain_writes(self.uncopied):
             raise RuntimeError(writes)
 
-    def find_written(self) -> str:
+    def find_changed_buffer(self) -> str:
         """Returns the name of a buffer with other values than at :meth:`take`, or nothing."""
         copies = iter(self._copies)
         for part, before in self._buffers:
             for name, buffer in before.items():
                 present = part.get(name)
-                if buffer is None and present is None:
-                    continue
-                copied = next(copies) if buffer is not None else None
-                # It may be on another device, as the weights of a criterion.
-                if present is None or copied is None or not torch.equal(present.to(copied), copied):
+                if buffer is None:
+                    is_same = present is None
+                else:
+                    copy = next(copies)
+                    # It may be on another device, as the weights of a criterion.
+                    is_same = present is not None and torch.equal(present.to(copy), copy)
+                if not is_same:
                     return name
         return ""
 

@@ -146,6 +146,7 @@ class TrainStep:
         _check_norm("skip_above", skip_above)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
+        self._reproducible = reproducible
         self._is_exact = reproducible == "bits"
         if self._is_exact:
             check_exact(self.model, criterion, each_optimizer(optimizer), micro_batch_size, cut)
@@ -174,13 +175,17 @@ class TrainStep:
         self._open_sync: Callable[[], UpdateSync] = (
             self._strategy.by_group() if self._is_exact else self._strategy.open
         )
-        is_any_compiled = any(map(is_compiled, model.modules()))
+        prepare = None
+        if self._is_exact:
+            prepare = own_memory
+        elif any(map(is_compiled, model.modules())):
+            prepare = without_views
         self._forwards = Forwards(
             self.model,
             criterion.copies.without_notes(),
             self.precision,
             keeps_order=cut is not None,
-            prepare=own_memory if self._is_exact else without_views if is_any_compiled else None,
+            prepare=prepare,
         )
         # Batches may show another kind.
         self._kind = criterion.kind.exact() if self._is_exact else criterion.kind
@@ -215,7 +220,7 @@ class TrainStep:
             "max_grad_norm": self.max_grad_norm,
             "skip_above": self.skip_above,
             "cut": self.cut and type(self.cut).__name__,
-            "reproducible": "bits" if self._is_exact else self._by_row is not None,
+            "reproducible": self._reproducible,
         }
         lines = [f"  {name}: {value}" for name, value in settings.items() if value]
         return "\n".join(["TrainStep", *lines])
@@ -428,9 +433,10 @@ class TrainStep:
             "skip_above": self.skip_above,
             "micro_batch_size='auto'": self._is_auto,
             "unit of the micro-batches": self._limit.unit,
-            "reproducible": "bits" if self._is_exact else self._by_row is not None,
-            **(self._machine() if self._is_exact else {}),
+            "reproducible": self._reproducible,
         }
+        if self._is_exact:
+            arguments |= self._machine()
         return Settings(self._state(), arguments, self._last)
 
     def _machine(self) -> dict[str, Hashable]:
@@ -478,12 +484,12 @@ class TrainStep:
             raise RuntimeError(
                 "rows were added that are not in an update yet, expected apply() before state_dict()"
             )
-        return {
-            **self._state().save(),
-            "weight_before": self._weight_before,
-            "limit": {self._limit.unit: self._limit.value},
-            **({"bits": self._machine()} if self._is_exact else {}),
-        }
+        state = self._state().save()
+        state["weight_before"] = self._weight_before
+        state["limit"] = {self._limit.unit: self._limit.value}
+        if self._is_exact:
+            state["bits"] = self._machine()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state, which any number of devices or ranks may have saved.

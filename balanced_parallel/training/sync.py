@@ -117,6 +117,7 @@ class GroupReport(NamedTuple):
     units: Sequence[Sequence[int] | None] = ()
     digest: Sequence[float] = ()  # The settings.
     failure: str = ""
+    is_out_of_memory: bool = False  # the kind of the failure
 
 
 class GroupSync(UpdateSync, Protocol):
