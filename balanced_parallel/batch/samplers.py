@@ -57,8 +57,8 @@ class RankBatchSampler(Sampler[list[int]]):
             the same ones for any number of ranks. Ranks differ by one of them at most. The last one
             of a batch may be smaller. ``None`` gives ranks equal rows. It changes no effective
             batch, so a position does not depend on it.
-        rank, ranks: this process and the number of processes; ``None`` asks the process group, or
-            is one process.
+        rank, ranks: this process and the number of processes; ``None`` asks the process group in
+            each iteration, or is one process.
 
     Raises:
         TypeError: a loader, or a sampler that no seed reaches, that cuts by rank or that draws
@@ -66,7 +66,9 @@ class RankBatchSampler(Sampler[list[int]]):
         ValueError: no rows, a batch size or a micro-batch size below 1, or a rank outside of the
             ranks. In an iteration: the sampler draws other rows from the same seed, or another
             number of rows.
-        RuntimeError: in an iteration, ``DataLoader(sampler=...)`` was given this batch sampler.
+        RuntimeError: in an iteration, another batch sampler takes the batches for rows or cuts
+            them, as ``DataLoader(sampler=...)`` and ``accelerator.prepare(loader)`` do; or the
+            process group was made meanwhile.
 
     Example:
         >>> sampler = RankBatchSampler(range(10), batch_size=6, rank=1, ranks=4)
@@ -114,8 +116,8 @@ class RankBatchSampler(Sampler[list[int]]):
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.seed = seed if self.sampler is None else _seed_of(self.sampler, seed)
-        self.rank = collectives.rank() if rank is None else rank
-        self.ranks = collectives.world_size() if ranks is None else ranks
+        self._rank = rank
+        self._ranks = ranks
         self.batches = 0  # trained on, in all epochs
         if self.rows < 1 or batch_size < 1 or not 0 <= self.rank < self.ranks:
             raise ValueError(
@@ -123,7 +125,16 @@ class RankBatchSampler(Sampler[list[int]]):
                 "least 1, and a rank below the number of ranks"
             )
         self._yielded_from = -1
-        self._follows_group = rank is None and ranks is None and self.ranks > 1
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return collectives.rank() if self._rank is None else self._rank
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return collectives.world_size() if self._ranks is None else self._ranks
 
     @property
     def epoch(self) -> int:
@@ -144,7 +155,8 @@ class RankBatchSampler(Sampler[list[int]]):
             raise RuntimeError(
                 "the rest of this epoch was yielded already, expected sampler.advance() after each batch"
             )
-        if self._follows_group:
+        ranks = self.ranks
+        if self._rank is None and self._ranks is None and ranks > 1:
             global _begun
             settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
             if self.micro_batch_size is not None:
@@ -153,6 +165,11 @@ class RankBatchSampler(Sampler[list[int]]):
                 settings += f", {type(self.sampler).__name__} with order {zlib.crc32(repr(order).encode()):x}"
             _begun = f"{type(self).__name__} of {settings}"
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
+            if self.ranks != ranks:
+                raise RuntimeError(
+                    f"an iteration of the sampler began with {ranks} ranks and goes on with {self.ranks}, expected "
+                    "parallelize(...) before it"
+                )
             yield self.share(list(order[start : start + self.batch_size]))
         self._yielded_from = begin
 
@@ -215,15 +232,19 @@ class RankBatchSampler(Sampler[list[int]]):
             )
 
     def _refuse_batches_of_batches(self) -> None:
-        """Raises ``RuntimeError`` in ``DataLoader(sampler=...)``.
+        """Raises ``RuntimeError`` if another batch sampler takes batches for rows, or cuts them
+        over the ranks again.
 
-        Its ``BatchSampler`` asks for rows as any caller does, so the caller is looked at.
+        It iterates as any caller does, so the caller is looked at.
         """
         wrapper = inspect.stack(0)[2].frame.f_locals.get("self")
-        if isinstance(wrapper, BatchSampler) and getattr(wrapper, "sampler", None) is self:
+        if not isinstance(wrapper, BatchSampler):
+            return
+        if any(value is self for value in vars(wrapper).values()):
+            name = type(self).__name__
             raise RuntimeError(
-                f"DataLoader(sampler={type(self).__name__}(...)) would make batches of batches, expected a new "
-                f"{type(self).__name__}, and DataLoader(batch_sampler=...)"
+                f"a {type(wrapper).__name__} cuts the batches of a {name} again, as DataLoader(sampler=...) and "
+                f"accelerator.prepare(loader) do, expected a new {name}, and DataLoader(batch_sampler=...) as it is"
             )
 
 

@@ -8,9 +8,10 @@ import torch
 from helpers.problems import build_net, class_targets
 from helpers.ranks import run_ranks
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
+from balanced_parallel.runtime import collectives
 
 ROWS, SIZE = range(23), 5
 NUMBERS = random.Random(0)
@@ -193,3 +194,42 @@ def test_ranks_train_as_one_process():
     losses = losses_of(0)
     for losses_of_rank in run_ranks(2, losses_of):
         assert losses_of_rank == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.parametrize("make", [lambda: RankBatchSampler(range(12), 6), lambda: BalancedBatchSampler([1.0] * 12, 6)])
+def test_a_sampler_made_before_the_process_group_cuts_over_its_ranks(monkeypatch, make):
+    """Each rank trained on all rows: the data part of a script often comes before parallelize()."""
+    sampler = make()
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    rows = []
+    for rank in range(2):
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        assert (sampler.rank, sampler.ranks) == (rank, 2)
+        rows += chain(*sampler)
+    assert sorted(rows) == [*range(12)]
+
+
+def test_a_process_group_made_during_an_iteration_is_an_error(monkeypatch):
+    batches = iter(RankBatchSampler(range(12), 6))
+    assert next(batches) == [*range(6)]
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"began with 1 ranks and goes on with 2, expected parallelize\(...\) before it"):
+        next(batches)
+
+
+class Shard(BatchSampler):
+    """Cuts batches over ranks, as the BatchSamplerShard of Accelerate does."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        for batch in self.batch_sampler:
+            yield batch[::2]
+
+
+def test_a_sampler_that_cuts_the_batches_again_is_an_error():
+    """48 of 100 rows were trained on, after accelerator.prepare(loader)."""
+    for sampler in (RankBatchSampler(range(12), 6), BalancedBatchSampler([1.0] * 12, 6)):
+        with pytest.raises(RuntimeError, match=f"a Shard cuts the batches of a {type(sampler).__name__} again, .*as it is"):
+            next(iter(Shard(sampler)))
