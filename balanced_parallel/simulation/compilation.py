@@ -2,6 +2,7 @@
 of torch and of the sources.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -54,20 +55,13 @@ def load_native() -> CDLL:
 
     Processes that start together compile it once.
     """
-    parts = [
-        torch.__version__,
-        platform.machine(),
-        platform.system(),
-        *(path.read_text() for path in sorted(SOURCES.iterdir())),
-    ]
-    fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    path = cache_folder() / f"simulation-{fingerprint}.so"
-    if not path.exists():
+    path = cache_folder() / f"simulation-{fingerprint()}.so"
+    if not is_private(path):
         import fcntl  # missing on Windows, which has none of the supported compilers either
 
         with (path.parent / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released if its process ends
-            if not path.exists():
+            if not is_private(path):
                 build(path)
     native = CDLL(str(path))
     for name, types in ARGUMENTS.items():
@@ -77,23 +71,42 @@ def load_native() -> CDLL:
     return native
 
 
+def fingerprint() -> str:
+    """Returns a digest of what the library depends on: torch, the machine and the sources."""
+    parts = [
+        torch.__version__,
+        platform.machine(),
+        platform.system(),
+        *(path.read_text() for path in sorted(SOURCES.iterdir())),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
 def cache_folder() -> Path:
-    """Returns ``~/.cache/balanced_parallel``, or a temporary folder of this user if that is not
-    writable.
+    """Returns ``~/.cache/balanced_parallel``, or a temporary folder if that is not this user's.
+
+    Code is loaded from it, so nobody else may write there.
     """
-    try:
-        folder = Path.home() / ".cache" / "balanced_parallel"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # no home, or a read-only one
-        pass
-    folder = Path(tempfile.gettempdir()) / f"balanced_parallel-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    # code is loaded from it, so it must not be another user's
-    if folder.lstat().st_uid == os.getuid():
-        return folder
+    temporary = Path(tempfile.gettempdir()) / f"balanced_parallel-{os.getuid()}"
+    for find in (lambda: Path.home() / ".cache" / "balanced_parallel", lambda: temporary):
+        # There is no home, it is read-only, or a file has this name.
+        with contextlib.suppress(OSError, RuntimeError):
+            folder = find()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_private(folder) and os.access(folder, os.W_OK):
+                return folder
     return Path(tempfile.mkdtemp(prefix="balanced_parallel-"))
+
+
+def is_private(path: Path) -> bool:
+    """Returns True if a file or a folder exists that this user alone may write to.
+
+    A link is neither: all may write to it, by its mode.
+    """
+    if not path.exists():
+        return False
+    status = path.lstat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def find_compiler() -> str:
@@ -139,6 +152,7 @@ def build(path: Path) -> None:
                 linked,
             ]
         )
+        os.chmod(linked, 0o700)
         os.replace(linked, path)
 
 
