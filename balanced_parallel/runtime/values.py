@@ -60,7 +60,8 @@ def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple
     """Returns the number of bytes of each of ``devices`` devices, from one size for all of them, or
     one per device.
     """
-    sizes = [capacity] * devices if isinstance(capacity, (int, str)) else list(capacity)
+    is_list = isinstance(capacity, Iterable) and not isinstance(capacity, str)
+    sizes: list[Any] = [*capacity] if is_list else [capacity] * devices  # type: ignore[misc]
     if len(sizes) != devices:
         raise ValueError(
             f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device"
@@ -205,3 +206,32 @@ def _autocast(dtype: torch.dtype, devices: Iterable[torch.device]) -> Iterator[N
         for kind in sorted({device.type for device in devices}):
             stack.enter_context(torch.autocast(kind, dtype))
         yield
+
+
+class _Setting:
+    """A descriptor of an attribute that is read from the instance, without a call."""
+
+    def __init__(self, check: Callable[[str, Any], None] | None) -> None:
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, instance: object, value: object) -> None:
+        if self._check is not None:
+            self._check(self._name, value)
+        elif self._name in vars(instance):
+            raise AttributeError(
+                f"{self._name} was assigned to a {type(instance).__name__}, expected a new one: "
+                f"{type(instance).__name__}(..., {self._name}=...)"
+            )
+        vars(instance)[self._name] = value
+
+
+def setting(check: Callable[[str, Any], None] | None = None) -> Any:
+    """Returns a class attribute for a setting.
+
+    With ``check``, a function of its name and a value, each assignment is checked. Otherwise only
+    the first one, that of the constructor, is allowed.
+    """
+    return _Setting(check)

@@ -36,7 +36,7 @@ from ..runtime.torch_private import (
     versions,
     without_hooks,
 )
-from ..runtime.values import Precision, check_type, naming_arguments
+from ..runtime.values import Precision, check_type, naming_arguments, setting
 from .exact import (
     ExactAccumulation,
     check_exact,
@@ -71,6 +71,12 @@ from .update import (
     Work,
     without_views,
 )
+
+
+def _check_norm(name: str, norm: Any) -> None:
+    is_positive = isinstance(norm, (int, float)) and norm > 0
+    if norm is True or not (norm is None or is_positive):
+        raise ValueError(f"{name}={norm!r}, expected a positive number, or None for no limit")
 
 
 class TrainStep:
@@ -126,6 +132,14 @@ class TrainStep:
         torch.Size([])
     """
 
+    model: ParallelModel = setting()
+    criterion: DataParallelCriterion = setting()
+    precision: Precision = setting()
+    cut: Cut | None = setting()
+    reproducible: bool | Literal["bits"] = setting()
+    max_grad_norm: float | None = setting(_check_norm)
+    skip_above: float | None = setting(_check_norm)
+
     @naming_arguments
     def __init__(
         self,
@@ -142,11 +156,9 @@ class TrainStep:
         reproducible: bool | Literal["bits"] = False,
     ) -> None:
         _check_arguments(criterion, micro_batch_size, cut, reproducible)
-        _check_norm("max_grad_norm", max_grad_norm)
-        _check_norm("skip_above", skip_above)
         self._strategy = gradient_sync(model, criterion)
         self.model = cast(ParallelModel, model)
-        self._reproducible = reproducible
+        self.reproducible = reproducible
         self._is_exact = reproducible == "bits"
         if self._is_exact:
             check_exact(self.model, criterion, each_optimizer(optimizer), micro_batch_size, cut)
@@ -220,7 +232,7 @@ class TrainStep:
             "max_grad_norm": self.max_grad_norm,
             "skip_above": self.skip_above,
             "cut": self.cut and type(self.cut).__name__,
-            "reproducible": self._reproducible,
+            "reproducible": self.reproducible,
         }
         lines = [f"  {name}: {value}" for name, value in settings.items() if value]
         return "\n".join(["TrainStep", *lines])
@@ -433,7 +445,7 @@ class TrainStep:
             "skip_above": self.skip_above,
             "micro_batch_size='auto'": self._is_auto,
             "unit of the micro-batches": self._limit.unit,
-            "reproducible": self._reproducible,
+            "reproducible": self.reproducible,
         }
         if self._is_exact:
             arguments |= self._machine()
@@ -592,12 +604,6 @@ def _check_arguments(criterion: Any, micro_batch_size: Any, cut: Any, reproducib
         raise ValueError(
             f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them"
         )
-
-
-def _check_norm(name: str, norm: Any) -> None:
-    is_positive = isinstance(norm, (int, float)) and norm > 0
-    if norm is True or not (norm is None or is_positive):
-        raise ValueError(f"{name}={norm!r}, expected a positive number, or None for no limit")
 
 
 def _check_micro_batch_size(rows: Any, otherwise: str) -> None:

@@ -245,7 +245,7 @@ def fail_in_optimizer(step):
 
 def fail_in_clipping(step):
     """Between unscaling and the step."""
-    step.max_grad_norm = "many"
+    vars(step)["max_grad_norm"] = "many"  # An assignment would be checked.
 
 
 @pytest.mark.parametrize("fail", [fail_in_optimizer, fail_in_clipping])
@@ -465,3 +465,29 @@ def test_another_way_of_cutting_needs_no_change_of_the_step(reproducible):
         return [step(torch.randn(7, 4).double(), torch.randint(3, (7,))), *net.parameters()]
 
     torch.testing.assert_close(train(cut=BySizes([1, 3, 2, 1])), train())
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "skip_above"])
+@pytest.mark.parametrize("norm", [-1.0, 0, float("nan"), True, "5"])
+def test_norms_that_are_assigned_later_are_checked(name, norm):
+    """``step.max_grad_norm = -1`` turned updates around: the loss rose."""
+    step = make_step(build_net(), max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=f"{name}={norm!r}, expected a positive number"):
+        setattr(step, name, norm)
+    assert step.max_grad_norm == 1.0
+    setattr(step, name, 2.0)
+    setattr(step, name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("precision", "bf16"), ("reproducible", "bits"), ("cut", None), ("criterion", nn.MSELoss()), ("model", build_net())],
+)
+def test_settings_of_the_constructor_alone_are_not_assigned_later(name, value):
+    """``step.reproducible = "bits"`` was taken, and did nothing."""
+    step = make_step(build_net())
+    for each in (step, copy.deepcopy(step)):
+        before = getattr(each, name)
+        with pytest.raises(AttributeError, match=rf"{name} was assigned to a TrainStep, .*TrainStep\(..., {name}=...\)"):
+            setattr(each, name, value)
+        assert getattr(each, name) is before
