@@ -21,7 +21,7 @@ from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
 from ..runtime.torch_private import storage_id
-from ..runtime.values import format_bytes, parse_each
+from ..runtime.values import check_type, format_bytes, parse_each
 from ..savings.offloading import is_offloaded
 from ..strategies.fsdp import ShardedModel
 from ..training.optimizers import each_optimizer
@@ -75,6 +75,7 @@ def fit(
         >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
+    check_type("step", step, TrainStep, "a TrainStep: fit(step, inputs, targets)")
     if step.cut is not None and step.micro_batch_size is None:
         expected = (
             "expected a limit of rows: micro_batch_size='auto' finds a cost that fits as it trains"

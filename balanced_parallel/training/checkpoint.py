@@ -149,7 +149,9 @@ class Checkpoints:
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = collectives.rank()
-        answers = self._on_all_ranks(lambda: (number, tidy(self.folder) if rank == 0 else []))
+        answers = self._on_all_ranks(
+            "save()", lambda: (number, tidy(self.folder) if rank == 0 else [])
+        )
         numbers = {number for number, _ in answers}
         if len(numbers) > 1:
             raise ValueError(
@@ -220,7 +222,10 @@ class Checkpoints:
             ValueError: the checkpoint does not have all parts. The parts have not changed.
         """
         self.wait()
-        folders = self._on_all_ranks(lambda: [path.name for path in complete(self.folder).values()])
+        call = "load_latest()"
+        folders = self._on_all_ranks(
+            call, lambda: [path.name for path in complete(self.folder).values()]
+        )
         if any(other != folders[0] for other in folders):
             listing = collectives.by_value([", ".join(other) or "none" for other in folders])
             raise OSError(
@@ -229,7 +234,8 @@ class Checkpoints:
         names = folders[0]
         for name in names:
             folder = self.folder / name
-            reasons = [reason for reason in self._on_all_ranks(partial(damage, folder)) if reason]
+            damages = self._on_all_ranks(call, partial(damage, folder))
+            reasons = [reason for reason in damages if reason]
             if not reasons:
                 self._load(folder)
                 return step_of(folder)
@@ -247,7 +253,7 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> None:
         trees: list[Any] = []
-        self._on_all_ranks(lambda: trees.append(read_tree(folder)))
+        self._on_all_ranks("load_latest()", lambda: trees.append(read_tree(folder)))
         saved = dict(trees[0]["dict"])
         if missing := self.parts.keys() - saved:
             raise ValueError(
@@ -279,8 +285,11 @@ class Checkpoints:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
-    def _on_all_ranks(self, find: Callable[[], Any]) -> list[Any]:
-        """Returns the result of each rank. If one cannot read the files, all raise an error."""
+    def _on_all_ranks(self, call: str, find: Callable[[], Any]) -> list[Any]:
+        """Returns the result of each rank. If one cannot read the files, all raise an error.
+
+        They also do if they are in different calls.
+        """
         result = None
         problem = ""
         try:
@@ -288,17 +297,22 @@ class Checkpoints:
         except OSError as error:
             problem = f"rank {collectives.rank()}: {error}"
         try:
-            answers = collectives.gather_objects((result, problem), _group())
+            answers = collectives.gather_objects((call, result, problem), _group())
         except RuntimeError as error:
             error.add_note(
                 "Checkpoints: every rank must call save() and load_latest(), and at the same steps"
             )
             raise
-        if problems := [problem for _, problem in answers if problem]:
+        calls = [other for other, _, _ in answers]
+        if len({*calls}) > 1:
+            raise RuntimeError(
+                f"ranks call {collectives.by_value(calls)}, expected the same call on all, at the same steps"
+            )
+        if problems := [problem for _, _, problem in answers if problem]:
             raise OSError(
                 f"the checkpoints in {self.folder} could not be read ({'; '.join(problems)}): try again"
             )
-        return [result for result, _ in answers]
+        return [result for _, result, _ in answers]
 
 
 def _group() -> collectives.Group:

@@ -134,6 +134,9 @@ def test_failure_of_one_rank_is_that_of_all(rank, tmp_path):
     checkpoints = Checkpoints(tmp_path, net=model)
     with pytest.raises(ValueError, match=r"ranks call save\(\) with \[1, 2\], expected the same number"):
         checkpoints.save(rank + 1)
+    other = checkpoints.load_latest if rank else functools.partial(checkpoints.save, 1)
+    with pytest.raises(RuntimeError, match=r"save\(\) on rank 0 and load_latest\(\) on rank 1, expected the same call on all"):
+        other()
     checkpoints.save(3)
     checkpoints.wait()
 
