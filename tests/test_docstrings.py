@@ -1,6 +1,7 @@
 """Docstrings open with a verb or a noun, and every public definition has one."""
 
 import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -71,6 +72,20 @@ def undocumented(source):
     return [getattr(node, "name", "module") for node in missing]
 
 
+def unmarked_drawings(source):
+    """Returns the first lines of indented blocks of the module's docstring that no ``::`` marks as literal.
+
+    Formatters fill the lines of other blocks, as those of a paragraph.
+    """
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    paragraphs = docstring.split("\n\n")
+    drawings = []
+    for before, after in itertools.pairwise(paragraphs):
+        if after.startswith(" ") and not before.startswith(" ") and not before.endswith("::"):
+            drawings.append(after.splitlines()[0])
+    return drawings
+
+
 def checked_files():
     for folder in FOLDERS:
         paths = sorted((ROOT / folder).rglob("*.py"))
@@ -82,6 +97,18 @@ def checked_files():
 def test_public_definitions_have_a_docstring_that_opens_with_a_verb_or_a_noun(path):
     source = path.read_text(encoding="utf-8")
     assert (bad_openers(source), undocumented(source)) == ([], [])
+
+
+@pytest.mark.parametrize("path", list(checked_files()))
+def test_drawings_of_modules_are_literal_blocks(path):
+    """A formatter filled the lines of five drawings."""
+    assert unmarked_drawings(path.read_text(encoding="utf-8")) == []
+
+
+def test_unmarked_drawings_are_found():
+    drawing = '"""Module{}\n\n    rank 0 | forward\n    rank 1 | backward\n\n    sum\n\nText.\n"""'
+    assert unmarked_drawings(drawing.format("::")) == []
+    assert unmarked_drawings(drawing.format(".")) == ["    rank 0 | forward"]
 
 
 def test_bad_openers_are_found():

@@ -1,8 +1,8 @@
 """Losses whose rows depend on each other, computed from parts of the batch: replicas, micro-batches
-and ranks.
+and ranks::
 
-    first pass     forward 0 | forward 1 | ...     without a graph; the parts of the loss are
-    collected differentiate  loss of all parts, and its derivative at each of them, once per process
+    first pass     forward 0 | forward 1 | ...     without a graph; collects the parts of the loss
+    differentiate  loss of all parts, and its derivative at each of them, once per process
     second pass    forward 0 | backward 0 | forward 1 | backward 1 | ...     from these derivatives
 
 This is GradCache (arXiv:2101.06983). The parts are outputs, which are gathered (:class:`WholeLoss`:

@@ -1,13 +1,15 @@
 """The kind of a loss: how the parts of shards become the loss of the batch.
 
-It is chosen once, from the settings of a criterion.
+It is chosen once, from the settings of a criterion::
 
-    Sum          the parts add up KnownMean    a loss of torch: called with reduction="sum", and
-    divided once by its weight WeighedMean  mean x weight of each shard, divided once by the sum of
-    the weights MeansInside  the criterion computes known means and adds them up; each is divided by
-    its own count OneCount     the same, once a batch has shown that all of them have one count
-    MeanOfRanks  the criterion communicates with the other ranks: the mean of their values OfSums
-    a function of statistics that add up (Dice) OfAllRows    a function of all outputs (contrastive)
+    Sum          the parts add up
+    KnownMean    a loss of torch: called with reduction="sum", and divided once by its weight
+    WeighedMean  mean x weight of each shard, divided once by the sum of the weights
+    MeansInside  the criterion computes known means and adds them up, each over its own count
+    OneCount     the same, once a batch has shown that all of them have one count
+    MeanOfRanks  the criterion communicates with the other ranks: the mean of their values
+    OfSums       a function of statistics that add up (Dice)
+    OfAllRows    a function of all outputs (contrastive)
 
 A kind is immutable, and does not know the batches. What these show of a loss (:meth:`Kind.learned`)
 is another kind, which the user of the criterion keeps.

@@ -1,12 +1,13 @@
 """Means that a criterion of the user computes inside.
 
-Each becomes one sum over one count of the whole batch.
+Each becomes one sum over one count of the whole batch. The criterion runs as it is written, and its
+terms are recorded::
 
     loss = F.cross_entropy(output, labels) + 0.5 * (output - values).pow(2).mean()
 
-    shard 0   total 1 / count 1 + 0.5 * total 2 / count 2      the criterion runs as it is written,
-    and its terms are recorded shard 1   total 1 / count 1 + 0.5 * total 2 / count 2 batch     sum
-    of totals 1 / sum of counts 1 + 0.5 * ...
+    shard 0   total 1 / count 1 + 0.5 * total 2 / count 2
+    shard 1   total 1 / count 1 + 0.5 * total 2 / count 2
+    batch     sum of totals 1 / sum of counts 1 + 0.5 * sum of totals 2 / sum of counts 2
 
 A result must be a linear combination of such means, with coefficients that are numbers, parameters
 or buffers of the criterion. Any other result is refused: nothing tells how that of the whole batch

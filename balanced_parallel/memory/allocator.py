@@ -4,7 +4,7 @@ of allocations.
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults. Sizes are rounded to
 512 bytes. Free blocks are chosen by best fit, split, and merged with free neighbours. A block above
 1 MiB keeps a remainder of up to 1 MiB, which ``torch.cuda.max_memory_allocated`` counts. A segment
-belongs to the stream that needed it first, and only that stream reuses its blocks.
+belongs to the stream that needed it first, and only that stream reuses its blocks::
 
     size of a block      segment
     up to 1 MiB          2 MiB

@@ -1,9 +1,8 @@
-"""``DistributedDataParallel`` with exact gradients, whatever rows and parameters each rank uses.
+"""``DistributedDataParallel`` with exact gradients, whatever rows and parameters each rank uses::
 
-    rank 0   forward 0 | backward 0 | forward 1 | backward 1                          | finish |
-    update rank 1   forward 0 |                        | backward 0                          |
-    finish | update
-                        no_sync() .............. bucket n, ..., bucket 0 ---> averages  sum
+    rank 0   forward 0 | backward 0 | forward 1 | backward 1                           | finish | update
+    rank 1   forward 0 |                        | backward 0                           | finish | update
+             no_sync() ........................ | bucket n, ..., bucket 0 --> averages | sum
 
 Buckets are all-reduced by torch's reducer while the last backward runs. The loss, its weight and
 failures are one small all-gather of the hosts behind it. The loss is on its way to the host before

@@ -1,4 +1,4 @@
-"""FSDP2's ``fully_shard`` with exact gradients, whatever rows and parameters each rank uses.
+"""FSDP2's ``fully_shard`` with exact gradients, whatever rows and parameters each rank uses::
 
     rank 0   forward 0 | backward 0 | forward 1 | backward 1 | finish | update
     rank 1   forward 0 | backward 0 | no rows   | backward 1 | finish | update

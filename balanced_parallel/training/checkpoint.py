@@ -1,5 +1,5 @@
 """``Checkpoints``: the state of a run in a folder, written in the background, complete or not
-there.
+there::
 
     step-00000040/
         shard-00001-model-00001-of-00001.safetensors    tensors that rank 0 has written; shard-00002 is rank 1's

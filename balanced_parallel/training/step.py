@@ -1,11 +1,10 @@
-"""``TrainStep``: an effective batch in micro-batches that fit, and one exact update.
+"""``TrainStep``: an effective batch in micro-batches that fit, and one exact update::
 
     for shards in batch.plan(...):                 micro-batches, each a shard per device
         outputs = model(MicroBatch(shards))        forward of each shard, on its device
         losses = criterion(outputs, shards)        a sum and a weight of each
         backward                                   of the sums; the last one reduces all gradients
-    update                                         gradients / weight of everything, clipped; all
-    optimizers step
+    update                                         gradients / weight of everything, clipped
 
 Out of memory with ``"auto"`` puts everything back and goes through the same batches with a smaller
 plan. A loss whose rows depend on each other goes through the plan twice.
