@@ -18,6 +18,7 @@ from ..batch.plan import consecutive
 from ..batch.rows import Arguments, cut, move_arguments, move_leaves, spread
 from ..loss.copies import Criterion, ShardLoss, call_spread, loss_of
 from ..loss.criterion import DataParallelCriterion
+from ..loss.entries import add_leaves
 from ..loss.kinds import call_weight
 from ..loss.rules import is_known
 from ..loss.sums import flat_weights
@@ -254,16 +255,16 @@ def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float
 
 
 def scalar_of(result: object) -> Tensor:
-    """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum
-    of several terms.
+    """Returns the loss in the result of a criterion, as a step takes it: a tensor, the entry ``loss``,
+    or the sum of several losses.
     """
     result = loss_of(result)
     if isinstance(result, Tensor):
         return result
     terms = [leaf for _, leaf in leaves(result)]
-    if not terms or not all(isinstance(term, Tensor) and term.numel() == 1 for term in terms):
+    if not any(isinstance(term, Tensor) and term.numel() == 1 for term in terms):
         raise TypeError(f"the criterion returned {describe(result)}, expected a scalar or several")
-    return torch.stack([term.reshape(()) for term in terms]).sum()
+    return add_leaves(result)
 
 
 def copy_of(criterion: Copied) -> Copied:

@@ -170,10 +170,29 @@ def call_spread(
 
 
 def loss_of(result: object) -> Any:
-    """Returns the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``,
-    or the result itself.
+    """Returns the attribute ``loss`` of a record with other things than numbers, such as that of
+    ``AdaptiveLogSoftmaxWithLoss``, or the result itself.
     """
-    return getattr(result, "loss", result)
+    container = containers.open_container(result)
+    if container is None or not hasattr(result, "loss"):
+        return getattr(result, "loss", result)
+    shapes = [getattr(leaf, "shape", ()) for _, leaf in containers.leaves(result)]
+    if any(shapes):
+        return result.loss
+    return Entries(zip(containers.entry_names(container), container.children, strict=True))
+
+
+class Entries(dict[str, Any]):
+    """The numbers of a named tuple or a dataclass, by name.
+
+    Other ranks may not have its class.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,6 +41,7 @@ from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .copies import Calls, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
+from .entries import LoggedMeans, add_leaves, places_to_log
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
 
@@ -58,6 +59,8 @@ class CoupledLoss(abc.ABC):
         self.home = home
         self.is_split = is_split
         self._loss = torch.zeros(())  # The loss of all ranks. A part hands it back once.
+        self._is_reporter = False
+        self._logged: LoggedMeans = {}  # The values beside it, likewise.
         # Each has the derivative of the loss.
         self._of_parameters: list[tuple[Tensor, Tensor | None]] = []
 
@@ -105,8 +108,9 @@ class CoupledLoss(abc.ABC):
             total = hand_back(
                 value, [slope for _, slope in learning], [tensor for tensor, _ in learning]
             )
-            losses.append(LossSum(total, None))
+            losses.append(LossSum(total, None, logged=self._logged))
             self._loss = torch.zeros_like(self._loss)
+            self._logged = {}
             self._of_parameters = []
         return losses
 
@@ -117,7 +121,7 @@ class CoupledLoss(abc.ABC):
         ranks: Sequence[int],
         scaler: torch.amp.GradScaler | None,
     ) -> list[Tensor | None]:
-        """Computes the loss, and keeps it and its derivatives at the criterion's parameters.
+        """Computes the losses, and keeps their sum and its derivatives at the criterion's parameters.
 
         Returns those at other tensors.
 
@@ -130,7 +134,8 @@ class CoupledLoss(abc.ABC):
             *parameters,
         ]
         with torch.enable_grad():
-            loss = compute()
+            result = compute()
+            loss = add_leaves(result)
             whole = scaled(loss, scaler)
         gradients = torch.autograd.grad(whole, learning, allow_unused=True)
         if scaler is not None:
@@ -139,13 +144,25 @@ class CoupledLoss(abc.ABC):
                 slope if slope is None else widen(slope) / move(scale, slope.device)
                 for slope in gradients
             )
-        self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss)
+        self._is_reporter = ranks[0] == rank()
+        self._loss = loss.detach() if self._is_reporter else torch.zeros_like(loss)
+        self._logged = self._values_to_log(result)
         slopes = iter(gradients)
         derivatives = [next(slopes) if is_differentiable(tensor) else None for tensor in at]
         self._of_parameters = [
             (parameter, self._share(next(slopes), ranks)) for parameter in parameters
         ]
         return derivatives
+
+    def _values_to_log(self, result: Any) -> LoggedMeans:
+        """Returns the values beside the loss of all rows, which each rank has."""
+        values = dict(containers.leaves(result))
+        logged: dict[str, Sequence[LossSum] | None] = {}
+        for place in places_to_log(result):
+            value = values[place]
+            if value is not None:
+                logged[place] = [LossSum(weighted_sum(value, 1).detach(), 1.0)]
+        return logged
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns this rank's share of a derivative that all of ``ranks`` have."""
@@ -199,9 +216,7 @@ class LossOfSums(CoupledLoss):
         has_rows = bool(self._total)
         ranks = self._sum_over_ranks(torch.zeros((), device=self.home))
         if has_rows:
-            slopes = self._derivatives(
-                lambda: add_leaves(self._finish()), [*self._total.values()], ranks, scaler
-            )
+            slopes = self._derivatives(self._finish, [*self._total.values()], ranks, scaler)
             self._slopes = dict(zip(self._total, slopes, strict=True))
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
@@ -456,14 +471,6 @@ def _shown(tensor: Tensor) -> str:
     )
 
 
-def add_leaves(loss: Any) -> Tensor:
-    """Returns the sum of all losses in a structure."""
-    return functools.reduce(
-        torch.add,
-        [weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None],
-    )
-
-
 class WholeLoss(CoupledLoss):
     """The loss of all outputs of an update.
 
@@ -499,9 +506,7 @@ class WholeLoss(CoupledLoss):
             return
         leaves = _output_leaves(rows.batch, self._outputs)
         tensors = [without_mark(leaf) for leaf in leaves]
-        derivatives = self._derivatives(
-            lambda: add_leaves(self._call(rows)), tensors, rows.ranks, scaler
-        )
+        derivatives = self._derivatives(lambda: self._call(rows), tensors, rows.ranks, scaler)
         columns = zip(*[_output_leaves(piece, self._outputs) for piece in pieces], strict=True)
         starts = iter(rows.starts)
         self._pending = [[] for _ in pieces]

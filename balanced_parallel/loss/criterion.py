@@ -18,7 +18,7 @@ from ..runtime.collectives import explain_unwatched, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
 from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
-from .kinds import Divisor, kind_of
+from .kinds import Divisor, Kind, kind_of
 from .rules import find_torch_loss
 from .sums import is_structure
 
@@ -118,6 +118,7 @@ class DataParallelCriterion(nn.Module):
         check_dims(in_dims, "in_dims")
         self.module = criterion
         self.kind = kind
+        self._reduction = getattr(criterion, "reduction", None)
         self.weight = weight
         self.minimum = minimum
         self.whole = whole
@@ -153,9 +154,19 @@ class DataParallelCriterion(nn.Module):
         """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
         return self.kind.reduction
 
+    def follow_reduction(self) -> Kind:
+        """Returns the kind of the loss: another one if ``module.reduction`` was set."""
+        reduction = getattr(self.module, "reduction", None)
+        if reduction != self._reduction:
+            self._reduction = reduction
+            self.kind = kind_of(
+                self.module, self.weight, self.arguments["reduction"], self.whole, self.minimum
+            )
+        return self.kind
+
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
-        kind, kwargs = self.kind.called_with(kwargs)
+        kind, kwargs = self.follow_reduction().called_with(kwargs)
         calls = self.cut(outputs, targets, kwargs)
         if world_size() > 1 and torch.is_grad_enabled():
             self._check_shared(calls.outputs)

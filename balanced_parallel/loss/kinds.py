@@ -35,6 +35,7 @@ from ..runtime.values import check_number
 from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
+from .entries import add_means
 from .means import ExactLossOfMeans, LossOfMeans, single_mean
 from .rules import (
     add_loss,
@@ -52,7 +53,6 @@ from .sums import (
     Bound,
     LossSum,
     Weight,
-    add_means,
     add_numbers,
     bounds_of,
     check_loss,
@@ -349,10 +349,8 @@ class WeighedMean(_Mean):
         weight = None if any(self.divisors) else 0.0
         sums = []
         for part in self._parts(calls):
-            pairs = zip(containers.leaves(part), self.divisors, strict=True)
-            factors = [(mean, 1 / divisor if divisor else 0.0) for (_, mean), divisor in pairs]
-            quotients = [mean.total * factor for mean, factor in factors if mean is not None]
-            sums.append(LossSum(functools.reduce(torch.add, quotients), weight))
+            quotients = containers.map_leaves(_divide_by(self.divisors), part)
+            sums.append(dataclasses.replace(add_means(quotients), weight=weight))
         return sums
 
     def _parts(self, calls: Calls) -> list[Any]:
@@ -392,6 +390,18 @@ class WeighedMean(_Mean):
         numbers = iter(flat_weights(weighed))
         weights: list[Any] = map_weights(lambda _: next(numbers), weighed)
         return weights
+
+
+def _divide_by(divisors: Sequence[float]) -> Callable[[LossSum | None], LossSum | None]:
+    """Returns a function that divides one mean after the other, and returns a sum."""
+    remaining = iter(divisors)
+
+    def divide(mean: LossSum | None) -> LossSum | None:
+        divisor = next(remaining)
+        factor = 1 / divisor if divisor else 0.0
+        return None if mean is None else LossSum(mean.total * factor, None)
+
+    return divide
 
 
 class _OfTwoPasses(Kind):

@@ -15,6 +15,7 @@ follows from those of the shards. The rows of a mean may still depend on each ot
 contrastive loss. So the terms of some batches are compared with those of halves.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -35,8 +36,9 @@ from ..runtime.devices import move
 from ..runtime.torch_private import is_output_of_ddp, storage_id, versions
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import LossOfSums, ShardStatistics
+from .entries import LoggedMeans, places_beside_loss, places_to_log, refuse_total
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
-from .sums import LossSum, add_numbers, add_up, divide, weighted_sum, widen, zero_of
+from .sums import Bound, LossSum, add_numbers, add_up, divide, weighted_sum, widen, zero_of
 
 # levels: what a tensor depends on
 _OF_NOTHING = 0
@@ -45,6 +47,9 @@ _OF_OUTPUTS = 2
 _OF_ALL_ROWS = 3  # a sum over all rows, which is no divisor of a shard
 _CONSTANT = "a constant"
 _OVER_NUMBER = "a sum over a number"
+# Kinds of values beside the loss that need not add up over the rows.
+_NO_MEAN = "a value that is not a sum of known means"
+_NUMBER = "a number that is equal for all rows"
 _SEVERAL = "several"  # the key of a mean that takes two passes in micro-batches
 # Names of one operation, without underscores.
 _NAMES = {
@@ -302,9 +307,10 @@ class MeanRecorder(TorchFunctionMode):
         or None.
         """
         first, second = (*args, None, None)[:2]
-        # Nothing is lost where there is no graph.
-        if name in _UNCHANGED or (name == "detach" and not self._has_graph):
-            return self._of(first).form
+        if name in _UNCHANGED or name == "detach":
+            form = self._of(first).form
+            # Nothing is lost where there is no graph.
+            return _detached(form) if form and name == "detach" and self._has_graph else form
         if name in ("stack", "cat"):
             return self._add_up(first or (), itertools.repeat(1))
         if kwargs:
@@ -495,6 +501,10 @@ def _is_zero(value: object) -> bool:
     return isinstance(value, (int, float)) and not value
 
 
+def _detached(form: Form) -> Form:
+    return [term._replace(total=term.value.detach(), factor=1.0) for term in form]
+
+
 def _times(form: Form, factor: Any) -> Form:
     return [term._replace(factor=term.factor * factor) for term in form]
 
@@ -528,12 +538,13 @@ class MeanName(NamedTuple):
 
     place: str  # The place of the loss in the result of the criterion.
     number: int
+    mean: int  # equal for one mean in several losses
     kind: str
     has_several: bool  # the means of the criterion have several counts
     text: str  # contains the coefficient, if it is a Python number
 
 
-_ROWS = MeanName("", -1, "", False, ""), "rows"
+_ROWS = MeanName("", -1, -1, "", False, ""), "rows"
 
 
 class FoundMeans(NamedTuple):
@@ -578,24 +589,41 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
         constants, shard.output, (shard.targets, shard.kwargs), shard.rows
     ) as recorder:
         result = shard.call()
+    beside = places_beside_loss(result)
     pairs: list[tuple[str, Term]] = []
-    for place, loss in containers.leaves(result):
-        if loss is None:
+    for place, leaf in containers.leaves(result):
+        if leaf is None:
             continue
-        terms = recorder.terms_of(loss, adds_sums=isinstance(module, Additive))
+        terms = recorder.terms_of(leaf, adds_sums=isinstance(module, Additive))
         # A loss is averaged over the ranks, or computed as a whole.
         if shard.collectives.is_used or (terms is None and not is_split):
-            terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)]
+            terms = [Term("the loss", weighted_sum(leaf, 1), 1, _SEVERAL)]
+        if place in beside:
+            terms = _terms_beside_loss(leaf, terms, shard.rows)
         if terms is None:
-            _refuse_unknown(module, recorder.has_unknown_count)
+            _refuse_unknown(module, recorder.has_unknown_count, place)
         pairs += [(place, term) for term in terms]
-    keys = {term.key for _, term in pairs} - {None}
+    return result, _with_names(pairs, beside)
+
+
+def _terms_beside_loss(leaf: Any, terms: Form | None, rows: int) -> Form:
+    """Returns the terms of a value to log, which need not be a sum of means."""
+    if isinstance(leaf, (int, float)):
+        total = torch.tensor(float(leaf * rows))
+        return [Term(_NUMBER, total, rows, None, bounds=(("square", leaf * leaf),))]
+    return [Term(_NO_MEAN, torch.tensor(torch.nan), 0.0, None)] if terms is None else terms
+
+
+def _with_names(pairs: list[tuple[str, Term]], beside: set[str]) -> dict[MeanName, Term]:
+    """Returns the terms of a result by their names. Counts of values to log do not matter."""
+    keys = {term.key for place, term in pairs if place not in beside} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
-    places = enumerate(pairs)
-    return result, {
-        MeanName(place, number, term.kind, has_several, term.describe()): term
-        for number, (place, term) in places
-    }
+    terms: dict[MeanName, Term] = {}
+    totals = [id(term.total) for _, term in pairs]
+    for number, (place, term) in enumerate(pairs):
+        mean = totals.index(id(term.total))
+        terms[MeanName(place, number, mean, term.kind, has_several, term.describe())] = term
+    return terms
 
 
 _COUNTS = (
@@ -605,12 +633,12 @@ _COUNTS = (
 )
 
 
-def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
+def _refuse_unknown(criterion: Any, has_unknown_count: bool, place: str) -> NoReturn:
     refuse_coupled(criterion)
     if has_unknown_count:
         raise UnknownMeanError(
-            f"the loss of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, as "
-            f"int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard{_COUNTS}"
+            f"the loss{place} of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, "
+            f"as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard{_COUNTS}"
         )
     setting = getattr(criterion, "reduction", "mean")
     note = (
@@ -619,8 +647,8 @@ def _refuse_unknown(criterion: Any, has_unknown_count: bool) -> NoReturn:
         else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
     )
     raise UnknownMeanError(
-        f"the loss of {containers.describe(criterion)} is not a sum of known means, so that of several shards of a batch is "
-        "unknown, expected losses of torch, such as F.cross_entropy(output, target), and errors.mean(), times numbers: give "
+        f"the loss{place} of {containers.describe(criterion)} is not a sum of known means, so that of several shards of a batch "
+        "is unknown, expected losses of torch, such as F.cross_entropy(output, target), and errors.mean(), times numbers: give "
         "DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the mean's divisor; weight='rows' "
         f"for a mean over rows with equal weights; reduction='sum' for a sum; whole=True if its rows depend on each other{note}"
     )
@@ -634,7 +662,10 @@ def single_mean(shard: ShardLoss) -> LossSum:
     """
     if not shard.rows:
         return LossSum(widen(shard.nothing()), 0.0)
-    _, terms = find_means(shard, is_split=True)
+    result, all_terms = find_means(shard, is_split=True)
+    places = places_to_log(result)
+    terms = {name: term for name, term in all_terms.items() if name.place not in places}
+    _refuse_shared(terms)
     if any(name.has_several for name in terms):
         raise UnknownMeanError(
             f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the first batch: "
@@ -646,8 +677,34 @@ def single_mean(shard: ShardLoss) -> LossSum:
         term.value * (count / shard.rows) if term.kind == _CONSTANT else term.value
         for term in terms.values()
     ]
-    names = {(name, "total"): term.total for name, term in terms.items()}
-    return LossSum(functools.reduce(torch.add, totals or [shard.nothing()]), count, names)
+    names = {(name, "total"): term.total for name, term in all_terms.items()}
+    total = functools.reduce(torch.add, totals or [shard.nothing()])
+    return LossSum(total, count, names, logged=_logged(places, all_terms))
+
+
+def _logged(places: set[str], terms: dict[MeanName, Term]) -> LoggedMeans:
+    """Returns the values of a shard to log."""
+    logged: dict[str, list[LossSum] | None] = {}
+    for name, term in terms.items():
+        if name.place not in places or term.kind == _NUMBER:
+            continue
+        bounds = dict(term.bounds)
+        if term.kind == _NO_MEAN or "added" in bounds:
+            logged[name.place] = None
+            continue
+        bound = Bound(float(bounds.get("least", 0.0)))
+        means = logged.get(name.place) or []
+        logged[name.place] = [*means, LossSum(term.value.detach(), term.weight, bound=bound)]
+    return logged
+
+
+def _refuse_shared(names: Iterable[MeanName]) -> None:
+    """Raises ``ValueError`` if a mean is in several losses."""
+    places: dict[int, str] = {}
+    for name in names:
+        first = places.setdefault(name.mean, name.place)
+        if first != name.place:
+            refuse_total(f"the same {name.kind} in {first} and {name.place}")
 
 
 _ALWAYS = "expected the same means times the same numbers for all rows: compute each always, or give weight="
@@ -662,6 +719,14 @@ class LossOfMeans(LossOfSums):
     one pass.
     """
 
+    def __init__(
+        self, copies: CriterionCopies, home: torch.device, *, is_split: bool = True
+    ) -> None:
+        super().__init__(copies, home, is_split=is_split)
+        self._to_log: set[str] = set()
+        # All entries, before the second pass tells which are losses.
+        self._entries: dict[str, Tensor | None] = {}
+
     @property
     def has_one_count(self) -> bool:
         """True if an update that was split has shown one count for all means."""
@@ -669,14 +734,20 @@ class LossOfMeans(LossOfSums):
             self.is_split
             and bool(self._total)
             and not any(name.has_several for name, _ in self._total)
-            and (not self.least or len(self._total) == 4)  # a bounded mean alone
+            and (not self.least or len(self._places) == 4)  # a bounded mean alone
         )
+
+    @property
+    def _places(self) -> list[tuple[MeanName, str]]:
+        """The statistics of the losses, without those of values to log."""
+        return [place for place in self._total if place[0].place not in self._to_log]
 
     @property
     def least(self) -> float:
         """The lower bound of the only count."""
         return max(
-            (float(self._mean(*place)) for place in self._total if place[1] == "least"), default=0.0
+            (float(self._mean(*place)) for place in self._places if place[1] == "least"),
+            default=0.0,
         )
 
     @functools.cached_property
@@ -690,8 +761,59 @@ class LossOfMeans(LossOfSums):
 
         They have no weight if nothing was counted, so that nothing is updated.
         """
+        part = next((part for part in parts if part.tensors), None)
+        if part is not None and self._entries:
+            self._leave_out(part)
         losses = super().hand_back_parts(parts)
-        return [LossSum(loss.total, 0.0) for loss in losses] if self._is_empty else losses
+        if self._is_empty:
+            losses = [dataclasses.replace(loss, weight=0.0) for loss in losses]
+        return losses
+
+    def _values_to_log(self, result: Any) -> LoggedMeans:
+        """Returns the values beside the loss of all rows.
+
+        Without a graph, nothing tells losses from other entries: the second pass does.
+        """
+        self._to_log = places_to_log(result)
+        entries = dict(containers.leaves(result))
+        self._entries = entries if len(entries) > 1 and not self._to_log else {}
+        logged: dict[str, Sequence[LossSum] | None] = {**super()._values_to_log(result)}
+        for name, _ in self._total:
+            if name.kind == _NO_MEAN:
+                logged[name.place] = None
+            elif name.kind == _NUMBER:
+                logged.pop(name.place, None)
+        return logged
+
+    def _leave_out(self, part: ShardStatistics) -> None:
+        """Takes entries without a gradient out of the loss: they are values to log."""
+        names = [
+            name
+            for (name, kind), tensor in part.tensors.items()
+            if kind == "total" and tensor.requires_grad
+        ]
+        _refuse_shared(names)
+        untrained = self._entries.keys() - {name.place for name in names}
+        logged: dict[str, Sequence[LossSum] | None] = {}
+        for place in untrained if names else ():
+            value = self._entries[place]
+            if value is not None:
+                logged[place] = [LossSum(value.detach(), 1.0)]
+                self._loss = self._loss - self._is_reporter * value.detach().to(self._loss)
+        self._entries = {}
+        self._logged = logged
+
+    def finish(self, nothing: Tensor) -> Any:
+        """Returns the loss of all statistics, as in :class:`LossOfSums`."""
+        result = super().finish(nothing)
+        for name, kind in self._total:
+            differs = False
+            if kind == "square":
+                number = self._mean(name, "total")
+                differs = not number.square().isclose(self._mean(name, kind))
+            if name.kind == _NO_MEAN or differs:
+                _refuse_unknown(self.copies.criterion, False, name.place)
+        return result
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
         nothing = shard.nothing()
@@ -748,6 +870,14 @@ class LossOfMeans(LossOfSums):
         if isinstance(output[0], FoundMeans):
             output = output.map(lambda result: result.inputs)
         super()._check_halves(output, shard)
+
+    def _compare(self, samples: Sequence[dict[Any, Tensor]]) -> None:
+        """Compares the means, without values beside the loss that are none."""
+        means = []
+        for sample in samples:
+            places = [place for place in sample if place[0].kind not in (_NO_MEAN, _NUMBER)]
+            means.append({place: sample[place] for place in places})
+        super()._compare(means)
 
     def _kind(self, place: Any) -> Hashable:
         kind: str = place[0].kind

@@ -36,6 +36,8 @@ class LossSum(Leaf):
     weight: Weight | None
     terms: dict[Any, Tensor] | None = None  # the totals of the means that were found in the loss
     bound: "Bound | None" = None  # The bound of the divisor of one of several losses.
+    # Values beside the loss, by their place: the means that each adds up, or None if it does not.
+    logged: Mapping[str, "Sequence[LossSum] | None"] | None = None
 
 
 class Bound(NamedTuple):
@@ -340,22 +342,6 @@ def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any
         [*map(fill, parts)],
         "the loss",
     )
-
-
-def add_means(part: Any) -> LossSum:
-    """Returns the sum of all losses of one replica, whose sums have one weight."""
-    sums = [leaf for _, leaf in containers.leaves(part) if leaf is not None]
-    are_bounded = any(
-        mean.bound and mean.bound.is_of_counts and mean.bound.minimum and mean.weight % 1
-        for mean in sums
-    )
-    if are_bounded or len({(mean.weight, mean.bound) for mean in sums}) > 1:
-        raise ValueError(
-            "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
-            "step(inputs, targets) with functions of the targets alone, one per mean, as in weight={'class': lambda target: "
-            "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
-        )
-    return LossSum(functools.reduce(torch.add, [mean.total for mean in sums]), sums[0].weight)
 
 
 def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:

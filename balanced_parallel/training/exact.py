@@ -223,7 +223,8 @@ class ExactAccumulation(Accumulation):
         mean = total / true_divisor if weight else math.nan
         loss = torch.tensor(mean, dtype=self._dtype)
         factor = self._factor / true_divisor
-        return Reduced(loss.to(self._device), weight, factor, self.sync, self.kind)
+        loss = loss.to(self._device)
+        return Reduced(loss, weight, factor, self.sync, self.kind, self._logged)
 
     reduce = finish
 
@@ -232,6 +233,8 @@ class ExactAccumulation(Accumulation):
         by_device: dict[torch.device, list[Tensor]] = {}
         for shard, loss in zip(shards, losses, strict=True):
             by_device.setdefault(shard.device, []).append(loss.total)
+            if loss.logged:
+                self._logged.append(loss.logged)
             self._losses.append(loss.total.detach())
             # A sum counts, but is not divided.
             self._weights.append(1.0 if loss.weight is None else loss.weight)

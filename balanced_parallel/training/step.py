@@ -24,7 +24,8 @@ from ..batch.by_cost import check_limit
 from ..batch.outputs import PerReplica, join_outputs
 from ..batch.rows import Arguments, Batch, Cut, ParallelModel, as_arguments, spread
 from ..loss.criterion import DataParallelCriterion
-from ..loss.kinds import SEVERAL
+from ..loss.entries import LoggedMeans, merge_logged
+from ..loss.kinds import SEVERAL, Kind
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import window
 from ..runtime import collectives
@@ -199,7 +200,8 @@ class TrainStep:
             prepare=prepare,
         )
         # Batches may show another kind.
-        self._kind = criterion.kind.exact() if self._is_exact else criterion.kind
+        self._kind = self._first_kind()
+        self._reduction = getattr(criterion.module, "reduction", None)
         devices = [*self.model.devices, *(criterion.devices or ())]
         self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
         # Forwards without a graph are undone.
@@ -214,6 +216,7 @@ class TrainStep:
         self._last = LastUpdate()
         # the first sample of an earlier batch, for a rank that has none
         self._example: Sequence[object] = ()
+        self._logged: Sequence[LoggedMeans] = ()  # The values beside the last loss.
         self._update: Update | None = None  # An update in progress.
         check_optimizers(
             ParameterUpdate(each_optimizer(optimizer), self._trained), each_scheduler(scheduler)
@@ -283,6 +286,21 @@ class TrainStep:
         with self._updating(is_last=True) as (update, hooks):
             return self._apply(update, hooks)
 
+    def metrics(self) -> dict[str, float]:
+        """Returns the values that the criterion returned beside the loss, for all rows of the last
+        update, by the names of their entries.
+
+        A criterion returns ``{"loss": loss, "accuracy": accuracy}``, or a tuple, whose entries have
+        numbers for names. An entry ``loss`` is the loss. Without one, entries with a gradient are
+        losses, which are added. All others are values to log. Those are means over the rows, as a
+        loss is, or numbers. The host waits for the devices. Under torchrun every rank must call
+        this.
+
+        Raises:
+            ValueError: the value of the whole batch is unknown, as of a mean that is not known.
+        """
+        return merge_logged(self._logged)
+
     def _open(self, inputs: Any, targets: Any) -> Batch:
         if self.cut is None:
             return Batch(*self._mark(inputs, spread(targets)))
@@ -340,6 +358,10 @@ class TrainStep:
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
+        reduction = getattr(self.criterion.module, "reduction", None)
+        if reduction != self._reduction:
+            self._reduction = reduction
+            self._kind = self._first_kind()
         clip = clip_exactly if self._is_exact else torch.nn.utils.clip_grad_norm_
         optimizers = ParameterUpdate(
             each_optimizer(self.optimizer), self._trained, self.skip_above, clip
@@ -355,6 +377,10 @@ class TrainStep:
         group = self.micro_batch_size if self._is_exact else None
         rows = NumberedRows(self._by_row, self._forwards, self._kind, open_work, group)
         return Update(rows, optimizers)
+
+    def _first_kind(self) -> Kind:
+        kind = self.criterion.follow_reduction()
+        return kind.exact() if self._is_exact else kind
 
     def _attempt(self, optimizers: ParameterUpdate, sync: UpdateSync | None = None) -> Attempt:
         """Returns the work of one attempt at an update, with ``sync`` or a new synchronisation."""
@@ -394,6 +420,7 @@ class TrainStep:
     def _apply(self, update: Update, hooks: ExitStack) -> Tensor:
         reduced = update.finish(self._settings)
         hooks.close()
+        self._logged = reduced.logged
         self._kind = reduced.kind
         self._weight_before = reduced.weight
         optimizers = update.optimizers

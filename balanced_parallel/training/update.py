@@ -30,6 +30,7 @@ from ..batch.containers import describe
 from ..batch.outputs import PerReplica, detach_outputs
 from ..batch.rows import Batch, MicroBatch, ParallelModel, Shard, copy_views
 from ..loss.copies import Calls, CriterionCopies
+from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.devices import move, start_copy
@@ -58,6 +59,7 @@ class Reduced(NamedTuple):
     factor: Weight  # makes the gradients those of the loss
     sync: UpdateSync  # This synchronisation has reduced them.
     kind: Kind  # The next update has a loss of this kind.
+    logged: Sequence[LoggedMeans]  # The values beside the loss, of each part of this rank.
 
 
 @dataclass
@@ -178,6 +180,7 @@ class Accumulation(Attempt):
         self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
+        self._logged: list[LoggedMeans] = []
 
     @functools.cached_property
     def _total(self) -> Tensor:
@@ -239,7 +242,7 @@ class Accumulation(Attempt):
         true_divisor = weight if self._is_mean and weight else 1.0
         loss = whole.total / true_divisor if weight else torch.full_like(whole.total, torch.nan)
         factor = (1.0 if self._divisor is None else self._divisor) / true_divisor
-        return Reduced(loss.to(self._dtype), weight, factor, self.sync, kind)
+        return Reduced(loss.to(self._dtype), weight, factor, self.sync, kind, self._logged)
 
     reduce = finish  # nothing was kept
 
@@ -258,6 +261,8 @@ class Accumulation(Attempt):
             weights.append(1.0 if term.weight is None else term.weight)
             roots.append(term.total if self._scaler is None else scaled(term.total, self._scaler))
             self._total = self._total + move(term.total.detach(), self._device)
+            if term.logged:
+                self._logged.append(term.logged)
         weight = _sum(weights, self._device)
         self._add_weight(weight)
         if self._divisor is None:

@@ -1,0 +1,137 @@
+"""The entries of the result of a criterion: losses, which a step adds up, and values to log.
+
+::
+
+    {"loss": ce + 0.1 * l2, "ce": ce, "l2": l2}    the entry loss is the loss
+    (ce, accuracy)                                 otherwise, entries with a gradient are losses
+    {"total": ce + 0.1 * l2, "ce": ce, "l2": l2}   an error: a total and its parts would be added up
+
+The same holds for mappings, tuples, named tuples and dataclasses.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..batch import containers
+from ..runtime.collectives import gather_objects
+from .sums import LossSum, add_numbers, weighted_sum
+
+LoggedMeans = Mapping[str, Sequence[LossSum] | None]
+MeanNumbers = tuple[
+    float, float | None, float
+]  # the total of a mean, its weight, and the least weight
+
+
+def places_beside_loss(result: object) -> set[str]:
+    """Returns the places of all entries but ``loss``, if the result of a criterion has that one."""
+    container = containers.open_container(result)
+    names = containers.entry_names(container) if container is not None else []
+    if container is None or "loss" not in names:
+        return set()
+    loss = container.places[names.index("loss")]
+    return {place for place, _ in containers.leaves(result) if not place.startswith(loss)}
+
+
+def places_to_log(result: object) -> set[str]:
+    """Returns the places of the values to log in the result of a criterion.
+
+    Raises ``ValueError`` if one of several losses is called their total.
+    """
+    places = places_beside_loss(result)
+    container = containers.open_container(result)
+    if places or container is None:
+        return places
+    trained = set[str]()
+    for place, leaf in containers.leaves(result):
+        tensor = leaf.total if isinstance(leaf, LossSum) else leaf
+        has_gradient = isinstance(tensor, Tensor) and tensor.requires_grad
+        (trained if has_gradient else places).add(place)
+    for name in {"total", "total_loss"} & {*containers.entry_names(container)}:
+        if len(trained) > 1:
+            refuse_total(f"an entry {name!r} beside others")
+    return places if trained else set()
+
+
+def refuse_total(reason: str) -> NoReturn:
+    """Raises ``ValueError`` for losses of which one may be the sum of others."""
+    raise ValueError(
+        f"the criterion returned {reason}, which a step would add up, expected the total in an entry 'loss', and values to log "
+        "in the others: {'loss': total, ...}; or losses that have nothing in common"
+    )
+
+
+def add_leaves(loss: object) -> Tensor:
+    """Returns the sum of all losses in a structure."""
+    places = places_to_log(loss)
+    terms = []
+    for place, leaf in containers.leaves(loss):
+        if leaf is not None and place not in places:
+            terms.append(weighted_sum(leaf, 1))
+    return functools.reduce(torch.add, terms)
+
+
+def add_means(part: object) -> LossSum:
+    """Returns the sum of all losses of one replica, whose sums have one weight."""
+    entries = {place: leaf for place, leaf in containers.leaves(part) if leaf is not None}
+    places = places_to_log(part) & {*entries}
+    sums = [leaf for place, leaf in entries.items() if place not in places]
+    are_bounded = any(
+        mean.bound and mean.bound.is_of_counts and mean.bound.minimum and mean.weight % 1
+        for mean in sums
+    )
+    if are_bounded or len({(mean.weight, mean.bound) for mean in sums}) > 1:
+        raise ValueError(
+            "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
+            "step(inputs, targets) with functions of the targets alone, one per mean, as in weight={'class': lambda target: "
+            "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
+        )
+    logged = {place: [_detached(entries[place])] for place in places}
+    total = functools.reduce(torch.add, [mean.total for mean in sums])
+    return LossSum(total, sums[0].weight, logged=logged)
+
+
+def _detached(mean: LossSum) -> LossSum:
+    return dataclasses.replace(mean, total=mean.total.detach())
+
+
+def merge_logged(parts: Iterable[LoggedMeans]) -> dict[str, float]:
+    """Returns the values to log of all parts, over all ranks, by the names of their entries.
+
+    The host waits for the devices. All ranks call this.
+    """
+    local = []
+    for part in parts:
+        for place, value in part.items():
+            numbers = None if value is None else [*map(_numbers_of, value)]
+            local.append((place.strip(".[]'\""), numbers))
+    values: dict[str, list[list[MeanNumbers] | None]] = {}
+    for name, numbers in itertools.chain(*gather_objects(local)):
+        values.setdefault(name, []).append(numbers)
+    return {name: _merge(name, each) for name, each in values.items()}
+
+
+def _numbers_of(mean: LossSum) -> MeanNumbers:
+    weight = None if mean.weight is None else float(mean.weight)
+    return float(mean.total), weight, mean.bound.minimum if mean.bound else 0.0
+
+
+def _merge(name: str, values: list[list[MeanNumbers] | None]) -> float:
+    """Returns the value of the whole batch."""
+    if None in values:
+        raise ValueError(
+            f"the value {name!r} beside the loss is not a sum of known means, so that of the whole batch is unknown, expected "
+            "means over the rows; or compute it of the outputs: step(..., return_outputs=True)"
+        )
+    result = 0.0
+    for column in zip(*values, strict=True):
+        totals, weights, bounds = zip(*column, strict=True)
+        divisor = 1.0 if None in weights else max(add_numbers(weights), bounds[0])
+        result += add_numbers(totals) / divisor if divisor else math.nan
+    return result

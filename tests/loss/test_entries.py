@@ -1,0 +1,293 @@
+"""Entries of the result of a criterion: the loss of a step, and values to log, in every layout."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import build_net, class_targets
+from helpers.ranks import on_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate, verify
+
+Named = collections.namedtuple("Named", ["ce", "loss"])
+
+
+@dataclasses.dataclass
+class Record:
+    loss: torch.Tensor
+    ce: torch.Tensor
+
+
+def terms(output, target):
+    return F.cross_entropy(output, target), output.square().mean()
+
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).double().mean()
+
+
+def total_and_parts(output, target):
+    ce, l2 = terms(output, target)
+    return {"ce": ce, "loss": ce + 0.1 * l2, "l2": l2}
+
+
+def named_tuple(output, target):
+    ce, l2 = terms(output, target)
+    return Named(ce, ce + 0.1 * l2)
+
+
+def record(output, target):
+    ce, l2 = terms(output, target)
+    return Record(ce + 0.1 * l2, ce)
+
+
+def loss_and_accuracy(output, target):
+    return {"loss": F.cross_entropy(output, target), "accuracy": accuracy(output, target)}
+
+
+def several_losses_and_accuracy(output, target):
+    return {"accuracy": accuracy(output, target), "loss": {"ce": F.cross_entropy(output, target), "l2": output.square().mean()}}
+
+
+def tuple_with_accuracy(output, target):
+    return F.cross_entropy(output, target), accuracy(output, target)
+
+
+def accuracy_first(output, target):
+    return [accuracy(output, target), *terms(output, target)]
+
+
+def detached(output, target):
+    ce, l2 = terms(output, target)
+    return ce + 0.1 * l2, ce.detach(), l2.detach()
+
+
+def with_a_number(output, target):
+    return {"loss": F.cross_entropy(output, target), "accuracy": accuracy(output, target), "lr": 0.1, "rows": len(target)}
+
+
+def with_a_bounded_mean(output, target):
+    kept = target > 1
+    hits = (output.argmax(1) == target) & kept
+    return {"loss": F.cross_entropy(output, target), "hits": hits.sum() / kept.sum().clamp(min=1)}
+
+
+def of_sums(output, target):
+    loss = F.cross_entropy(output, target, reduction="sum")
+    return {"loss": loss, "hits": (output.argmax(1) == target).double().sum(), "twice": 2 * loss}
+
+
+# A criterion, settings of DataParallelCriterion, the loss in its result, and the names of values to log in it.
+CASES = {
+    "total and parts": (total_and_parts, {}, lambda result: result["loss"], ["ce", "l2"]),
+    "named tuple": (named_tuple, {}, lambda result: result.loss, ["ce"]),
+    "dataclass": (record, {}, lambda result: result.loss, ["ce"]),
+    "accuracy": (loss_and_accuracy, {}, lambda result: result["loss"], ["accuracy"]),
+    "several losses": (several_losses_and_accuracy, {}, lambda result: sum(result["loss"].values()), ["accuracy"]),
+    "tuple": (tuple_with_accuracy, {}, lambda result: result[0], ["1"]),
+    "accuracy first": (accuracy_first, {}, lambda result: result[1] + result[2], ["0"]),
+    "detached": (detached, {}, lambda result: result[0], ["1", "2"]),
+    "number": (with_a_number, {}, lambda result: result["loss"], ["accuracy"]),
+    "bounded mean": (with_a_bounded_mean, {}, lambda result: result["loss"], ["hits"]),
+    "weight": (loss_and_accuracy, {"weight": "rows"}, lambda result: result["loss"], ["accuracy"]),
+    "weights": (
+        loss_and_accuracy,
+        {"weight": {"loss": lambda target: len(target), "accuracy": lambda target: len(target)}},
+        lambda result: result["loss"],
+        ["accuracy"],
+    ),
+    "sums": (of_sums, {"reduction": "sum"}, lambda result: result["loss"], ["hits", "twice"]),
+    "all rows": (loss_and_accuracy, {"whole": True}, lambda result: result["loss"], ["accuracy"]),
+}
+ROWS = 11
+UPDATES = 3
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(ROWS, 4, generator=generator, dtype=torch.float64), torch.randint(5, (ROWS,), generator=generator)
+
+
+def value_of(result, name):
+    """Returns the value of an entry, by the name or the number that it has in the metrics of a step."""
+    if isinstance(result, Named):
+        result = result._asdict()
+    if isinstance(result, (tuple, list)):
+        result = {str(number): entry for number, entry in enumerate(result)}
+    entry = result[name] if isinstance(result, dict) else getattr(result, name)
+    return entry.detach().item()
+
+
+def plain(case):
+    """Returns losses, values to log and parameters of the plain program."""
+    criterion, _, pick, names = CASES[case]
+    net = build_net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses, values = [], []
+    for number in range(UPDATES):
+        inputs, targets = batch(number)
+        optimizer.zero_grad()
+        result = criterion(net(inputs), targets)
+        pick(result).backward()
+        optimizer.step()
+        losses.append(pick(result).detach().item())
+        values.append([value_of(result, name) for name in names])
+    return losses, values, [parameter.detach() for parameter in net.parameters()]
+
+
+def check(case, wrap, rows=slice(None), in_parts=False, **settings):
+    """Compares a step with the plain program. ``wrap`` returns the model and the criterion of a net and a criterion."""
+    criterion, arguments, _, names = CASES[case]
+    net = build_net().double()
+    model, criterion = wrap(net, DataParallelCriterion(criterion, **arguments))
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    losses, values, parameters = plain(case)
+    for number in range(UPDATES):
+        inputs, targets = (tensor[rows[number % len(rows)] if isinstance(rows, list) else rows] for tensor in batch(number))
+        if in_parts:
+            step.add(inputs[:4], targets[:4])
+            step.add(inputs[4:], targets[4:])
+            loss = step.apply()
+        else:
+            loss = step(inputs, targets)
+        metrics = step.metrics()
+        assert loss.item() == pytest.approx(losses[number], rel=1e-10)
+        assert [metrics[name] for name in names] == pytest.approx(values[number], rel=1e-10)
+    assert "lr" not in metrics
+    for parameter, expected in zip(model.module.parameters(), parameters, strict=True):
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        torch.testing.assert_close(whole.detach().cpu(), expected, rtol=1e-10, atol=1e-12)
+
+
+def replicas(devices):
+    return lambda net, criterion: (DataParallelModel(net, devices), criterion)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}, {"micro_batch_size": 2, "in_parts": True}], ids=str)
+def test_a_step_trains_on_the_loss_and_returns_the_other_values(case, settings):
+    """Everything was added up: the loss was 110 % too large."""
+    check(case, replicas(["cpu"] * 3), **settings)
+
+
+@pytest.mark.parametrize("case", ["total and parts", "tuple", "all rows"])
+def test_other_modes(case):
+    with simulate(3):
+        check(case, replicas(["sim:0", "sim:1", "sim:2"]), micro_batch_size=2)
+    check(case, replicas(["cpu"]))
+    if case != "all rows":
+        check(case, replicas(["cpu"] * 2), micro_batch_size=2, reproducible="bits")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_ranks_also_without_rows(rank, strategy):
+    torch.set_default_dtype(torch.float64)
+    rows = [[slice(0, 4), slice(0, 0), slice(0, ROWS)], [slice(4, ROWS), slice(0, ROWS), slice(0, 0)]][rank]
+    for case in ("total and parts", "tuple", "accuracy", "weights", "all rows"):
+        for settings in ({}, {"micro_batch_size": 2}):
+            check(case, lambda net, criterion: parallelize(net, criterion, ["cpu"], strategy=strategy), rows, **settings)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "number"])
+def test_a_loop_by_hand_gets_the_same_structure(case):
+    criterion, arguments, pick, _ = CASES[case]
+    net, (inputs, targets) = build_net().double(), batch(0)
+    result = DataParallelCriterion(criterion, **arguments)(DataParallelModel(net, ["cpu"] * 3)(inputs), targets)
+    expected = criterion(net(inputs), targets)
+    assert isinstance(result, dict if hasattr(expected, "loss") else type(expected))
+    assert pick(result).item() == pytest.approx(pick(expected).item(), rel=1e-12)
+    gradients = [torch.autograd.grad(pick(value), net.parameters()) for value in (result, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+def total_beside_its_parts(output, target):
+    ce, l2 = terms(output, target)
+    return {"total": ce + 0.1 * l2, "l2": output.abs().mean()}
+
+
+def a_mean_in_two_losses(output, target):
+    ce, l2 = terms(output, target)
+    return {"all": ce + 0.1 * l2, "ce": ce}
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("criterion", "text"),
+    [
+        (total_beside_its_parts, "an entry 'total' beside others"),
+        (a_mean_in_two_losses, r"the same cross_entropy in \['all'\] and \['ce'\]"),
+    ],
+)
+def test_a_total_without_the_name_of_the_loss_is_an_error(criterion, text, settings):
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"] * 3)
+    step = TrainStep(model, DataParallelCriterion(criterion), torch.optim.SGD(net.parameters(), lr=0.1), **settings)
+    with pytest.raises(ValueError, match=rf"the criterion returned {text}, .*expected the total in an entry 'loss'"):
+        step(inputs, targets)
+    result = DataParallelCriterion(criterion)(model(inputs), targets)  # A loop chooses the loss itself.
+    assert all(value.isfinite() for value in result.values())
+
+
+def with_an_unknown_value(output, target):
+    return {"loss": F.cross_entropy(output, target), "rmse": output.square().mean().sqrt()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}], ids=str)
+def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(settings):
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"] * 3)
+    criterion = DataParallelCriterion(with_an_unknown_value)
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), **settings)
+    for _ in range(3):
+        expected = F.cross_entropy(net(inputs), targets).item()
+        assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-12)
+        with pytest.raises(
+            ValueError, match=r"the value 'rmse' beside the loss is not a sum of known means.*return_outputs=True"
+        ):
+            step.metrics()
+    with pytest.raises(ValueError, match=r"the loss\['rmse'\] of .* is not a sum of known means"):
+        criterion(model(inputs), targets)
+
+
+def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"] * 3)
+    with pytest.raises(ValueError, match=r"the loss\['rows'\] of .* is not a sum"):
+        DataParallelCriterion(with_a_number)(model(inputs), targets)
+    result = DataParallelCriterion(lambda output, target: {"loss": F.cross_entropy(output, target), "lr": 0.1})(
+        model(inputs), targets
+    )
+    assert result["lr"].item() == pytest.approx(0.1)
+
+
+def test_verify_takes_the_loss_as_a_step_does():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    report = verify(net, total_and_parts, inputs, targets, device_ids=["cpu"] * 3)
+    assert report.equal, report
+
+
+def test_a_loss_with_other_tensors_is_a_loss_alone():
+    head = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5]).double()
+    loss = DataParallelCriterion(head)(DataParallelModel(nn.Identity(), ["cpu"] * 2)(batch(0)[0]), class_targets(ROWS))
+    assert loss.shape == ()
+
+
+def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    model = DataParallelModel(net, ["cpu"])
+    result = DataParallelCriterion(with_an_unknown_value)(model(inputs), targets)
+    assert result["rmse"].item() == pytest.approx(net(inputs).square().mean().sqrt().item())
+    step = TrainStep(model, DataParallelCriterion(with_an_unknown_value), torch.optim.SGD(net.parameters(), lr=0.0))
+    step(inputs, targets)
+    assert step.metrics()["rmse"] == pytest.approx(result["rmse"].item())

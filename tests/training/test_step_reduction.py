@@ -1,0 +1,51 @@
+"""``reduction`` of a criterion that is set after it was wrapped is followed, as its other settings are."""
+
+import pytest
+import torch
+from helpers.problems import build_net, class_targets
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+
+REDUCTIONS = ("mean", "sum", "mean")
+ROWS = 7
+
+
+def plain():
+    net, loss = build_net().double(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for number, loss.reduction in enumerate(REDUCTIONS):
+        inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number)).double()
+        optimizer.zero_grad()
+        value = loss(net(inputs), class_targets(ROWS, ignored=2))
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, list(net.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings", [None, {}, {"micro_batch_size": 1}, {"micro_batch_size": 2, "reproducible": "bits"}], ids=str
+)
+def test_a_reduction_that_is_set_later_is_followed(settings):
+    """The sum was divided, as the mean before."""
+    losses, parameters = plain()
+    net, loss = build_net().double(), nn.CrossEntropyLoss()
+    model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, **settings or {})
+    for number, loss.reduction in enumerate(REDUCTIONS):
+        inputs = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(number)).double()
+        targets = class_targets(ROWS, ignored=2)
+        if settings is None:
+            optimizer.zero_grad()
+            value = criterion(model(inputs), targets)
+            value.backward()
+            optimizer.step()
+        else:
+            value = step(inputs, targets)
+        assert value.item() == pytest.approx(losses[number], rel=1e-7)
+        assert criterion.reduction == loss.reduction
+    for parameter, expected in zip(net.parameters(), parameters, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-7, atol=1e-10)
