@@ -100,6 +100,7 @@ class ShardedModel(RankModel):
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
             self.gradients.add(unit, names.get(id(unit)) or "root")
+        self._parameters_at_start = dict(self._places())
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._required = {
             name: (parameter, parameter.requires_grad)
@@ -611,6 +612,11 @@ def shard(
     # imports torch._dynamo, which takes seconds
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(
+            "the module was sharded before, which FSDP2 does once, expected one that is not sharded: add heads and adapters "
+            "before parallelize, build the module anew and load its state, or use strategy='ddp'"
+        )
     half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
     units = [*find_sharded_blocks(module), without_compilation(module)]
     scalars = {parameter for parameter in module.parameters() if not parameter.dim()}

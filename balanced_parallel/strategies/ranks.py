@@ -26,7 +26,12 @@ from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
-from ..runtime.torch_private import current_backward_id, is_compiled, is_differentiable
+from ..runtime.torch_private import (
+    current_backward_id,
+    is_compiled,
+    is_differentiable,
+    is_sharded,
+)
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
@@ -68,6 +73,7 @@ class RankModel(ParallelModel):
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
+        self._parameters_at_start = dict(self._places())
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         (shard,) = shards
@@ -80,7 +86,30 @@ class RankModel(ParallelModel):
         with shard.context():
             return self._watched_run(None, shard.inputs, rows, in_step=True)
 
+    def _places(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+        """Yields the parameters, by the layer that has them and their name there."""
+        module: Any = torch_private.children_of(self)["module"]
+        for layer in module.modules():
+            for name, parameter in layer.named_parameters(recurse=False):
+                yield (layer, name), parameter
+
+    def _refuse_late_parameters(self) -> None:
+        """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
+        at_start = self._parameters_at_start
+        for place, parameter in self._places():
+            first = at_start.get(place)
+            # FSDP2 puts gathered parameters in the place of shards.
+            is_late = first is not parameter and not (first is not None and is_sharded(first))
+            if is_late and parameter.requires_grad:
+                names = [n for n, each in self.module.named_parameters() if each is parameter]
+                raise ValueError(
+                    f"the parameter {names[0]} came after parallelize, so that the ranks would not share its gradient, expected "
+                    "parallelize again, of the module as it is now"
+                )
+
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
+        if torch.is_grad_enabled():
+            self._refuse_late_parameters()
         marked = self.mark(arguments, method)
         return self._watched_run(method, marked, count_rows(marked, self.dim))
 

@@ -286,3 +286,47 @@ def test_auto_shards_a_model_that_is_too_large_for_one_device():
 def test_one_rank_is_a_replica_with_every_strategy(rank):
     for name in ("auto", "replicas", "ddp", "fsdp"):  # one rank has nothing to share
         assert isinstance(parallelize(build_net(), nn.CrossEntropyLoss(), strategy=name)[0], DataParallelModel)
+
+
+def replace_head(net):
+    net[2] = nn.Linear(6, 5)
+
+
+def add_adapter(net):
+    net[1] = nn.Sequential(net[1], nn.Linear(6, 6))
+
+
+def register_parameter(net):
+    net[0].register_parameter("scale", nn.Parameter(torch.ones(6)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_parameters_that_came_after_parallelize_are_refused_in_a_loop_by_hand(rank, strategy):
+    """Their gradients were not reduced, and the ranks drifted apart."""
+    x, target = torch.randn(2, 4), class_targets(2)
+    for change in (replace_head, add_adapter, register_parameter):
+        net = build_net()
+        model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy=strategy)
+        for _ in range(2):  # FSDP2 leaves whole parameters behind a forward.
+            outputs = model(x)
+        criterion(outputs, target).backward()
+        change(net)
+        with pytest.raises(ValueError, match="the parameter [0-9]+.*(weight|bias|scale) came after parallelize, .*expected"):
+            model(x)
+        with torch.no_grad():
+            model(x)
+    frozen = build_net()
+    model, criterion = parallelize(frozen, nn.CrossEntropyLoss(), ["cpu"], strategy=strategy)
+    frozen[1] = nn.Sequential(frozen[1], nn.Linear(6, 6).requires_grad_(False))
+    criterion(model(x), target).backward()
+
+
+@on_ranks(2)
+def test_a_module_that_is_sharded_is_not_sharded_again(rank):
+    """The error was an assertion of torch."""
+    net = build_net()
+    parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
+    replace_head(net)
+    with pytest.raises(ValueError, match="the module was sharded before, .*expected one that is not sharded"):
+        parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
