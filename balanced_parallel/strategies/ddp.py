@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import describe, leaves, map_leaves, map_tensors
+from ..batch.containers import describe, leaves, map_leaves, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
@@ -217,7 +217,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         Keeps the first row of a method for that.
         """
         if rows and method not in self._examples:
-            self._examples[method] = first_row(arguments, self.dim)
+            self._examples[method] = first_row(arguments, self.dim, self.devices[0])
         if rows != 0 or self.meets_ranks:  # Layers that meet ranks wait for this one.
             return None
         return self._examples.get(method) or row_of_ones(arguments, self.dim)
@@ -225,20 +225,35 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _run_without_rows(
         self, function: Callable[..., object], row: Arguments, empty: Arguments
     ) -> object:
-        """Runs a row in place of arguments without rows. Only the structure of the output is left."""
-        inputs, kwargs = move_arguments(row, self.devices[0])
-        with undone(self.module, self.devices), torch.no_grad():
-            outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
+        """Runs a row in place of arguments without rows. Only the structure of the output is left,
+        and its way to the arguments.
+        """
         has_gradients = torch.is_grad_enabled()
+        row = connect(row, empty, self.devices[0]) if has_gradients else row
+        is_chained = any(tensor.requires_grad for tensor in tensors_in(row))
+        inputs, kwargs = move_arguments(row, self.devices[0])
+        frozen = self._frozen_parameters() if is_chained else torch.no_grad()
+        with undone(self.module, self.devices), frozen:
+            outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
 
         def connected(tensor: Tensor) -> Tensor:
-            return (
-                tensor.detach().requires_grad_(has_gradients)
-                if is_differentiable(tensor)
-                else tensor
-            )
+            if tensor.requires_grad or not is_differentiable(tensor):
+                return tensor
+            return tensor.detach().requires_grad_(has_gradients)
 
-        return connect(map_tensors(connected, outputs.narrow(0, 0)[0]), empty)
+        return map_tensors(connected, outputs.narrow(0, 0)[0])
+
+    @contextlib.contextmanager
+    def _frozen_parameters(self) -> Iterator[None]:
+        """Makes a forward lead to its inputs alone."""
+        trained = [part for part in self.record.parameters if part.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
 
     def _call_in_forward(self, function: Callable[[], object]) -> object:
         """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of
@@ -630,6 +645,8 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
         return None
 
     def ones(leaf: Any, along: int = dim) -> Any:
+        if isinstance(leaf, PerReplica):  # of another model
+            return map_leaves(ones, leaf[0])
         if isinstance(leaf, Along):
             return Along(ones(leaf.leaf, leaf.dim), leaf.dim)
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:

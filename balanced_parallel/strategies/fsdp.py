@@ -140,7 +140,9 @@ class ShardedModel(RankModel):
                 self._random_numbers(),
                 undone(self.module, self.devices),
             ):
-                row = connect(first_row(example, self.dim), arguments)
+                row = first_row(example, self.dim, self.devices[0])
+                if arguments is not None and torch.is_grad_enabled():
+                    row = connect(row, arguments, self.devices[0])
                 return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(
                     0, 0
                 )
@@ -204,7 +206,9 @@ class ShardedModel(RankModel):
 
             register_fsdp_forward_method(self.module, method)
         has_rows = gather_objects(rows != 0, self.group)
-        row = first_row(arguments, self.dim) if rows and arguments is not None else None
+        row = None
+        if rows and arguments is not None:
+            row = first_row(arguments, self.dim, self.devices[0])
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
             shared = [

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, Nested, map_tensors, tensors_in
+from ..batch.containers import Dims, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, ParallelModel, Shard, count_rows, take
+from ..batch.rows import Arguments, ParallelModel, Shard, count_rows, move_leaves, take
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
@@ -360,22 +360,27 @@ class _Watch(torch.autograd.Function):
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
 
 
-def connect(row: Nested, inputs: Arguments | None) -> Nested:
-    """Returns a row that leads to inputs without rows, so that their gradients can be asked for on
-    all ranks alike.
+def connect(row: Arguments, inputs: Arguments, device: torch.device) -> Arguments:
+    """Returns a row whose tensors lead to those inputs without rows that require a gradient.
+
+    So a backward goes through several models in the order in which it does on other ranks.
     """
-    empty = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not tensor.numel()]
-    if not empty or not torch.is_grad_enabled():
-        return row
-    zero = hand_back(None, [*map(torch.zeros_like, empty)], empty)
-    return map_tensors(
-        lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row
-    )
+    sources = iter(tensors_in(move_leaves(inputs, device)))
+
+    def connected(tensor: Tensor) -> Tensor:
+        source = next(sources, None)
+        if source is None or not source.requires_grad or source.numel():
+            return tensor
+        return tensor + hand_back(None, [torch.zeros_like(source)], [source]).to(tensor)
+
+    result: Arguments = map_tensors(connected, row)
+    return result
 
 
-def first_row(arguments: Arguments, dim: int) -> Arguments:
-    """Returns a copy of the first row, without its history."""
-    return map_tensors(lambda tensor: tensor.detach().clone(), take(arguments, range(1), dim))
+def first_row(arguments: Arguments, dim: int, device: torch.device) -> Arguments:
+    """Returns a copy of the first row, without its history. Outputs of other models are opened."""
+    row: Arguments = move_leaves(take(arguments, range(1), dim), device)
+    return map_tensors(lambda tensor: tensor.detach().clone(), row)
 
 
 @contextlib.contextmanager
