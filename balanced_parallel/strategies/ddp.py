@@ -279,7 +279,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """
         is_by_hand = self.record.is_by_hand
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-            self._requested.begin(derivatives)
+            self._requested.begin(derivatives, functools.partial(self.zero, reduces=reduces))
         elif reduces and self.record.begin_backward():
             if is_by_hand:
                 torch_private.prepare_reduction(self)
@@ -410,11 +410,12 @@ class RequestedGradients:
         self._backward: int | None = None
         self._hooks = contextlib.ExitStack()
 
-    def begin(self, derivatives: list[Tensor | None]) -> None:
+    def begin(self, derivatives: list[Tensor | None], zero: Callable[[], Tensor]) -> None:
         """Waits for the gradients that the running backward makes, once.
 
         ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank
-        without rows has all of the gradients, too.
+        without rows has all of the gradients, too. A backward of the gradients passes another
+        ``zero()``, on all ranks.
         """
         backward = current_backward_id()
         if backward == self._backward:
@@ -429,7 +430,9 @@ class RequestedGradients:
             """Returns the place of the average. Its own derivative is that of this rank."""
             if current_backward_id() != backward:
                 return None
-            result = hand_back(gradient.detach(), [torch.ones_like(gradient)], [gradient])
+            behind = [zero()] if torch.is_grad_enabled() else []
+            slopes = [torch.ones_like(gradient), *(None for _ in behind)]
+            result = hand_back(gradient.detach(), slopes, [gradient, *behind])
             results[number] = gradient.detach(), result
             return result
 
