@@ -75,8 +75,6 @@ from .ranks import (
     RankSync,
     RankUpdate,
     RowSettings,
-    connect,
-    first_row,
     undone,
     watch_output,
 )
@@ -217,7 +215,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         Keeps the first row of a method for that.
         """
         if rows and method not in self._examples:
-            self._examples[method] = first_row(arguments, self.dim, self.devices[0])
+            self._examples[method] = self._first_row(arguments)
         if rows != 0 or self.meets_ranks:  # Layers that meet ranks wait for this one.
             return None
         return self._examples.get(method) or row_of_ones(arguments, self.dim)
@@ -229,10 +227,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
         and its way to the arguments.
         """
         has_gradients = torch.is_grad_enabled()
-        row = connect(row, empty, self.devices[0]) if has_gradients else row
+        inputs, kwargs = row = self._copied_row(row, empty)
         is_chained = any(tensor.requires_grad for tensor in tensors_in(row))
-        inputs, kwargs = move_arguments(row, self.devices[0])
-        frozen = self._frozen_parameters() if is_chained else torch.no_grad()
+        frozen = _requiring(self.record.parameters, False) if is_chained else torch.no_grad()
         with undone(self.module, self.devices), frozen:
             outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
 
@@ -242,18 +239,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
             return tensor.detach().requires_grad_(has_gradients)
 
         return map_tensors(connected, outputs.narrow(0, 0)[0])
-
-    @contextlib.contextmanager
-    def _frozen_parameters(self) -> Iterator[None]:
-        """Makes a forward lead to its inputs alone."""
-        trained = [part for part in self.record.parameters if part.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
 
     def _call_in_forward(self, function: Callable[[], object]) -> object:
         """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of
@@ -632,14 +617,21 @@ def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None])
     """Returns a zero that leads to parameters, those that are frozen included: the reducer waits
     for their hooks too.
     """
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    with torch.enable_grad():
-        zero = hand_back(None, derivatives, parameters)
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    return zero
+    with _requiring(parameters, True), torch.enable_grad():
+        return hand_back(None, derivatives, parameters)
+
+
+@contextlib.contextmanager
+def _requiring(parameters: Sequence[Tensor], is_required: bool) -> Iterator[None]:
+    """Lets all parameters require a gradient, or none of them."""
+    changed = [parameter for parameter in parameters if parameter.requires_grad != is_required]
+    for parameter in changed:
+        parameter.requires_grad_(is_required)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not is_required)
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:

@@ -63,8 +63,6 @@ from .ranks import (
     RankSync,
     RankUpdate,
     RowSettings,
-    connect,
-    first_row,
     tensors_of,
     undone,
     watch_output,
@@ -133,16 +131,12 @@ class ShardedModel(RankModel):
             self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
-            # This moves it once: the host would wait for each copy.
-            example = self._examples[method] = move_leaves(example, self.devices[0])
             with (
                 self.gradients.of_dummy(),
                 self._random_numbers(),
                 undone(self.module, self.devices),
             ):
-                row = first_row(example, self.dim, self.devices[0])
-                if arguments is not None and torch.is_grad_enabled():
-                    row = connect(row, arguments, self.devices[0])
+                row = self._copied_row(example, arguments)
                 return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(
                     0, 0
                 )
@@ -206,9 +200,7 @@ class ShardedModel(RankModel):
 
             register_fsdp_forward_method(self.module, method)
         has_rows = gather_objects(rows != 0, self.group)
-        row = None
-        if rows and arguments is not None:
-            row = first_row(arguments, self.dim, self.devices[0])
+        row = self._first_row(arguments) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
             shared = [
@@ -217,7 +209,7 @@ class ShardedModel(RankModel):
                 else None
             ]
             dist.broadcast_object_list(shared, group=self.group, group_src=source)
-            row = row or shared[0]
+            row = row or move_leaves(shared[0], self.devices[0])
         self._examples[method] = row
 
 

@@ -17,7 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, ParallelModel, Shard, count_rows, move_leaves, take
+from ..batch.rows import (
+    Arguments,
+    ParallelModel,
+    Shard,
+    count_rows,
+    move_arguments,
+    move_leaves,
+    take,
+)
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
@@ -124,6 +132,28 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
+
+    def _first_row(self, arguments: Arguments) -> Arguments:
+        """Returns a copy of the first row, without its history. Outputs of other models are opened."""
+        row: Arguments = move_leaves(take(arguments, range(1), self.dim), self.devices[0])
+        return map_tensors(lambda tensor: tensor.detach().clone(), row)
+
+    def _copied_row(self, row: Arguments, inputs: Arguments | None) -> Arguments:
+        """Returns a copy of a row, whose tensors lead to those inputs without rows that require a
+        gradient.
+
+        So a backward goes through several models in the order in which it does on other ranks.
+        """
+        sources = iter(tensors_in(move_leaves(inputs, self.devices[0])))
+
+        def copied(tensor: Tensor) -> Tensor:
+            copy = tensor.clone()
+            source = next(sources, tensor)
+            if not source.requires_grad:
+                return copy
+            return copy + hand_back(None, [torch.zeros_like(source)], [source]).to(copy)
+
+        return map_tensors(copied, move_arguments(row, self.devices[0]))
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which random numbers are those of this rank."""
@@ -358,29 +388,6 @@ class _Watch(torch.autograd.Function):
         # A penalty of gradients has a backward that reaches parameters too: create_graph=True.
         watched = iter(_watch(present, ctx.first, ctx.at_backward))
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
-
-
-def connect(row: Arguments, inputs: Arguments, device: torch.device) -> Arguments:
-    """Returns a row whose tensors lead to those inputs without rows that require a gradient.
-
-    So a backward goes through several models in the order in which it does on other ranks.
-    """
-    sources = iter(tensors_in(move_leaves(inputs, device)))
-
-    def connected(tensor: Tensor) -> Tensor:
-        source = next(sources, None)
-        if source is None or not source.requires_grad or source.numel():
-            return tensor
-        return tensor + hand_back(None, [torch.zeros_like(source)], [source]).to(tensor)
-
-    result: Arguments = map_tensors(connected, row)
-    return result
-
-
-def first_row(arguments: Arguments, dim: int, device: torch.device) -> Arguments:
-    """Returns a copy of the first row, without its history. Outputs of other models are opened."""
-    row: Arguments = move_leaves(take(arguments, range(1), dim), device)
-    return map_tensors(lambda tensor: tensor.detach().clone(), row)
 
 
 @contextlib.contextmanager
