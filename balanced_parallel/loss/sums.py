@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..batch import containers
 from ..batch.containers import Leaf
-from ..runtime.collectives import explain_unwatched, sum_over_ranks, world_size
+from ..runtime.collectives import explain_unwatched, mark_loss, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, widest_float
 from ..runtime.values import check_number, check_type
 
@@ -99,9 +99,10 @@ def weighted_mean(
         raise ValueError(reason)
     pairs = zip(losses, check_weights(weights), strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
-    return divide_once(
-        sums, losses[0].device if device is None else resolve_device(device), minimum
-    )
+    home = losses[0].device if device is None else resolve_device(device)
+    mean = divide_once(sums, home, minimum)
+    mark_loss(mean)
+    return mean
 
 
 def weighted_sum(mean: Tensor, weight: float) -> Tensor:

@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import describe, leaves, map_leaves, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
-from ..batch.rows import Along, Arguments, Rows, move_arguments
+from ..batch.rows import Along, Arguments, Rows
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward
@@ -196,7 +196,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             # Buffers are shared, even if this forward fails.
             self.require_forward_param_sync = False
             if row is None:
-                inputs, kwargs = move_arguments(arguments, self.devices[0])
+                inputs, kwargs = self._moved(arguments)
                 output = function(*inputs, **kwargs)
             else:
                 output = self._run_without_rows(function, row, arguments)

@@ -155,6 +155,13 @@ class RankModel(ParallelModel):
 
         return map_tensors(copied, move_arguments(row, self.devices[0]))
 
+    def _moved(self, arguments: Arguments) -> Arguments:
+        """Returns arguments on the device of this rank. Their gradients are those of all rows, once."""
+        inputs, kwargs = move_arguments(arguments, self.devices[0])
+        return Arguments(
+            map_tensors(collectives.enter, inputs), map_tensors(collectives.enter, kwargs)
+        )
+
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which random numbers are those of this rank."""
         if not self.draws_on_host:
