@@ -35,7 +35,14 @@ from ..batch.rows import (
     spread,
     without_mark,
 )
-from ..runtime.collectives import gather_objects, gather_rows, rank, sum_over_ranks, world_size
+from ..runtime.collectives import (
+    gather_objects,
+    gather_rows,
+    mark_loss,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
@@ -310,7 +317,8 @@ class LossOfSums(CoupledLoss):
             # Every rank computes the whole loss, and DistributedDataParallel averages their
             # gradients.
             ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
-            self._total[place] = hand_back(sum_over_ranks(tensor), [torch.ones_like(ours)], [ours])
+            total = hand_back(sum_over_ranks(tensor), [torch.ones_like(ours)], [ours])
+            self._total[place] = mark_loss(total)
         return [*by_rank]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:

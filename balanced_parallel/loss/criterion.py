@@ -14,14 +14,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, count_rows, mark, parameters_of, spread
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
-from ..runtime.collectives import (
-    divide_leaves,
-    enter,
-    explain_unwatched,
-    mark_loss,
-    refuse_unshared,
-    world_size,
-)
+from ..runtime.collectives import enter, explain_unwatched, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
 from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
@@ -163,15 +156,12 @@ class DataParallelCriterion(nn.Module):
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
         kind, kwargs = self.kind.called_with(kwargs)
-        is_shared = world_size() > 1 and torch.is_grad_enabled()
-        if is_shared:
+        if world_size() > 1:
             targets, kwargs = containers.map_tensors(enter, (targets, kwargs))
         calls = self.cut(outputs, targets, kwargs)
-        if is_shared:
+        if world_size() > 1 and torch.is_grad_enabled():
             self._check_shared(calls.outputs)
         loss = kind.value(calls)
-        if is_shared and self.reduction != "none":
-            containers.map_tensors(mark_loss, loss)
         self.kind = self.kind.learned(self.copies)
         return loss
 
@@ -180,10 +170,8 @@ class DataParallelCriterion(nn.Module):
         parameters.
         """
         refuse_unshared(self.parameters())
-        tensors = containers.tensors_in(list(outputs))
-        if reason := explain_unwatched(tensors):
+        if reason := explain_unwatched(leaf for _, leaf in containers.leaves(list(outputs))):
             raise ValueError(reason)
-        divide_leaves(tensors)
 
     @property
     def _output_dim(self) -> Dims:

@@ -99,10 +99,9 @@ def weighted_mean(
         raise ValueError(reason)
     pairs = zip(losses, check_weights(weights), strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
-    home = losses[0].device if device is None else resolve_device(device)
-    mean = divide_once(sums, home, minimum)
-    mark_loss(mean)
-    return mean
+    return divide_once(
+        sums, losses[0].device if device is None else resolve_device(device), minimum
+    )
 
 
 def weighted_sum(mean: Tensor, weight: float) -> Tensor:
@@ -161,7 +160,7 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     local = divide(total * world_size(), divisor.to(total.dtype))
     loss = divide(whole, divisor).to(total.dtype)
     # whose gradient is that of this rank's part
-    return hand_back(loss, [torch.ones_like(local)], [local])
+    return mark_loss(hand_back(loss, [torch.ones_like(local)], [local]))
 
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:

@@ -11,7 +11,6 @@ a collective names the ranks that are behind.
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import itertools
 import re
@@ -159,7 +158,7 @@ def gather_rows(tensor: Tensor, sizes: list[int], dim: int, group: Group = None)
     The result is differentiable.
     """
     gathered: Tensor = _GatherRows.apply(tensor, sizes, dim, group)
-    return gathered
+    return mark_loss(gathered) if group is None else gathered
 
 
 def _to_backend_device(tensor: Tensor, group: Group) -> Tensor:
@@ -273,7 +272,6 @@ def by_value(values: Sequence[str | None]) -> str:
 # Marks in the metadata of nodes.
 _SHARED = "the ranks share this gradient"
 WATCHED = "behind these outputs, the ranks share all gradients of a model"
-_DIVIDED = "gradients of leaves behind this are divided"
 
 
 def mark_shared(parameters: Iterable[Tensor]) -> None:
@@ -302,13 +300,10 @@ def explain_unwatched(tensors: Iterable[object]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share
     the gradients; else None.
     """
-    has_parameters = False
-    for node in _nodes_outside(tensors):
-        if WATCHED in node.metadata:
-            return None
-        leaf = getattr(node, "variable", None)
-        has_parameters = has_parameters or isinstance(leaf, torch.nn.Parameter)
-    if not has_parameters:
+    nodes = _nodes_behind(tensors)
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    has_parameters = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
+    if not has_parameters or any(WATCHED in node.metadata for node in nodes):
         return None
     return (
         "outputs were computed past the model that parallelize returned, so the ranks would not share their gradients, expected "
@@ -316,80 +311,56 @@ def explain_unwatched(tensors: Iterable[object]) -> str | None:
     )
 
 
-def _nodes_outside(tensors: Iterable[object]) -> Iterator[torch_private.Node]:
-    """Yields the nodes behind tensors, up to the outputs of models."""
-    nodes: list[torch_private.Node]
-    nodes = [
+def _nodes_behind(tensors: Iterable[object]) -> list[torch_private.Node]:
+    """Returns the nodes of a graph, from these tensors to the outputs of models."""
+    nodes = dict.fromkeys(
         tensor.grad_fn
         for tensor in tensors
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None
-    ]
-    seen = set[torch_private.Node]()
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            if WATCHED not in node.metadata:
-                nodes += [behind for behind, _ in node.next_functions if behind is not None]
+    )
+    todo = [*nodes]
+    while todo:
+        node = todo.pop()
+        following = [] if WATCHED in node.metadata else node.next_functions
+        new = [behind for behind, _ in following if behind is not None and behind not in nodes]
+        nodes.update(dict.fromkeys(new))
+        todo += new
+    return [*nodes]
 
 
-# The last backward that began at a loss of all ranks. Reducers average, so its gradients have a
-# factor of world_size(), which those of other tensors must lose.
-_backward_of_all: int | None = None
+# The last backward from a loss of all ranks. Reducers average, so its gradients have a factor of
+# world_size().
+_backward_of_all: list[int | None] = [-1]
 
 
-def mark_loss(loss: Tensor) -> None:
-    """Marks a loss of all ranks, whose backward has a gradient of world_size() times this rank's part."""
-    if loss.grad_fn is not None and world_size() > 1:
-        loss.grad_fn.register_prehook(_begin_backward)
+def mark_loss(loss: Tensor) -> Tensor:
+    """Marks a loss of all ranks: its backward has world_size() times the gradient of this rank."""
+    if loss.grad_fn is not None:
+        loss.grad_fn.register_prehook(_note_backward)
+    return loss
 
 
-def _begin_backward(gradients: object) -> None:
-    global _backward_of_all
-    _backward_of_all = torch_private.current_backward_id()
+def _note_backward(gradients: object) -> None:
+    _backward_of_all[0] = torch_private.current_backward_id()
 
 
 def enter(tensor: Tensor) -> Tensor:
-    """Returns an input of a model, or a target, whose gradient is that of a loss of all ranks, once."""
-    if not tensor.requires_grad or world_size() == 1 or divide_leaves([tensor]):
+    """Returns an input of a model, or a target, whose gradient no reducer averages: it is divided.
+
+    Outputs of another model lead to parameters, so they stay.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or any(
+        {WATCHED, _SHARED} & {*node.metadata} for node in _nodes_behind([tensor])
+    ):
         return tensor
     entered = tensor.view_as(tensor)
     entered.register_hook(_divide)
     return entered
 
 
-def divide_leaves(tensors: Iterable[object]) -> bool:
-    """Divides gradients where they leave the way to models. Returns False if there is no model."""
-    nodes = [*_nodes_outside(tensors)]
-    marks = {mark for node in nodes for mark in node.metadata}
-    if WATCHED not in marks and _SHARED not in marks:
-        return False
-    for node in nodes:
-        is_leaf = [_is_input(behind) for behind, _ in node.next_functions]
-        if any(is_leaf) and _DIVIDED not in node.metadata:
-            node.metadata[_DIVIDED] = True
-            node.register_hook(functools.partial(_divide_some, is_leaf))
-    return True
-
-
-def _is_input(node: torch_private.Node) -> bool:
-    leaf = getattr(node, "variable", None)
-    return leaf is not None and not isinstance(leaf, torch.nn.Parameter)
-
-
 def _divide(gradient: Tensor) -> Tensor:
-    is_of_all = torch_private.current_backward_id() == _backward_of_all
+    is_of_all = _backward_of_all[0] == torch_private.current_backward_id()
     return gradient / world_size() if is_of_all else gradient
-
-
-def _divide_some(
-    is_divided: Sequence[bool], gradients: Sequence[Tensor | None], _: object
-) -> tuple[Tensor | None, ...]:
-    return tuple(
-        _divide(gradient) if divided and gradient is not None else gradient
-        for divided, gradient in zip(is_divided, gradients, strict=True)
-    )
 
 
 _KEY = "balanced_parallel/updates of rank {}"

@@ -196,7 +196,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             # Buffers are shared, even if this forward fails.
             self.require_forward_param_sync = False
             if row is None:
-                inputs, kwargs = self._moved(arguments)
+                inputs, kwargs = self._moved(arguments, in_step=in_step)
                 output = function(*inputs, **kwargs)
             else:
                 output = self._run_without_rows(function, row, arguments)

@@ -147,7 +147,7 @@ class ShardedModel(RankModel):
         return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
 
     def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> object:
-        inputs, kwargs = self._moved(arguments)
+        inputs, kwargs = self._moved(arguments, in_step=in_step)
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():

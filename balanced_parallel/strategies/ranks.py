@@ -155,12 +155,14 @@ class RankModel(ParallelModel):
 
         return map_tensors(copied, move_arguments(row, self.devices[0]))
 
-    def _moved(self, arguments: Arguments) -> Arguments:
-        """Returns arguments on the device of this rank. Their gradients are those of all rows, once."""
+    def _moved(self, arguments: Arguments, *, in_step: bool) -> Arguments:
+        """Returns arguments on the device of this rank, whose gradients are those of all rows, once.
+
+        The scale of gradients in a step is not known yet, so it gives inputs none.
+        """
+        enter = _detached if in_step else collectives.enter
         inputs, kwargs = move_arguments(arguments, self.devices[0])
-        return Arguments(
-            map_tensors(collectives.enter, inputs), map_tensors(collectives.enter, kwargs)
-        )
+        return Arguments(map_tensors(enter, inputs), map_tensors(enter, kwargs))
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which random numbers are those of this rank."""
@@ -395,6 +397,10 @@ class _Watch(torch.autograd.Function):
         # A penalty of gradients has a backward that reaches parameters too: create_graph=True.
         watched = iter(_watch(present, ctx.first, ctx.at_backward))
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 @contextlib.contextmanager
