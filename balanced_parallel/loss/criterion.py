@@ -14,7 +14,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, count_rows, mark, parameters_of, spread
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
-from ..runtime.collectives import enter, explain_unwatched, refuse_unshared, world_size
+from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
 from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
@@ -162,6 +162,8 @@ class DataParallelCriterion(nn.Module):
         if world_size() > 1 and torch.is_grad_enabled():
             self._check_shared(calls.outputs)
         loss = kind.value(calls)
+        if world_size() > 1 and kind.reduction != "none":
+            loss = containers.map_tensors(mark_loss, loss)
         self.kind = self.kind.learned(self.copies)
         return loss
 

@@ -99,9 +99,8 @@ def weighted_mean(
         raise ValueError(reason)
     pairs = zip(losses, check_weights(weights), strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
-    return divide_once(
-        sums, losses[0].device if device is None else resolve_device(device), minimum
-    )
+    home = losses[0].device if device is None else resolve_device(device)
+    return mark_loss(divide_once(sums, home, minimum))
 
 
 def weighted_sum(mean: Tensor, weight: float) -> Tensor:
@@ -160,7 +159,7 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     local = divide(total * world_size(), divisor.to(total.dtype))
     loss = divide(whole, divisor).to(total.dtype)
     # whose gradient is that of this rank's part
-    return mark_loss(hand_back(loss, [torch.ones_like(local)], [local]))
+    return hand_back(loss, [torch.ones_like(local)], [local])
 
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
@@ -203,9 +202,11 @@ def zero_of(*tensors: Tensor) -> Tensor:
     """Returns a zero that is real and connected to ``tensors``: reducers of other ranks wait for a
     backward.
 
-    The backward gives no gradient. One of zero could become nan in a loss that is 0 / 0.
+    The backward gives no gradient. One of zero could become nan in a loss that is 0 / 0. Tensors
+    without elements get one, which can be differentiated.
     """
-    return hand_back(None, [None] * len(tensors), tensors)
+    derivatives = [None if tensor.numel() else tensor.detach() for tensor in tensors]
+    return hand_back(None, derivatives, tensors)
 
 
 def hand_back(

@@ -158,7 +158,7 @@ def gather_rows(tensor: Tensor, sizes: list[int], dim: int, group: Group = None)
     The result is differentiable.
     """
     gathered: Tensor = _GatherRows.apply(tensor, sizes, dim, group)
-    return mark_loss(gathered) if group is None else gathered
+    return gathered
 
 
 def _to_backend_device(tensor: Tensor, group: Group) -> Tensor:
@@ -192,7 +192,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
+        total = SumOverRanks.apply(gradients[0], ctx.group)
         place = rank(ctx.group)
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
 
@@ -209,7 +209,7 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns the sum of the gradients of all ranks."""
-        return sum_over_ranks(gradient.contiguous(), ctx.group), None
+        return SumOverRanks.apply(gradient, ctx.group), None
 
 
 _LINES = "the first difference"
@@ -335,12 +335,14 @@ _backward_of_all: list[int | None] = [-1]
 
 def mark_loss(loss: Tensor) -> Tensor:
     """Marks a loss of all ranks: its backward has world_size() times the gradient of this rank."""
-    if loss.grad_fn is not None:
-        loss.grad_fn.register_prehook(_note_backward)
-    return loss
+    if not loss.requires_grad:
+        return loss
+    marked = loss.view_as(loss)  # Derivatives of its gradient do not pass it.
+    marked.register_hook(_note_backward)
+    return marked
 
 
-def _note_backward(gradients: object) -> None:
+def _note_backward(gradient: Tensor) -> None:
     _backward_of_all[0] = torch_private.current_backward_id()
 
 
