@@ -313,7 +313,7 @@ def explain_unwatched(tensors: Iterable[object]) -> str | None:
 
 def _nodes_behind(tensors: Iterable[object]) -> list[torch_private.Node]:
     """Returns the nodes of a graph, from these tensors to the outputs of models."""
-    nodes = dict.fromkeys(
+    nodes: dict[torch_private.Node, None] = dict.fromkeys(
         tensor.grad_fn
         for tensor in tensors
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None

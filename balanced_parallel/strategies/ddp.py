@@ -52,10 +52,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import describe, leaves, map_leaves, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
-from ..batch.rows import Along, Arguments, Rows
+from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight, hand_back, run_backward
+from ..loss.sums import LossSum, Weight, hand_back, run_backward, zero_of
 from ..runtime import collectives, torch_private, transport
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import (
@@ -142,7 +142,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
         Its backward runs their hooks, and gives none a gradient.
         """
         derivatives: list[Tensor | None] = [None] * (len(self.record.parameters) + 1)
-        zero = _zero_of([*self.record.parameters, self._sentinel], derivatives)
+        # The reducer waits for hooks of frozen parameters too.
+        with _requiring(self.record.parameters, True), torch.enable_grad():
+            zero = hand_back(None, derivatives, [*self.record.parameters, self._sentinel])
         node: torch_private.Node = zero.grad_fn
         node.register_prehook(functools.partial(self._begin_backward, derivatives, reduces))
         return zero
@@ -196,7 +198,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             # Buffers are shared, even if this forward fails.
             self.require_forward_param_sync = False
             if row is None:
-                inputs, kwargs = self._moved(arguments, in_step=in_step)
+                inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
             else:
                 output = self._run_without_rows(function, row, arguments)
@@ -542,8 +544,9 @@ class _DDPUpdate(RankUpdate):
             self._model.begin_sparse_gradients()
             # A failed backward has not run hooks that other ranks wait for.
             for parameter in self._model.record.parameters:
-                with contextlib.suppress(RuntimeError):  # it has been reached
-                    _zero_of([parameter], [None]).backward()
+                # It has been reached.
+                with contextlib.suppress(RuntimeError), _requiring([parameter], True):
+                    zero_of(parameter).backward()
             is_memory = isinstance(error, torch.OutOfMemoryError)
             self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
         forget_gradients(self._model.record.parameters)
@@ -613,14 +616,6 @@ def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync
     return _DDPSync(model, criterion)
 
 
-def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None]) -> Tensor:
-    """Returns a zero that leads to parameters, those that are frozen included: the reducer waits
-    for their hooks too.
-    """
-    with _requiring(parameters, True), torch.enable_grad():
-        return hand_back(None, derivatives, parameters)
-
-
 @contextlib.contextmanager
 def _requiring(parameters: Sequence[Tensor], is_required: bool) -> Iterator[None]:
     """Lets all parameters require a gradient, or none of them."""
@@ -640,7 +635,7 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
         return None
 
     def ones(leaf: Any, along: int = dim) -> Any:
-        if isinstance(leaf, PerReplica):  # of another model
+        if isinstance(leaf, PerReplica):  # Another model returned it.
             return map_leaves(ones, leaf[0])
         if isinstance(leaf, Along):
             return Along(ones(leaf.leaf, leaf.dim), leaf.dim)

@@ -39,7 +39,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..batch.containers import tensors_in
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, move_leaves
+from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
 from ..runtime import collectives, torch_private
@@ -147,7 +147,7 @@ class ShardedModel(RankModel):
         return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
 
     def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> object:
-        inputs, kwargs = self._moved(arguments, in_step=in_step)
+        inputs, kwargs = move_arguments(arguments, self.devices[0])
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():

@@ -34,7 +34,7 @@ from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
-from ..runtime.torch_private import current_backward_id, is_compiled, is_differentiable
+from ..runtime.torch_private import current_backward_id, is_compiled
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
@@ -85,11 +85,16 @@ class RankModel(ParallelModel):
                 "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                 "others wait for its batch norm or sum over all rows, and joined samples of another batch would count"
             )
+        arguments = shard.inputs
+        for value in (*arguments.inputs, *arguments.kwargs.values()):
+            # Inputs get no gradient. Its scale is known at the end of the update.
+            if isinstance(value, Tensor) and value.requires_grad:
+                arguments = map_tensors(_detached, arguments)
         with shard.context():
-            return self._watched_run(None, shard.inputs, rows, in_step=True)
+            return self._watched_run(None, arguments, rows, in_step=True)
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
-        marked = self.mark(arguments, method)
+        marked = self.mark(map_tensors(collectives.enter, arguments), method)
         return self._watched_run(method, marked, count_rows(marked, self.dim))
 
     def _watched_run(
@@ -154,15 +159,6 @@ class RankModel(ParallelModel):
             return copy + hand_back(None, [torch.zeros_like(source)], [source]).to(copy)
 
         return map_tensors(copied, move_arguments(row, self.devices[0]))
-
-    def _moved(self, arguments: Arguments, *, in_step: bool) -> Arguments:
-        """Returns arguments on the device of this rank, whose gradients are those of all rows, once.
-
-        The scale of gradients in a step is not known yet, so it gives inputs none.
-        """
-        enter = _detached if in_step else collectives.enter
-        inputs, kwargs = move_arguments(arguments, self.devices[0])
-        return Arguments(map_tensors(enter, inputs), map_tensors(enter, kwargs))
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which random numbers are those of this rank."""

@@ -163,7 +163,9 @@ def parameters_of(model):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("way", [adaptive_weight, gradient_of_a_gradient, hessian_products, some_accumulate, penalty_of_inputs, after_a_failure])
+@pytest.mark.parametrize(
+    "way", [adaptive_weight, gradient_of_a_gradient, hessian_products, some_accumulate, penalty_of_inputs, after_a_failure]
+)
 def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
     assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
 

@@ -124,7 +124,9 @@ def check(rank, way, strategy, name, sizes):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["mean", "root", "whole"])
-@pytest.mark.parametrize(("way", "strategy"), [(way, each) for way in FIRST for each in ("ddp", "fsdp")] + [(way, "ddp") for way in SECOND])
+@pytest.mark.parametrize(
+    ("way", "strategy"), [*((way, each) for way in FIRST for each in ("ddp", "fsdp")), *((way, "ddp") for way in SECOND)]
+)
 def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(way, strategy, name, sizes):
     run_ranks(2, check, way, strategy, name, sizes, timeout=30)
 

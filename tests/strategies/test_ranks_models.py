@@ -31,7 +31,7 @@ def apply(function, *outputs):
     """Applies a function to outputs of models, which are lists of one output on ranks."""
     if not isinstance(outputs[0], PerReplica):
         return function(*outputs)
-    return outputs[0].map(function) if len(outputs) == 1 else outputs[0].zip(*outputs[1:]).map(lambda parts: function(*parts), dim=0)
+    return outputs[0].map(function) if len(outputs) == 1 else join(function, outputs[0].zip(*outputs[1:]))
 
 
 def join(function, outputs):
@@ -71,6 +71,11 @@ def skipped(a, b, loss, x, y):
     return loss(join(lambda first, second: second, outputs), y)
 
 
+def halves(a, b, loss, x, y):
+    """The model runs rows, then the rows behind the first one, which a rank may not have."""
+    return loss(a(x), y) + loss(b(apply(torch.tanh, a(x[1:]))), y[1:]) + loss(a(y[1:]), x[1:])
+
+
 def teacher(a, b, loss, x, y):
     with torch.no_grad():
         soft = b(x)
@@ -93,6 +98,7 @@ PROGRAMS = {
     heads: lambda: (net(0), [net(1), net(2)]),
     detached: lambda: ([net(0), net(1)], Chosen(2)),
     skipped: lambda: ([net(0), net(1)], Chosen(2)),
+    halves: lambda: (net(0), net(1)),
     teacher: lambda: (net(0), net(1)),
     penalty: lambda: (net(0), net(1)),
 }
