@@ -516,7 +516,7 @@ class ShardedGradients(GradientRecord):
                 )
 
     def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
-        """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
+        """Sets the missing gradients of a unit to zeros; all of them after forwards without rows."""
         if not slots or is_sharded(getattr(*slots[0][1:])):
             return  # This unit has not run, or is reduced already: it has shards.
         gradients: list[Tensor] = []
@@ -527,7 +527,7 @@ class ShardedGradients(GradientRecord):
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
                 gradient = _gradient_of(parameter)
-            elif is_dummy:
+            elif is_dummy and self._is_dummy:  # All forwards of the backward had no rows.
                 if not is_kept:
                     gradient.zero_()
             elif not is_kept or torch_private.versions([gradient]) != [version]:
