@@ -75,6 +75,7 @@ from .ranks import (
     RankSync,
     RankUpdate,
     RowSettings,
+    refuse_graph,
     undone,
     watch_output,
 )
@@ -269,6 +270,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             self._requested.begin(derivatives, functools.partial(self.zero, reduces=reduces))
         elif reduces and self.record.begin_backward():
             if is_by_hand:
+                refuse_graph()
                 torch_private.prepare_reduction(self)
                 # The reducer's callback comes between these two.
                 run_after_backward(lambda: run_after_backward(self.record.forget_unused))

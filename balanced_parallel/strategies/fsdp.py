@@ -63,6 +63,7 @@ from .ranks import (
     RankSync,
     RankUpdate,
     RowSettings,
+    refuse_graph,
     tensors_of,
     undone,
     watch_output,
@@ -162,6 +163,8 @@ class ShardedModel(RankModel):
     def _begin_backward(self, in_step: bool, is_dummy: bool) -> None:
         if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
             self.gradients.refuse_requests()
+        elif not in_step:
+            refuse_graph()
         self.gradients.begin(is_dummy=is_dummy)
 
     @contextlib.contextmanager

@@ -395,6 +395,15 @@ class _Watch(torch.autograd.Function):
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
 
 
+def refuse_graph() -> None:
+    """Raises ``RuntimeError`` in a backward that keeps a graph of the gradients that ranks share."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) was called, and gradients that ranks share have no graph, expected "
+            "torch.autograd.grad(loss, parameters, create_graph=True) with strategy='ddp'"
+        )
+
+
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 

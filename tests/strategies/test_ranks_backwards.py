@@ -182,6 +182,15 @@ def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) was called.*expected torch\.autograd\.grad\(loss, parameters"):
+        loss.backward(create_graph=True)
+
+
 @pytest.mark.parametrize("inputs_alone", [True, False])
 @on_ranks(2, timeout=60)
 def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
