@@ -335,11 +335,8 @@ _backward_of_all: list[int | None] = [-1]
 
 def mark_loss(loss: Tensor) -> Tensor:
     """Marks a loss of all ranks: its backward has world_size() times the gradient of this rank."""
-    if not loss.requires_grad:
-        return loss
-    marked = loss.view_as(loss)  # Derivatives of its gradient do not pass it.
-    marked.register_hook(_note_backward)
-    return marked
+    # Derivatives of its gradient do not pass the new node.
+    return _hooked(loss, _note_backward) if loss.requires_grad else loss
 
 
 def _note_backward(gradient: Tensor) -> None:
@@ -355,9 +352,13 @@ def enter(tensor: Tensor) -> Tensor:
         {WATCHED, _SHARED} & {*node.metadata} for node in _nodes_behind([tensor])
     ):
         return tensor
-    entered = tensor.view_as(tensor)
-    entered.register_hook(_divide)
-    return entered
+    return _hooked(tensor, _divide)
+
+
+def _hooked(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+    view = tensor.view_as(tensor)
+    view.register_hook(hook)
+    return view
 
 
 def _divide(gradient: Tensor) -> Tensor:

@@ -414,14 +414,17 @@ class RequestedGradients:
         # This rank's gradient and the place of the average, by the number of the parameter.
         results: dict[int, tuple[Tensor, Tensor]] = {}
         is_accumulated: dict[int, bool | None] = {}
+        # A backward of these gradients passes all of them, then the zero, then the parameters.
+        behind = [zero()] if torch.is_grad_enabled() else []
 
         def keep(number: int, gradient: Tensor) -> Tensor | None:
             """Returns the place of the average. Its own derivative is that of this rank."""
             if current_backward_id() != backward:
                 return None
-            behind = [zero()] if torch.is_grad_enabled() else []
             slopes = [torch.ones_like(gradient), *(None for _ in behind)]
             result = hand_back(gradient.detach(), slopes, [gradient, *behind])
+            for tensor in (*behind, result) if behind else ():
+                torch_private.run_first(tensor.grad_fn)
             results[number] = gradient.detach(), result
             return result
 

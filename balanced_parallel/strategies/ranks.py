@@ -152,11 +152,10 @@ class RankModel(ParallelModel):
         sources = iter(tensors_in(move_leaves(inputs, self.devices[0])))
 
         def copied(tensor: Tensor) -> Tensor:
-            copy = tensor.clone()
             source = next(sources, tensor)
             if not source.requires_grad:
-                return copy
-            return copy + hand_back(None, [torch.zeros_like(source)], [source]).to(copy)
+                return tensor.clone()
+            return tensor + hand_back(None, [torch.zeros_like(source)], [source]).to(tensor)
 
         return map_tensors(copied, move_arguments(row, self.devices[0]))
 
