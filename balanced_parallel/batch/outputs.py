@@ -19,6 +19,7 @@ from ..runtime.collectives import (
     explain_unwatched,
     gather_objects,
     gather_rows,
+    mark_loss,
     world_size,
 )
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
@@ -535,7 +536,8 @@ def _join_ranks(place: str, column: list[Any], dims: Iterator[int | None], *, pa
             f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout"
         )
     if isinstance(local_leaf, Tensor) and dim is not None:
-        return gather_rows(local_leaf, [leaf.size(dim) for leaf in leaves], dim)
+        # Each rank computes a loss of all rows.
+        return mark_loss(gather_rows(local_leaf, [leaf.size(dim) for leaf in leaves], dim))
     if not containers.is_row_list(local_leaf):
         return local_leaf
     kind: Any = type(local_leaf)

@@ -35,7 +35,7 @@ from ..batch.rows import (
     spread,
     without_mark,
 )
-from ..runtime.collectives import gather_objects, gather_rows, rank, sum_over_ranks, world_size
+from ..runtime.collectives import SumOverRanks, gather_objects, gather_rows, rank, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
@@ -322,10 +322,10 @@ class LossOfSums(CoupledLoss):
             for place, tensor in tensors.items()
         }
         for place, tensor in local.items():
-            # Every rank computes the whole loss, and DistributedDataParallel averages their
-            # gradients.
-            ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
-            self._total[place] = hand_back(sum_over_ranks(tensor), [torch.ones_like(ours)], [ours])
+            # Every rank computes the whole loss, and the backward sums its gradients over the
+            # ranks, which DistributedDataParallel averages.
+            ours = tensor + nothing if is_differentiable(tensor) else tensor
+            self._total[place] = SumOverRanks.apply(ours, None)
         return [*by_rank]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:

@@ -14,7 +14,7 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, count_rows, mark, parameters_of, spread
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
-from ..runtime.collectives import explain_unwatched, refuse_unshared, world_size
+from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
 from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
@@ -167,10 +167,14 @@ class DataParallelCriterion(nn.Module):
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
         kind, kwargs = self.follow_reduction().called_with(kwargs)
+        if world_size() > 1:
+            targets, kwargs = containers.map_tensors(enter, (targets, kwargs))
         calls = self.cut(outputs, targets, kwargs)
         if world_size() > 1 and torch.is_grad_enabled():
             self._check_shared(calls.outputs)
         loss = kind.value(calls)
+        if world_size() > 1 and kind.reduction != "none":
+            loss = containers.map_tensors(mark_loss, loss)
         self.kind = self.kind.learned(self.copies)
         return loss
 

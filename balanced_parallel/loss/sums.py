@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..batch import containers
 from ..batch.containers import Leaf
-from ..runtime.collectives import explain_unwatched, sum_over_ranks, world_size
+from ..runtime.collectives import explain_unwatched, mark_loss, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, widest_float
 from ..runtime.values import check_number, check_type
 
@@ -101,9 +101,8 @@ def weighted_mean(
         raise ValueError(reason)
     pairs = zip(losses, check_weights(weights), strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
-    return divide_once(
-        sums, losses[0].device if device is None else resolve_device(device), minimum
-    )
+    home = losses[0].device if device is None else resolve_device(device)
+    return mark_loss(divide_once(sums, home, minimum))
 
 
 def weighted_sum(mean: Tensor, weight: float) -> Tensor:
@@ -205,9 +204,11 @@ def zero_of(*tensors: Tensor) -> Tensor:
     """Returns a zero that is real and connected to ``tensors``: reducers of other ranks wait for a
     backward.
 
-    The backward gives no gradient. One of zero could become nan in a loss that is 0 / 0.
+    The backward gives no gradient. One of zero could become nan in a loss that is 0 / 0. Tensors
+    without elements get one, which can be differentiated.
     """
-    return hand_back(None, [None] * len(tensors), tensors)
+    derivatives = [None if tensor.numel() else tensor.detach() for tensor in tensors]
+    return hand_back(None, derivatives, tensors)
 
 
 def hand_back(

@@ -192,7 +192,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
+        total = SumOverRanks.apply(gradients[0], ctx.group)
         place = rank(ctx.group)
         return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
 
@@ -209,7 +209,7 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns the sum of the gradients of all ranks."""
-        return sum_over_ranks(gradient.contiguous(), ctx.group), None
+        return SumOverRanks.apply(gradient, ctx.group), None
 
 
 _LINES = "the first difference"
@@ -300,30 +300,70 @@ def explain_unwatched(tensors: Iterable[object]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share
     the gradients; else None.
     """
-    nodes: list[torch_private.Node]
-    nodes = [
-        tensor.grad_fn
-        for tensor in tensors
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None
-    ]
-    seen = set[torch_private.Node]()
-    has_parameters = False
-    while nodes:
-        node = nodes.pop()
-        if WATCHED in node.metadata:
-            return None
-        if node not in seen:
-            seen.add(node)
-            has_parameters = has_parameters or isinstance(
-                getattr(node, "variable", None), torch.nn.Parameter
-            )
-            nodes += [behind for behind, _ in node.next_functions if behind is not None]
-    if not has_parameters:
+    nodes = _nodes_behind(tensors)
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    has_parameters = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
+    if not has_parameters or any(WATCHED in node.metadata for node in nodes):
         return None
     return (
         "outputs were computed past the model that parallelize returned, so the ranks would not share their gradients, expected "
         "those of model(inputs), or of model.call('method', inputs) for another method; detach outputs that train nothing"
     )
+
+
+def _nodes_behind(tensors: Iterable[object]) -> list[torch_private.Node]:
+    """Returns the nodes of a graph, from these tensors to the outputs of models."""
+    nodes: dict[torch_private.Node, None] = dict.fromkeys(
+        tensor.grad_fn
+        for tensor in tensors
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None
+    )
+    todo = [*nodes]
+    while todo:
+        node = todo.pop()
+        following = [] if WATCHED in node.metadata else node.next_functions
+        new = [behind for behind, _ in following if behind is not None and behind not in nodes]
+        nodes.update(dict.fromkeys(new))
+        todo += new
+    return [*nodes]
+
+
+# The last backward from a loss of all ranks. Reducers average, so its gradients have a factor of
+# world_size().
+_backward_of_all: list[int | None] = [-1]
+
+
+def mark_loss(loss: Tensor) -> Tensor:
+    """Marks a loss of all ranks: its backward has world_size() times the gradient of this rank."""
+    # Derivatives of its gradient do not pass the new node.
+    return _hooked(loss, _note_backward) if loss.requires_grad else loss
+
+
+def _note_backward(gradient: Tensor) -> None:
+    _backward_of_all[0] = torch_private.current_backward_id()
+
+
+def enter(tensor: Tensor) -> Tensor:
+    """Returns an input of a model, or a target, whose gradient no reducer averages: it is divided.
+
+    Outputs of another model lead to parameters, so they stay.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or any(
+        {WATCHED, _SHARED} & {*node.metadata} for node in _nodes_behind([tensor])
+    ):
+        return tensor
+    return _hooked(tensor, _divide)
+
+
+def _hooked(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+    view = tensor.view_as(tensor)
+    view.register_hook(hook)
+    return view
+
+
+def _divide(gradient: Tensor) -> Tensor:
+    is_of_all = _backward_of_all[0] == torch_private.current_backward_id()
+    return gradient / world_size() if is_of_all else gradient
 
 
 _KEY = "balanced_parallel/updates of rank {}"

@@ -49,12 +49,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import describe, leaves, map_leaves, map_tensors
+from ..batch.containers import describe, leaves, map_leaves, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight, hand_back, run_backward
+from ..loss.sums import LossSum, Weight, hand_back, run_backward, zero_of
 from ..runtime import collectives, torch_private, transport
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import (
@@ -74,8 +74,7 @@ from .ranks import (
     RankSync,
     RankUpdate,
     RowSettings,
-    connect,
-    first_row,
+    refuse_graph,
     undone,
     watch_output,
 )
@@ -143,7 +142,9 @@ class DistributedModel(RankModel, DistributedDataParallel):
         Its backward runs their hooks, and gives none a gradient.
         """
         derivatives: list[Tensor | None] = [None] * (len(self.record.parameters) + 1)
-        zero = _zero_of([*self.record.parameters, self._sentinel], derivatives)
+        # The reducer waits for hooks of frozen parameters too.
+        with _requiring(self.record.parameters, True), torch.enable_grad():
+            zero = hand_back(None, derivatives, [*self.record.parameters, self._sentinel])
         node: torch_private.Node = zero.grad_fn
         node.register_prehook(functools.partial(self._begin_backward, derivatives, reduces))
         return zero
@@ -216,7 +217,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         Keeps the first row of a method for that.
         """
         if rows and method not in self._examples:
-            self._examples[method] = first_row(arguments, self.dim)
+            self._examples[method] = self._first_row(arguments)
         if rows != 0 or self.meets_ranks:  # Layers that meet ranks wait for this one.
             return None
         return self._examples.get(method) or row_of_ones(arguments, self.dim)
@@ -224,20 +225,22 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def _run_without_rows(
         self, function: Callable[..., object], row: Arguments, empty: Arguments
     ) -> object:
-        """Runs a row in place of arguments without rows. Only the structure of the output is left."""
-        inputs, kwargs = move_arguments(row, self.devices[0])
-        with undone(self.module, self.devices), torch.no_grad():
-            outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
+        """Runs a row in place of arguments without rows. Only the structure of the output is left,
+        and its way to the arguments.
+        """
         has_gradients = torch.is_grad_enabled()
+        inputs, kwargs = row = self._copied_row(row, empty)
+        is_chained = any(tensor.requires_grad for tensor in tensors_in(row))
+        frozen = _requiring(self.record.parameters, False) if is_chained else torch.no_grad()
+        with undone(self.module, self.devices), frozen:
+            outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
 
         def connected(tensor: Tensor) -> Tensor:
-            return (
-                tensor.detach().requires_grad_(has_gradients)
-                if is_differentiable(tensor)
-                else tensor
-            )
+            if tensor.requires_grad or not is_differentiable(tensor):
+                return tensor
+            return tensor.detach().requires_grad_(has_gradients)
 
-        return connect(map_tensors(connected, outputs.narrow(0, 0)[0]), empty)
+        return map_tensors(connected, outputs.narrow(0, 0)[0])
 
     def _call_in_forward(self, function: Callable[[], object]) -> object:
         """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of
@@ -263,9 +266,10 @@ class DistributedModel(RankModel, DistributedDataParallel):
         """
         is_by_hand = self.record.is_by_hand
         if is_by_hand and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
-            self._requested.begin(derivatives)
+            self._requested.begin(derivatives, functools.partial(self.zero, reduces=reduces))
         elif reduces and self.record.begin_backward():
             if is_by_hand:
+                refuse_graph()
                 torch_private.prepare_reduction(self)
                 # The reducer's callback comes between these two.
                 run_after_backward(lambda: run_after_backward(self.record.forget_unused))
@@ -394,11 +398,12 @@ class RequestedGradients:
         self._backward: int | None = None
         self._hooks = contextlib.ExitStack()
 
-    def begin(self, derivatives: list[Tensor | None]) -> None:
+    def begin(self, derivatives: list[Tensor | None], zero: Callable[[], Tensor]) -> None:
         """Waits for the gradients that the running backward makes, once.
 
         ``derivatives`` are those of a zero of the parameters. They become zeros, so that a rank
-        without rows has all of the gradients, too.
+        without rows has all of the gradients, too. A backward of the gradients passes another
+        ``zero()``, on all ranks.
         """
         backward = current_backward_id()
         if backward == self._backward:
@@ -408,12 +413,17 @@ class RequestedGradients:
         # This rank's gradient and the place of the average, by the number of the parameter.
         results: dict[int, tuple[Tensor, Tensor]] = {}
         is_accumulated: dict[int, bool | None] = {}
+        # A backward of these gradients passes all of them, then the zero, then the parameters.
+        behind = [zero()] if torch.is_grad_enabled() else []
 
         def keep(number: int, gradient: Tensor) -> Tensor | None:
             """Returns the place of the average. Its own derivative is that of this rank."""
             if current_backward_id() != backward:
                 return None
-            result = hand_back(gradient.detach(), [torch.ones_like(gradient)], [gradient])
+            slopes = [torch.ones_like(gradient), *(None for _ in behind)]
+            result = hand_back(gradient.detach(), slopes, [gradient, *behind])
+            for tensor in (*behind, result) if behind else ():
+                torch_private.run_first(tensor.grad_fn)
             results[number] = gradient.detach(), result
             return result
 
@@ -538,8 +548,9 @@ class _DDPUpdate(RankUpdate):
             self._model.begin_sparse_gradients()
             # A failed backward has not run hooks that other ranks wait for.
             for parameter in self._model.record.parameters:
-                with contextlib.suppress(RuntimeError):  # it has been reached
-                    _zero_of([parameter], [None]).backward()
+                # It has been reached.
+                with contextlib.suppress(RuntimeError), _requiring([parameter], True):
+                    zero_of(parameter).backward()
             is_memory = isinstance(error, torch.OutOfMemoryError)
             self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
         forget_gradients(self._model.record.parameters)
@@ -609,18 +620,17 @@ def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync
     return _DDPSync(model, criterion)
 
 
-def _zero_of(parameters: Sequence[Tensor], derivatives: Sequence[Tensor | None]) -> Tensor:
-    """Returns a zero that leads to parameters, those that are frozen included: the reducer waits
-    for their hooks too.
-    """
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    with torch.enable_grad():
-        zero = hand_back(None, derivatives, parameters)
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    return zero
+@contextlib.contextmanager
+def _requiring(parameters: Sequence[Tensor], is_required: bool) -> Iterator[None]:
+    """Lets all parameters require a gradient, or none of them."""
+    changed = [parameter for parameter in parameters if parameter.requires_grad != is_required]
+    for parameter in changed:
+        parameter.requires_grad_(is_required)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not is_required)
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
@@ -629,6 +639,8 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
         return None
 
     def ones(leaf: Any, along: int = dim) -> Any:
+        if isinstance(leaf, PerReplica):  # Another model returned it.
+            return map_leaves(ones, leaf[0])
         if isinstance(leaf, Along):
             return Along(ones(leaf.leaf, leaf.dim), leaf.dim)
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:

@@ -63,8 +63,7 @@ from .ranks import (
     RankSync,
     RankUpdate,
     RowSettings,
-    connect,
-    first_row,
+    refuse_graph,
     tensors_of,
     undone,
     watch_output,
@@ -134,14 +133,12 @@ class ShardedModel(RankModel):
             self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
-            # This moves it once: the host would wait for each copy.
-            example = self._examples[method] = move_leaves(example, self.devices[0])
             with (
                 self.gradients.of_dummy(),
                 self._random_numbers(),
                 undone(self.module, self.devices),
             ):
-                row = connect(first_row(example, self.dim), arguments)
+                row = self._copied_row(example, arguments)
                 return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(
                     0, 0
                 )
@@ -167,6 +164,8 @@ class ShardedModel(RankModel):
     def _begin_backward(self, in_step: bool, is_dummy: bool) -> None:
         if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
             self.gradients.refuse_requests()
+        elif not in_step:
+            refuse_graph()
         self.gradients.begin(is_dummy=is_dummy)
 
     @contextlib.contextmanager
@@ -205,7 +204,7 @@ class ShardedModel(RankModel):
 
             register_fsdp_forward_method(self.module, method)
         has_rows = gather_objects(rows != 0, self.group)
-        row = first_row(arguments, self.dim) if rows and arguments is not None else None
+        row = self._first_row(arguments) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
             shared = [
@@ -214,7 +213,7 @@ class ShardedModel(RankModel):
                 else None
             ]
             dist.broadcast_object_list(shared, group=self.group, group_src=source)
-            row = row or shared[0]
+            row = row or move_leaves(shared[0], self.devices[0])
         self._examples[method] = row
 
 
@@ -521,7 +520,7 @@ class ShardedGradients(GradientRecord):
                 )
 
     def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
-        """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
+        """Sets the missing gradients of a unit to zeros; all of them after forwards without rows."""
         if not slots or is_sharded(getattr(*slots[0][1:])):
             return  # This unit has not run, or is reduced already: it has shards.
         gradients: list[Tensor] = []
@@ -532,7 +531,7 @@ class ShardedGradients(GradientRecord):
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
                 gradient = _gradient_of(parameter)
-            elif is_dummy:
+            elif is_dummy and self._is_dummy:  # All forwards of the backward had no rows.
                 if not is_kept:
                     gradient.zero_()
             elif not is_kept or torch_private.versions([gradient]) != [version]:

@@ -15,9 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, Nested, map_tensors, tensors_in
+from ..batch.containers import Dims, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, ParallelModel, Shard, count_rows, take
+from ..batch.rows import (
+    Arguments,
+    ParallelModel,
+    Shard,
+    count_rows,
+    move_arguments,
+    move_leaves,
+    take,
+)
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
@@ -26,12 +34,7 @@ from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import OnCollective
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
-from ..runtime.torch_private import (
-    current_backward_id,
-    is_compiled,
-    is_differentiable,
-    is_sharded,
-)
+from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
@@ -83,8 +86,13 @@ class RankModel(ParallelModel):
                 "this rank has no samples, and collate= joins them, expected one sample at least in each micro-batch: the "
                 "others wait for its batch norm or sum over all rows, and joined samples of another batch would count"
             )
+        arguments = shard.inputs
+        for value in (*arguments.inputs, *arguments.kwargs.values()):
+            # Inputs get no gradient. Its scale is known at the end of the update.
+            if isinstance(value, Tensor) and value.requires_grad:
+                arguments = map_tensors(_detached, arguments)
         with shard.context():
-            return self._watched_run(None, shard.inputs, rows, in_step=True)
+            return self._watched_run(None, arguments, rows, in_step=True)
 
     def _places(self) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
         """Yields the parameters, by the layer that has them and their name there."""
@@ -110,7 +118,7 @@ class RankModel(ParallelModel):
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         if torch.is_grad_enabled():
             self._refuse_late_parameters()
-        marked = self.mark(arguments, method)
+        marked = self.mark(map_tensors(collectives.enter, arguments), method)
         return self._watched_run(method, marked, count_rows(marked, self.dim))
 
     def _watched_run(
@@ -153,6 +161,27 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
+
+    def _first_row(self, arguments: Arguments) -> Arguments:
+        """Returns a copy of the first row, without its history. Outputs of other models are opened."""
+        row: Arguments = move_leaves(take(arguments, range(1), self.dim), self.devices[0])
+        return map_tensors(lambda tensor: tensor.detach().clone(), row)
+
+    def _copied_row(self, row: Arguments, inputs: Arguments | None) -> Arguments:
+        """Returns a copy of a row, whose tensors lead to those inputs without rows that require a
+        gradient.
+
+        So a backward goes through several models in the order in which it does on other ranks.
+        """
+        sources = iter(tensors_in(move_leaves(inputs, self.devices[0])))
+
+        def copied(tensor: Tensor) -> Tensor:
+            source = next(sources, tensor)
+            if not source.requires_grad:
+                return tensor.clone()
+            return tensor + hand_back(None, [torch.zeros_like(source)], [source]).to(tensor)
+
+        return map_tensors(copied, move_arguments(row, self.devices[0]))
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which random numbers are those of this rank."""
@@ -389,22 +418,17 @@ class _Watch(torch.autograd.Function):
         return None, None, *[None if gradient is None else next(watched) for gradient in gradients]
 
 
-def connect(row: Nested, inputs: Arguments | None) -> Nested:
-    """Returns a row that leads to inputs without rows, so that their gradients can be asked for on
-    all ranks alike.
-    """
-    empty = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not tensor.numel()]
-    if not empty or not torch.is_grad_enabled():
-        return row
-    zero = hand_back(None, [*map(torch.zeros_like, empty)], empty)
-    return map_tensors(
-        lambda tensor: tensor + zero.to(tensor) if is_differentiable(tensor) else tensor, row
-    )
+def refuse_graph() -> None:
+    """Raises ``RuntimeError`` in a backward that keeps a graph of the gradients that ranks share."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) was called, and gradients that ranks share have no graph, expected "
+            "torch.autograd.grad(loss, parameters, create_graph=True) with strategy='ddp'"
+        )
 
 
-def first_row(arguments: Arguments, dim: int) -> Arguments:
-    """Returns a copy of the first row, without its history."""
-    return map_tensors(lambda tensor: tensor.detach().clone(), take(arguments, range(1), dim))
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 @contextlib.contextmanager

@@ -110,6 +110,17 @@ def gradient_of_a_gradient(model, loss, x, other, y):
     return [slope.detach() for slope in slopes]
 
 
+def hessian_products(model, loss, x, other, y):
+    """The products of the Hessian and two vectors are asked for, then the gradient as it is."""
+    parameters = parameters_of(model)
+    value = loss(model(x), y)
+    slopes = torch.autograd.grad(value, parameters, create_graph=True)
+    first = torch.autograd.grad(slopes, parameters, [slope.detach().sign() for slope in slopes], retain_graph=True)
+    second = torch.autograd.grad(sum(slope.pow(3).sum() for slope in slopes[1:]), parameters, retain_graph=True)
+    value.backward()
+    return [*first, *second]
+
+
 def some_accumulate(model, loss, x, other, y):
     """The next forward is not disturbed."""
     last = parameters_of(model)[-2:]
@@ -152,7 +163,9 @@ def parameters_of(model):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("way", [adaptive_weight, gradient_of_a_gradient, some_accumulate, penalty_of_inputs, after_a_failure])
+@pytest.mark.parametrize(
+    "way", [adaptive_weight, gradient_of_a_gradient, hessian_products, some_accumulate, penalty_of_inputs, after_a_failure]
+)
 def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
     assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
 
@@ -167,6 +180,15 @@ def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
         loss.backward(inputs=[*model.module.parameters()], retain_graph=True)
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
+    model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
+    loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) was called.*expected torch\.autograd\.grad\(loss, parameters"):
+        loss.backward(create_graph=True)
 
 
 @pytest.mark.parametrize("inputs_alone", [True, False])

@@ -1,0 +1,176 @@
+"""Gradients of inputs over ranks: those of the loss over all rows, once, as on one device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import on_ranks, run_ranks
+from torch import nn
+
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, TrainStep, gather, parallelize, weighted_mean
+from balanced_parallel.batch.outputs import PerReplica
+
+SIZES = [[2, 4], [6, 0], [0, 6]]
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+class Root(AdditiveLoss):
+    """A function of a sum over the rows."""
+
+    def statistics(self, output, target):
+        return (output - target).pow(2).sum(0)
+
+    def finish(self, statistics):
+        return statistics.sqrt().sum()
+
+
+def saliency(models, loss, x, y):
+    """The gradient at the inputs is asked for, then all of them are accumulated."""
+    value = loss(models[0](x), y)
+    (slope,) = torch.autograd.grad(value, x, retain_graph=True)
+    value.backward()
+    return [slope, x.grad]
+
+
+def attack(models, loss, x, y):
+    """The gradient at a perturbation, which is not an input itself, and that at the inputs that are made of it."""
+    shift = torch.zeros_like(x, requires_grad=True)
+    moved = x.detach() + shift
+    moved.retain_grad()
+    loss(models[0](moved), y).backward()
+    return [shift.grad, moved.grad]
+
+
+def chain(models, loss, x, y):
+    loss(models[1](models[0](x)), y).backward()
+    return [x.grad]
+
+
+def targets(models, loss, x, y):
+    """The inputs are the targets too."""
+    loss(models[0](x), x).backward()
+    return [x.grad]
+
+
+def twice(models, loss, x, y):
+    """Two losses in one backward, and gradients that accumulate."""
+    (loss(models[0](x), y) + 2 * loss(models[0](x), 2 * y)).backward()
+    loss(models[0](x), y).backward()
+    return [x.grad]
+
+
+def each_row(models, loss, x, y):
+    """A sum of outputs is no loss of all ranks: each row has a gradient of its own. Its norm is trained."""
+    output = models[0](x)
+    total = (output[0] if isinstance(output, PerReplica) else output).sum()
+    (slope,) = torch.autograd.grad(total, x, retain_graph=True)
+    (loss(output, y)).backward()
+    return [slope, x.grad]
+
+
+def forces(models, loss, x, y):
+    """Energies and their derivatives are trained."""
+    energies = models[0](x)
+    (slope,) = torch.autograd.grad(loss(energies, y), x, create_graph=True)
+    slopes = [slope] if isinstance(energies, PerReplica) else slope
+    (loss(energies, y) + loss(slopes, y)).backward()
+    return [slope.detach(), x.grad]
+
+
+def curvature(models, loss, x, y):
+    """Products of the Hessian at the inputs and a vector, by two backwards."""
+    (slope,) = torch.autograd.grad(loss(models[0](x), y), x, create_graph=True)
+    return list(torch.autograd.grad(slope.pow(3).sum(), x))
+
+
+def unrolled(models, loss, x, y):
+    """Inputs move along their gradient, and the movement is trained."""
+    (slope,) = torch.autograd.grad(loss(models[0](x), y), x, create_graph=True)
+    loss(models[0](x.detach() - slope), y).backward()
+    return []
+
+
+FIRST = [saliency, attack, chain, targets, twice, each_row]
+SECOND = [forces, curvature, unrolled]
+PLAIN = {"mean": F.mse_loss, "root": lambda output, target: (output - target).pow(2).sum(0).sqrt().sum()}
+LOSSES = {
+    "mean": lambda: DataParallelCriterion(nn.MSELoss()),
+    "root": lambda: DataParallelCriterion(Root()),
+    "whole": lambda: DataParallelCriterion(PLAIN["root"], whole=True),
+}
+
+
+def check(rank, way, strategy, name, sizes):
+    x, y = torch.randn(2, 6, 4).double().unbind()
+    plain = [build(), build(1)]
+    expected = way(plain, PLAIN["root" if name == "whole" else name], x.clone().requires_grad_(), y)
+    models = [parallelize(build(seed), None, ["cpu"], strategy=strategy) for seed in (0, 1)]
+    parts = [tensor.split(sizes)[rank] for tensor in (x, y)]
+    results = way(models, LOSSES[name](), parts[0].clone().requires_grad_(), parts[1])
+    for result, value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, value.split(sizes)[rank], rtol=1e-10, atol=1e-12)
+    for model, other in zip(models, plain, strict=True):
+        for parameter, expected in zip(model.module.parameters(), other.parameters(), strict=True):
+            gradient = parameter.grad
+            if expected.grad is None or gradient is None:
+                assert gradient is expected.grad
+                continue
+            gradient = gradient.full_tensor() if strategy == "fsdp" else gradient
+            torch.testing.assert_close(gradient, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["mean", "root", "whole"])
+@pytest.mark.parametrize(
+    ("way", "strategy"), [*((way, each) for way in FIRST for each in ("ddp", "fsdp")), *((way, "ddp") for way in SECOND)]
+)
+def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(way, strategy, name, sizes):
+    run_ranks(2, check, way, strategy, name, sizes, timeout=30)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@on_ranks(2)
+def test_losses_of_gathered_outputs_and_of_weighted_means_have_the_same_gradients_of_inputs(rank, strategy):
+    x, y = torch.randn(2, 5, 4).double().unbind()
+    whole = x.clone().requires_grad_()
+    F.mse_loss(build()(whole), y).backward()
+    model = parallelize(build(), None, ["cpu"], strategy=strategy)
+    sizes = [2, 3]
+    for compute in (
+        lambda output, target: F.mse_loss(gather(output), y),
+        lambda output, target: weighted_mean([F.mse_loss(output[0], target)], [len(target)]),
+    ):
+        part = x.split(sizes)[rank].clone().requires_grad_()
+        compute(model(part), y.split(sizes)[rank]).backward()
+        torch.testing.assert_close(part.grad, whole.grad.split(sizes)[rank], rtol=1e-10, atol=1e-12)
+
+
+class Forces(nn.Module):
+    """Returns the derivative of an energy at the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = build()
+
+    def forward(self, x):
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@on_ranks(2)
+def test_forces_of_a_forward_are_trained_by_steps(rank):
+    x, y = torch.randn(2, 5, 4).double().unbind()
+    plain = Forces()
+    F.mse_loss(plain(x.clone().requires_grad_()), y).backward()
+    model, criterion = parallelize(Forces(), nn.MSELoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=1)
+    part = x.split([2, 3])[rank].clone().requires_grad_()
+    for _ in range(2):
+        step(part, y.split([2, 3])[rank])
+    assert part.grad is None  # it would not have the scale of the loss
+    for parameter, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,150 @@
+"""Several models in one loss, and a rank without rows: a backward goes through the models in one order on all ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.fsdp import whole
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, parallelize
+from balanced_parallel.batch.outputs import PerReplica
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+class Chosen(nn.Module):
+    """Uses one of two inputs, and returns two outputs."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.first, self.second = net(seed), net(seed + 1)
+
+    def forward(self, left, right=None):
+        return self.first(left), self.second(left.detach() if right is None else right.detach())
+
+
+def apply(function, *outputs):
+    """Applies a function to outputs of models, which are lists of one output on ranks."""
+    if not isinstance(outputs[0], PerReplica):
+        return function(*outputs)
+    return outputs[0].map(function) if len(outputs) == 1 else join(function, outputs[0].zip(*outputs[1:]))
+
+
+def join(function, outputs):
+    return outputs.map(lambda pair: function(*pair), dim=0) if isinstance(outputs, PerReplica) else function(*outputs)
+
+
+def cycle(a, b, loss, x, y):
+    return loss(b(a(x)), x) + loss(a(b(y)), y)
+
+
+def generator(a, b, loss, x, y):
+    """Two discriminators of equal size see the output of a generator."""
+    fake = a[0](x)
+    return loss(a[1](fake), y) + loss(b(fake), y)
+
+
+def siamese(a, b, loss, x, y):
+    return loss(apply(torch.add, b(a(x)), a(y)), y)
+
+
+def heads(a, b, loss, x, y):
+    """The second head is in the loss, the first one is not. Outputs pass functions of the program."""
+    hidden = apply(torch.tanh, a(x))
+    b[0](hidden)
+    return loss(b[1](apply(lambda output: 2 * output, hidden)), y)
+
+
+def detached(a, b, loss, x, y):
+    """A model detaches one of its inputs, so the model behind it gets no gradient."""
+    outputs = b(a[0](x), a[1](y))
+    return loss(join(torch.add, outputs), y)
+
+
+def skipped(a, b, loss, x, y):
+    """An output of a model leads to nothing, another to the model behind it."""
+    outputs = b(a[0](x), a[1](y))
+    return loss(join(lambda first, second: second, outputs), y)
+
+
+def halves(a, b, loss, x, y):
+    """The model runs all rows and some of them: the first row of the batch, which one rank has."""
+    some = y[:, 0] == 1
+    return loss(a(x[some]), y[some]) + loss(a(x), y) + loss(b(apply(torch.tanh, a(x[some]))), y[some]) + loss(b(x), y)
+
+
+def teacher(a, b, loss, x, y):
+    with torch.no_grad():
+        soft = b(x)
+    return loss(a(x), y) + loss(apply(torch.sub, a(x), soft), y)
+
+
+def penalty(a, b, loss, x, y):
+    """The penalty of a critic: its gradient at the inputs is in the loss, which FSDP2 cannot differentiate."""
+    mixed = x.clone().requires_grad_()
+    scores = b(mixed)
+    total = (scores[0] if isinstance(scores, PerReplica) else scores).sum()
+    (slopes,) = torch.autograd.grad(total, mixed, create_graph=True)
+    return loss([slopes] if isinstance(scores, PerReplica) else slopes, y) + loss(b(a(x)), y)
+
+
+PROGRAMS = {
+    cycle: lambda: (net(0), net(1)),
+    generator: lambda: ([net(0), net(1)], net(2)),
+    siamese: lambda: (net(0), net(1)),
+    heads: lambda: (net(0), [net(1), net(2)]),
+    detached: lambda: ([net(0), net(1)], Chosen(2)),
+    skipped: lambda: ([net(0), net(1)], Chosen(2)),
+    halves: lambda: (net(0), net(1)),
+    teacher: lambda: (net(0), net(1)),
+    penalty: lambda: (net(0), net(1)),
+}
+
+
+def flat(models):
+    return [model for each in models for model in (each if isinstance(each, list) else [each])]
+
+
+def train(program, models, loss, batches):
+    results = []
+    for x, y in batches:
+        for model in flat(models):
+            model.zero_grad()
+        value = program(*models, loss, x, y)
+        value.backward()
+        parameters = [parameter for model in flat(models) for parameter in model.parameters()]
+        results += [value.detach(), *(None if each.grad is None else whole(each.grad).clone() for each in parameters)]
+    return results
+
+
+def check(rank, program, strategy, sizes):
+    batches = [torch.randn(2, sum(each), 4).double().unbind() for each in sizes]
+    for _, y in batches:
+        y[:, 0] = torch.arange(len(y)) == 0
+    expected = train(program, PROGRAMS[program](), F.mse_loss, batches)
+    wrapped = [
+        [parallelize(model, None, ["cpu"], strategy=strategy) for model in models]
+        if isinstance(models, list)
+        else parallelize(models, None, ["cpu"], strategy=strategy)
+        for models in PROGRAMS[program]()
+    ]
+    parts = [[tensor.split(each)[rank] for tensor in batch] for batch, each in zip(batches, sizes, strict=True)]
+    results = train(program, wrapped, DataParallelCriterion(nn.MSELoss()), parts)
+    for result, value in zip(results, expected, strict=True):
+        if value is None or result is None:
+            assert not any(each.any() for each in (result, value) if each is not None)
+        else:
+            torch.testing.assert_close(result, value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[[2, 2], [1, 0], [2, 1]], [[0, 2], [2, 2]]], ids=str)
+@pytest.mark.parametrize(
+    ("program", "strategy"),
+    [(program, strategy) for program in PROGRAMS for strategy in ("ddp", "fsdp") if (program, strategy) != (penalty, "fsdp")],
+)
+def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(program, strategy, sizes):
+    run_ranks(2, check, program, strategy, sizes, timeout=30)
