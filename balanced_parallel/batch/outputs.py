@@ -398,8 +398,8 @@ def join(
     return containers.zip_leaves(join_leaves, list(outputs), "output")
 
 
-def padded(values: Sequence[object], dim: int | None) -> list[Any]:
-    """Pads tensors with zeros to the longest, in all dimensions but that of the rows.
+def padded(values: Sequence[object], dim: int | None, value: float = 0.0) -> list[Any]:
+    """Pads tensors with a value to the longest, in all dimensions but that of the rows.
 
     Returns other values as they are.
     """
@@ -413,14 +413,14 @@ def padded(values: Sequence[object], dim: int | None) -> list[Any]:
     ):
         return [*values]
     longest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
-    return [_pad(tensor, longest, dim) for tensor in tensors]
+    return [_pad(tensor, longest, dim, value) for tensor in tensors]
 
 
-def _pad(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+def _pad(tensor: Tensor, sizes: Sequence[int], dim: int, value: float) -> Tensor:
     missing = [size - length for size, length in zip(sizes, tensor.shape, strict=True)]
     missing[dim] = 0
     return (
-        F.pad(tensor, [each for size in reversed(missing) for each in (0, size)])
+        F.pad(tensor, [each for size in reversed(missing) for each in (0, size)], value=value)
         if any(missing)
         else tensor
     )

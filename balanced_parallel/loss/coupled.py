@@ -11,17 +11,19 @@ contrastive losses, mined triplets), or statistics, which are summed (``LossOfSu
 """
 
 import abc
+import contextlib
 import functools
 import itertools
+import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica, join_outputs, join_tensors, repeated_rows
+from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
 from ..batch.rows import (
     Along,
     Arguments,
@@ -32,13 +34,14 @@ from ..batch.rows import (
     mark,
     mark_leaves,
     move_arguments,
+    move_leaves,
     spread,
     without_mark,
 )
 from ..runtime.collectives import gather_objects, gather_rows, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
-from ..runtime.torch_private import is_differentiable
+from ..runtime.torch_private import buffers_of, is_differentiable
 from ..runtime.values import scaled
 from .copies import Calls, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
@@ -160,8 +163,22 @@ class ShardStatistics(NamedTuple):
     nothing: Tensor  # a zero on the device of the output, connected to it
 
 
+class RowSample(NamedTuple):
+    """Rows of a shard, which are compared with their halves, and together with those of others."""
+
+    statistics: list[dict[Any, Tensor]]  # those of the rows, and of each half
+    arguments: Any  # The output and the targets, marked. None if they are large.
+    rows: int
+    dim: Any  # that of the rows of the output
+    most: int  # rows to compare together
+
+
 # two rows may look independent by chance, as by an equal number of positive targets
 ROWS_TO_CHECK = 16
+# Shards are compared together, with copies up to these rows and bytes.
+ROWS_TOGETHER = 1024
+BYTES_TOGETHER = 2**24
+_PADDING = -1e4  # It is finite, and has no part in a softmax.
 
 
 class LossOfSums(CoupledLoss):
@@ -177,8 +194,10 @@ class LossOfSums(CoupledLoss):
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
-        # rows of this update whose statistics were compared with those of halves
-        self._rows_checked = 0
+        # numbers of rows in the shards of this update that were compared with halves
+        self._rows_checked: list[int] = []
+        self.samples: list[RowSample] = []
+        self._rows_together = ROWS_TOGETHER
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
@@ -238,13 +257,13 @@ class LossOfSums(CoupledLoss):
             return
         outputs = calls.outputs
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
-            if self._rows_checked < ROWS_TO_CHECK:
-                self._rows_checked += size or 0
+            if len(self._rows_checked) < 2 or sum(self._rows_checked) < ROWS_TO_CHECK:
+                self._rows_checked.append(size or 0)
                 self._check_halves(PerReplica([output], [size], outputs.dim), shard)
 
     def _check_halves(self, output: PerReplica, shard: Shard) -> None:
         try:
-            samples = self._samples(output, shard)
+            self._halve(output, shard)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - it may raise anything
@@ -254,8 +273,45 @@ class LossOfSums(CoupledLoss):
                 f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}",
                 error,
             )
-        if all(sample.tensors for sample in samples):
-            self._compare([sample.tensors for sample in samples])
+
+    @torch.no_grad()
+    def compare(self, samples: Sequence[RowSample], device: torch.device) -> None:
+        """Compares the statistics of shards of all ranks with those of their halves, and their sum
+        with those of all rows and copies of them.
+
+        A loss may keep the hardest 16 rows where each shard has fewer, or count positions that each
+        shard pads to its own longest row.
+        """
+        for sample in samples:
+            if all(sample.statistics):
+                self._compare(sample.statistics, "the first rows", "halves")
+        samples = [sample for sample in samples if sample.arguments]
+        if not samples:
+            return
+        pairs = [sample.arguments for sample in samples]
+        rows = sum(sample.rows for sample in samples)
+        dim = samples[0].dim
+        times = min(samples[0].most // rows, int(BYTES_TOGETHER // max(_size(pairs), 1)))
+        doublings = max(times.bit_length() - 1, 1)
+        outputs, targets = zip(*pairs, strict=True)
+        if isinstance(outputs[0], Along):
+            tensors = padded([*map(without_mark, outputs)], outputs[0].dim, _PADDING)
+            outputs = [Along(tensor, outputs[0].dim) for tensor in tensors]
+        join = functools.partial(_join_rows, device=device)
+        try:
+            pair = containers.zip_leaves(join, [*zip(outputs, targets, strict=True)])
+            for _ in range(doublings):
+                pair = containers.zip_leaves(join, [pair, pair])
+            output = containers.map_leaves(without_mark, pair[0])
+            whole = PerReplica([output], [rows << doublings], dim)
+            with self._undone(whole):
+                together = self._run(whole, pair[1])
+        except Exception:  # noqa: BLE001 - there may be too many rows
+            return
+        for sample in samples:
+            copies = {place: each * 2**doublings for place, each in sample.statistics[0].items()}
+            together.append(copies)
+        self._compare(together, "the first rows and copies of them", "shards", 2e-2)
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -296,9 +352,12 @@ class LossOfSums(CoupledLoss):
             self._structure,
             {place: tensor.detach().to("meta") for place, tensor in local.items()},
         )
-        layouts = enumerate(gather_objects(layout if local else None))
-        by_rank = {number: layout for number, layout in layouts if layout is not None}
+        layouts, samples = zip(
+            *gather_objects((layout if local else None, self.samples)), strict=True
+        )
+        by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
         self._check_shapes([tensors for _, tensors in by_rank.values()])
+        self.compare([*itertools.chain(*samples)], nothing.device)
         if world_size() == 1 or not by_rank:
             return [*by_rank]
         self._structure, tensors = next(iter(by_rank.values()))
@@ -331,8 +390,8 @@ class LossOfSums(CoupledLoss):
         return move(weighted_sum(loss, 1), self.copies.output_device or device)
 
     @torch.no_grad()
-    def _samples(self, output: PerReplica, shard: Shard) -> list[ShardStatistics]:
-        """Returns the statistics of a shard and of its halves. Random numbers are put back.
+    def _halve(self, output: PerReplica, shard: Shard) -> None:
+        """Computes the statistics of a shard and of its halves.
 
         A single row is repeated, with other values that have the same signs and are not larger.
         """
@@ -351,56 +410,69 @@ class LossOfSums(CoupledLoss):
         # words, or a packed row
         if rows and (counts == {shard.target_rows} or (shard.is_joined and counts == {1})):
             rows = counts.pop()
-            output = PerReplica(output, [rows], output.dim)
         if not rows:
-            return []
+            return
+        pair = (
+            mark_leaves(output[0], output.dim, "the output"),
+            mark(targets, self.copies.dim, self.copies.criterion),
+        )
         if rows == 1:
             join_twice = functools.partial(_join_rows, device=devices_of(output, None)[0])
-            pair = (
-                mark_leaves(output[0], output.dim, "the output"),
-                mark(targets, self.copies.dim, self.copies.criterion),
-            )
-            first, targets = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
+            pair = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
             rows = 2
-            output = PerReplica([containers.map_leaves(without_mark, first)], [2], output.dim)
+        whole = PerReplica([containers.map_leaves(without_mark, pair[0])], [rows], output.dim)
         halves = join_outputs(
-            [output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)], output.dim
+            [whole.narrow(0, rows // 2), whole.narrow(rows // 2, rows - rows // 2)], output.dim
         )
-        target_rows = count_rows(targets, self.copies.dim, rows, "targets")
-        devices = devices_of(halves, None)
-        states = generator_states(devices)
-        result: list[ShardStatistics] = []
-        for part in (output, halves):
-            shards = shards_of_targets(
-                part, targets, target_rows, self.copies.dim, self.copies.devices
-            )
-            result += Calls(self.copies, part, shards).run(self._statistics)
-        set_generators(states, devices)
-        return result
+        with self._undone(halves):
+            statistics = [*self._run(whole, pair[1]), *self._run(halves, pair[1])]
+        kept = pair if _size(pair) <= BYTES_TOGETHER // world_size() else None
+        sample = RowSample(statistics, kept, rows, output.dim, self._rows_together)
+        self.samples.append(map_marked(_on_host, sample))
 
+    @contextlib.contextmanager
+    def _undone(self, outputs: PerReplica) -> Iterator[None]:
+        """Puts back random numbers, and the buffers of the criterion."""
+        devices = devices_of(outputs, None)
+        states = generator_states(devices)
+        buffers = [*map(buffers_of, _modules(self.copies.criterion))]
+        before = [each.copy() for each in buffers]
+        for each in buffers:
+            each.update(containers.map_tensors(Tensor.clone, each))
+        try:
+            yield
+        finally:
+            set_generators(states, devices)
+            for each, former in zip(buffers, before, strict=True):
+                each.update(former)
+
+    def _run(self, outputs: PerReplica, targets: Arguments) -> list[dict[Any, Tensor]]:
+        rows = count_rows(targets, self.copies.dim, sum(outputs.sizes), "targets")
+        shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
+        return [part.tensors for part in Calls(self.copies, outputs, shards).run(self._statistics)]
     @torch.no_grad()
-    def _compare(self, samples: Sequence[dict[Any, Tensor]]) -> None:
-        """Raises ``ValueError`` if the statistics of rows are not the sum of those of their halves."""
+    def _compare(
+        self, samples: Sequence[dict[Any, Tensor]], rows: str, parts: str, tolerance: float = 0.0
+    ) -> None:
+        """Raises ``ValueError`` if the statistics of rows are not the sum of those of their parts."""
         places: dict[Any, Tensor] = functools.reduce(operator.or_, samples)
         for number, place in enumerate(places):
-            total, first, last = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
-            if total.shape == first.shape == last.shape and all(
-                place in sample for sample in samples
-            ):
-                size = (
-                    torch.stack([move(each, total.device) for each in (total, first, last)])
-                    .abs()
-                    .max()
-                )
+            total, *others = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
+            if all(place in sample for sample in samples) and {
+                each.shape for each in others
+            } == {total.shape}:
+                every = torch.stack([move(each, total.device) for each in (total, *others)])
                 # a mean is off by its own size, and the variance of one row is nan; nan in the
                 # whole is the caller's
                 if (
                     not total.isfinite().all()
-                    or (total - first - last).abs().max() <= self._tolerance(total) * size
+                    or (2 * total - every.sum(0)).abs().max()
+                    <= max(self._tolerance(total), tolerance) * every.abs().max()
                 ):
                     continue
-            values = f"of the first rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
-            self._refuse(f"{self._name(number, place)} {values}")
+            values = " and ".join(map(_shown, others[:2]))
+            name = self._name(number, place)
+            self._refuse(f"{name} of {rows} is {_shown(total)}, but of their {parts} {values}")
 
     def _kind(self, place: Any) -> Hashable:
         """Returns a key of a statistic. New ones are compared with halves."""
@@ -418,15 +490,35 @@ class LossOfSums(CoupledLoss):
         ) from cause
 
 
+def _size(node: object) -> float:
+    """Returns the bytes of tensors, or infinity if there are objects of unknown classes."""
+    leaves = [leaf for _, leaf in containers.leaves(move_leaves(node, None))]
+    is_known = all(
+        isinstance(leaf, Tensor) or leaf is None or containers.is_row_list([leaf])
+        for leaf in leaves
+    )
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)) if is_known else math.inf
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
 def _flags(criterion: Any) -> list[bool]:
     """Returns the flags of a module, such as one that a term has begun.
 
     Its whole numbers may count its calls.
     """
-    modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
     return [
-        value for module in modules for value in vars(module).values() if isinstance(value, bool)
+        value
+        for module in _modules(criterion)
+        for value in vars(module).values()
+        if isinstance(value, bool)
     ]
+
+
+def _modules(criterion: Any) -> Iterator[nn.Module]:
+    return criterion.modules() if isinstance(criterion, nn.Module) else iter(())
 
 
 def _smaller(leaf: Any) -> Any:

@@ -746,6 +746,7 @@ class LossOfMeans(LossOfSums):
         refuse_coupled(self.copies.criterion)
         if isinstance(output[0], FoundMeans):
             output = output.map(lambda result: result.inputs)
+            self._rows_together = 0  # The model runs on them.
         super()._check_halves(output, shard)
 
     def _kind(self, place: Any) -> Hashable:
@@ -806,14 +807,17 @@ class ExactLossOfMeans(LossOfMeans):
         ranks = []
         forms = []
         numbers_of_ranks = []
-        everywhere = gather_objects((self._structure, form, numbers))
-        for rank, (structure, form, numbers) in enumerate(everywhere):
+        samples = []
+        everywhere = gather_objects((self._structure, form, numbers, self.samples))
+        for rank, (structure, form, numbers, samples_of_rank) in enumerate(everywhere):
+            samples += samples_of_rank
             if form:  # it has rows
                 self._structure = structure
                 ranks.append(rank)
                 forms.append(form)
                 numbers_of_ranks.append(numbers)
         self._check_shapes(forms)
+        self.compare(samples, self.home)
         for place, like in forms[0].items() if forms else ():
             all_numbers: list[float] = []
             for of_rank in numbers_of_ranks:
@@ -825,5 +829,6 @@ class ExactLossOfMeans(LossOfMeans):
 
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
-    "AdditiveLoss(statistics, finish) for a function of sums; or weight=, a function (output, *targets) -> scalar, for a mean"
+    "AdditiveLoss(statistics, finish) for a function of sums; weight=, a function (output, *targets) -> scalar, for a mean; or, if "
+    "each shard pads to its own longest row, write (errors * mask).sum() / mask.sum()"
 )

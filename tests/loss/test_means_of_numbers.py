@@ -151,10 +151,10 @@ def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
             return super().forward(output, values)
 
     criterion, halves = DataParallelCriterion(Counting(None)), []
-    monkeypatch.setattr(LossOfMeans, "_compare", lambda self, samples: halves.append(samples))
+    monkeypatch.setattr(LossOfMeans, "_compare", lambda self, *samples: halves.append(samples))
     for _ in range(7):
         criterion(PerReplica(torch.randn(8, 5).split(4), [4, 4]), torch.randn(8, 5))
-    assert len(halves) == 3 * 2
+    assert len(halves) == 3 * (2 + 1)  # each shard, and both together
 
 
 def test_a_batch_on_one_device_counts_for_no_check():
