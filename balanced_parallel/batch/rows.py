@@ -251,7 +251,7 @@ def count_rows(
         else [(name, node)]
     )
     counts: dict[str, tuple[object, int]] = {}
-    lists: dict[str, list[object]] = {}
+    lists: dict[str, Sequence[object]] = {}
     for label, part in parts:
         for place, leaf in containers.leaves(part, label):
             place = place.removeprefix(".")
@@ -267,7 +267,7 @@ def count_rows(
 
 def _common_rows(
     counts: Mapping[str, tuple[object, int]],
-    lists: Mapping[str, list[object]],
+    lists: Mapping[str, Sequence[object]],
     expected: int | None,
     difference: str,
 ) -> int | None:
@@ -279,10 +279,8 @@ def _common_rows(
         key: lists[key] for key in lists if any(place.startswith(key) for place in unmarked)
     }
     clear = [place for place in counts if not place.startswith(tuple(ambiguous))]
-    first = next(iter([*clear, *counts]), None)
-    if first is None:
-        return None
-    leaf, rows = counts[first]
+    first = next(iter([*clear, *counts]), "")
+    leaf, rows = counts.get(first, (None, expected or 0))
     for place, (other, count) in counts.items():
         if count != rows:
             raise ValueError(
@@ -290,30 +288,36 @@ def _common_rows(
                 "rows); give all the same number of rows, wrap an input that every replica needs whole in Whole(...), a "
                 "list with one entry per row in Rows(...), or give in_dims="
             )
-    for place, entries in ambiguous.items():
-        if (first.startswith(place) and rows != expected) or len(entries) == rows:
+    for place, entries in lists.items():
+        inside = [each for each in counts if each.startswith(place)]
+        is_row = (first in inside and rows != expected) or len(entries) == rows
+        if is_row if place in ambiguous else not inside and 1 < rows <= len(entries):
             entry = containers.describe(entries[0])
             raise ValueError(
-                f"{place} is a list of {len(entries)} entries of one type (the first is {entry}): each entry may be a "
-                "row, or have all rows; wrap the list in Rows(...) if its entries are rows, make it a tuple or give "
+                f"{place} is a {type(entries).__name__} of {len(entries)} entries of one type (the first is {entry}): each entry "
+                "may be a row, or have all rows; wrap it in Rows(...) if its entries are rows, make it a tuple or give "
                 "in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
-    return rows
+    return rows if counts else None
 
 
-def _lists_of_one_type(node: object, name: str) -> Iterator[tuple[str, list[object]]]:
-    """Yields the outermost lists whose entries could be rows, with their key paths."""
+def _lists_of_one_type(node: Any, name: str) -> Iterator[tuple[str, Sequence[object]]]:
+    """Yields the outermost lists whose entries could be rows, and tuples of numbers and other values
+    without rows, with their key paths.
+    """
     container = containers.open_container(node)
     if container is None:
         return
-    if isinstance(node, list) and _are_alike(node):
+    has_rows = any(tensor.dim() for tensor in containers.tensors_in(node))
+    is_inner_tuple = type(node) is tuple and "[" in name
+    if (isinstance(node, list) or (is_inner_tuple and not has_rows)) and _are_alike(node):
         yield name, node
         return
     for place, child in zip(container.places, container.children, strict=True):
         yield from _lists_of_one_type(child, name + place)
 
 
-def _are_alike(entries: list[object]) -> bool:
+def _are_alike(entries: Sequence[object]) -> bool:
     kinds = {
         (type(entry), entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry)
         for entry in entries

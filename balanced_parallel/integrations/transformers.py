@@ -549,14 +549,9 @@ class BalancedTrainer(Trainer):
                 statistics += means.collect(calls)
         self.model.train(is_training)
         *parts, whole = [part.tensors for part in statistics]
-        for place, number in whole.items():
-            apart = sum(part.get(place, torch.nan) for part in parts)
-            if not (apart - number).abs() <= (0.02 if is_half else 1e-3) * number.abs():
-                name, kind = place
-                raise ValueError(
-                    f"the {kind} of {name.text} ({name.number}) is {number} for a few rows, and {apart} added up row by row: the "
-                    f"rows depend on each other, {_EXPECTED}"
-                )
+        precision = Precision("bf16" if is_half else "fp32")
+        copies = dataclasses.replace(calls.copies, precision=precision)
+        LossOfMeans(copies, self.devices[0]).compare_sums([whole, *parts])
 
     @torch.no_grad()
     def prediction_step(
@@ -622,7 +617,7 @@ def _explain_errors() -> Iterator[None]:
         yield
     except UnknownMeanError as error:
         raise ValueError(
-            f"the trainer's loss does not add up over the rows: {str(error).split('. The')[0].split(' expected')[0]} {_EXPECTED}"
+            f"the trainer's loss does not add up over the rows: {str(error).split(': give')[0].split(' expected')[0]} {_EXPECTED}"
         ) from error
 
 
@@ -667,9 +662,17 @@ def _model_in(module: nn.Module) -> nn.Module:
 def _keep_samples(collate: Callable[..., Inputs], samples: Sequence[object]) -> Inputs:
     """Returns a batch, with its samples if these do not have one row each: pairs, packed rows."""
     batch = collate(samples)
-    if isinstance(batch, dict) and _count(batch) != len(samples):
-        batch[_SAMPLES] = Rows(samples)
+    if isinstance(batch, dict):
+        lists = {name: value for name, value in batch.items() if _has_mappings(value)}
+        batch |= {name: Rows(value) for name, value in lists.items() if len(value) == len(samples)}
+        if _count(batch) != len(samples):
+            batch[_SAMPLES] = Rows(samples)
     return batch
+
+
+def _has_mappings(value: object) -> bool:
+    """Returns True for a list such as that of the boxes of images."""
+    return isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def _count(inputs: object) -> int | None:

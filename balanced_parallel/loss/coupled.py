@@ -11,12 +11,10 @@ contrastive losses, mined triplets), or statistics, which are summed (``LossOfSu
 """
 
 import abc
-import contextlib
 import functools
 import itertools
-import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -41,9 +39,9 @@ from ..batch.rows import (
 from ..runtime.collectives import gather_objects, gather_rows, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
-from ..runtime.torch_private import buffers_of, is_differentiable
+from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .copies import Calls, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
+from .copies import Calls, CriterionCopies, ShardLoss, T, call_spread, devices_of, shards_of_targets
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
 
@@ -163,22 +161,14 @@ class ShardStatistics(NamedTuple):
     nothing: Tensor  # a zero on the device of the output, connected to it
 
 
-class RowSample(NamedTuple):
-    """Rows of a shard, which are compared with their halves, and together with those of others."""
-
-    statistics: list[dict[Any, Tensor]]  # those of the rows, and of each half
-    arguments: Any  # The output and the targets, marked. None if they are large.
-    rows: int
-    dim: Any  # that of the rows of the output
-    most: int  # rows to compare together
-
-
 # two rows may look independent by chance, as by an equal number of positive targets
 ROWS_TO_CHECK = 16
-# Shards are compared together, with copies up to these rows and bytes.
+# The hardest 16 rows of a batch are all rows of a small shard. So rows are joined with copies of
+# themselves, up to so many of them and so many bytes.
 ROWS_TOGETHER = 1024
 BYTES_TOGETHER = 2**24
-_PADDING = -1e4  # It is finite, and has no part in a softmax.
+# Positions that only other shards have. It is finite, and has no part in a softmax.
+_PADDING = -1e4
 
 
 class LossOfSums(CoupledLoss):
@@ -194,10 +184,11 @@ class LossOfSums(CoupledLoss):
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
-        # numbers of rows in the shards of this update that were compared with halves
-        self._rows_checked: list[int] = []
-        self.samples: list[RowSample] = []
-        self._rows_together = ROWS_TOGETHER
+        # Shards of this update to compare: output and targets, marked; the statistics of their
+        # halves; the number of rows, the dimension of the output, and the most rows to join.
+        self.samples: list[Any] = []
+        self._rows_checked = 0
+        self._most = ROWS_TOGETHER
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
@@ -243,11 +234,7 @@ class LossOfSums(CoupledLoss):
         return parts
 
     def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
-        """Compares the statistics of the first rows with those of their halves.
-
-        Raises:
-            ValueError: they are not the sum of those of the halves.
-        """
+        """Takes samples of the first rows, which :meth:`compare` needs."""
         first = next(filter(None, statistics), None)
         checks = self.copies.checks
         if first is None or checks is None or not self.is_split:
@@ -257,13 +244,13 @@ class LossOfSums(CoupledLoss):
             return
         outputs = calls.outputs
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
-            if len(self._rows_checked) < 2 or sum(self._rows_checked) < ROWS_TO_CHECK:
-                self._rows_checked.append(size or 0)
-                self._check_halves(PerReplica([output], [size], outputs.dim), shard)
+            if self._rows_checked < ROWS_TO_CHECK:
+                self._rows_checked += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
+                self._sample(PerReplica([output], [size], outputs.dim), shard)
 
-    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+    def _sample(self, output: PerReplica, shard: Shard) -> None:
         try:
-            self._halve(output, shard)
+            statistics = self._halve(output, shard)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - it may raise anything
@@ -273,45 +260,31 @@ class LossOfSums(CoupledLoss):
                 f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}",
                 error,
             )
+        if statistics:
+            self.compare_sums(statistics)
 
     @torch.no_grad()
-    def compare(self, samples: Sequence[RowSample], device: torch.device) -> None:
-        """Compares the statistics of shards of all ranks with those of their halves, and their sum
-        with those of all rows and copies of them.
+    def compare(self, samples: Sequence[Any], device: torch.device) -> None:
+        """Compares the statistics of shards, together and with copies, with those of their halves.
 
-        A loss may keep the hardest 16 rows where each shard has fewer, or count positions that each
-        shard pads to its own longest row.
+        Raises:
+            ValueError: they do not add up.
         """
-        for sample in samples:
-            if all(sample.statistics):
-                self._compare(sample.statistics, "the first rows", "halves")
-        samples = [sample for sample in samples if sample.arguments]
         if not samples:
             return
-        pairs = [sample.arguments for sample in samples]
-        rows = sum(sample.rows for sample in samples)
-        dim = samples[0].dim
-        times = min(samples[0].most // rows, int(BYTES_TOGETHER // max(_size(pairs), 1)))
-        doublings = max(times.bit_length() - 1, 1)
-        outputs, targets = zip(*pairs, strict=True)
-        if isinstance(outputs[0], Along):
-            tensors = padded([*map(without_mark, outputs)], outputs[0].dim, _PADDING)
-            outputs = [Along(tensor, outputs[0].dim) for tensor in tensors]
-        join = functools.partial(_join_rows, device=device)
+        pairs, halves, sizes, (dim, *_), (most, *_) = zip(*samples, strict=True)
+        rows = sum(sizes)
+        join = functools.partial(_join_rows, device=device, padding="[0]")
         try:
-            pair = containers.zip_leaves(join, [*zip(outputs, targets, strict=True)])
-            for _ in range(doublings):
+            pair = containers.zip_leaves(join, pairs)
+            while 2 * rows <= most and 2 * _size(pair) < BYTES_TOGETHER:
                 pair = containers.zip_leaves(join, [pair, pair])
+                rows *= 2
             output = containers.map_leaves(without_mark, pair[0])
-            whole = PerReplica([output], [rows << doublings], dim)
-            with self._undone(whole):
-                together = self._run(whole, pair[1])
+            whole = self._run([PerReplica([output], [rows], dim)], pair[1])
         except Exception:  # noqa: BLE001 - there may be too many rows
             return
-        for sample in samples:
-            copies = {place: each * 2**doublings for place, each in sample.statistics[0].items()}
-            together.append(copies)
-        self._compare(together, "the first rows and copies of them", "shards", 2e-2)
+        self.compare_sums([*whole, *itertools.chain(*halves)], rows // sum(sizes))
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -352,12 +325,9 @@ class LossOfSums(CoupledLoss):
             self._structure,
             {place: tensor.detach().to("meta") for place, tensor in local.items()},
         )
-        layouts, samples = zip(
-            *gather_objects((layout if local else None, self.samples)), strict=True
-        )
-        by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
+        layouts = enumerate(self._gather(layout if local else None, nothing.device))
+        by_rank = {number: layout for number, layout in layouts if layout is not None}
         self._check_shapes([tensors for _, tensors in by_rank.values()])
-        self.compare([*itertools.chain(*samples)], nothing.device)
         if world_size() == 1 or not by_rank:
             return [*by_rank]
         self._structure, tensors = next(iter(by_rank.values()))
@@ -371,6 +341,12 @@ class LossOfSums(CoupledLoss):
             ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
             self._total[place] = hand_back(sum_over_ranks(tensor), [torch.ones_like(ours)], [ours])
         return [*by_rank]
+
+    def _gather(self, value: T, device: torch.device) -> list[T]:
+        """Returns the value of each rank. The samples of all ranks are compared on each."""
+        values, samples = zip(*gather_objects((value, self.samples)), strict=True)
+        self.compare([*itertools.chain(*samples)], device)
+        return [*values]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
         shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
@@ -390,13 +366,12 @@ class LossOfSums(CoupledLoss):
         return move(weighted_sum(loss, 1), self.copies.output_device or device)
 
     @torch.no_grad()
-    def _halve(self, output: PerReplica, shard: Shard) -> None:
-        """Computes the statistics of a shard and of its halves.
+    def _halve(self, output: PerReplica, shard: Shard) -> list[dict[Any, Tensor]]:
+        """Adds a sample of a shard.
 
-        A single row is repeated, with other values that have the same signs and are not larger.
+        Returns the statistics of a large one, and those of its halves.
         """
         rows = output.sizes[0]
-        targets = shard.targets
         leaves = zip(
             containers.leaves(output[0]),
             containers.leaf_dims(output[0], output.dim, 0),
@@ -411,68 +386,52 @@ class LossOfSums(CoupledLoss):
         if rows and (counts == {shard.target_rows} or (shard.is_joined and counts == {1})):
             rows = counts.pop()
         if not rows:
-            return
-        pair = (
-            mark_leaves(output[0], output.dim, "the output"),
-            mark(targets, self.copies.dim, self.copies.criterion),
-        )
-        if rows == 1:
-            join_twice = functools.partial(_join_rows, device=devices_of(output, None)[0])
-            pair = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
-            rows = 2
-        whole = PerReplica([containers.map_leaves(without_mark, pair[0])], [rows], output.dim)
-        halves = join_outputs(
-            [whole.narrow(0, rows // 2), whole.narrow(rows // 2, rows - rows // 2)], output.dim
-        )
-        with self._undone(halves):
-            statistics = [*self._run(whole, pair[1]), *self._run(halves, pair[1])]
-        kept = pair if _size(pair) <= BYTES_TOGETHER // world_size() else None
-        sample = RowSample(statistics, kept, rows, output.dim, self._rows_together)
+            return []
+        targets = mark(shard.targets, self.copies.dim, self.copies.criterion)
+        whole = PerReplica(output, [rows], output.dim)
+        halves = [whole.narrow(0, rows // 2), whole.narrow(rows // 2, rows - rows // 2)]
+        pair = mark_leaves(output[0], output.dim, "the output"), targets
+        statistics = self._run(halves, targets)
+        if _size(pair) * world_size() > BYTES_TOGETHER:
+            return self._run([whole], targets) + statistics
+        sample = pair, statistics, rows, output.dim, self._most
         self.samples.append(map_marked(_on_host, sample))
+        return []
 
-    @contextlib.contextmanager
-    def _undone(self, outputs: PerReplica) -> Iterator[None]:
-        """Puts back random numbers, and the buffers of the criterion."""
+    def _run(self, parts: list[PerReplica], targets: Arguments) -> list[dict[Any, Tensor]]:
+        """Returns the statistics of some rows.
+
+        Random numbers are put back. A copy of the criterion computes each, and the criterion itself
+        those of no rows, so its state stays.
+        """
+        outputs = join_outputs([parts[0].narrow(0, 0), *parts], parts[0].dim)
         devices = devices_of(outputs, None)
         states = generator_states(devices)
-        buffers = [*map(buffers_of, _modules(self.copies.criterion))]
-        before = [each.copy() for each in buffers]
-        for each in buffers:
-            each.update(containers.map_tensors(Tensor.clone, each))
-        try:
-            yield
-        finally:
-            set_generators(states, devices)
-            for each, former in zip(buffers, before, strict=True):
-                each.update(former)
-
-    def _run(self, outputs: PerReplica, targets: Arguments) -> list[dict[Any, Tensor]]:
-        rows = count_rows(targets, self.copies.dim, sum(outputs.sizes), "targets")
+        rows = count_rows(targets, self.copies.dim, sum(filter(None, outputs.sizes)), "targets")
         shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
-        return [part.tensors for part in Calls(self.copies, outputs, shards).run(self._statistics)]
-    @torch.no_grad()
-    def _compare(
-        self, samples: Sequence[dict[Any, Tensor]], rows: str, parts: str, tolerance: float = 0.0
-    ) -> None:
-        """Raises ``ValueError`` if the statistics of rows are not the sum of those of their parts."""
-        places: dict[Any, Tensor] = functools.reduce(operator.or_, samples)
-        for number, place in enumerate(places):
-            total, *others = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
-            if all(place in sample for sample in samples) and {
-                each.shape for each in others
-            } == {total.shape}:
-                every = torch.stack([move(each, total.device) for each in (total, *others)])
-                # a mean is off by its own size, and the variance of one row is nan; nan in the
-                # whole is the caller's
-                if (
-                    not total.isfinite().all()
-                    or (2 * total - every.sum(0)).abs().max()
-                    <= max(self._tolerance(total), tolerance) * every.abs().max()
-                ):
-                    continue
-            values = " and ".join(map(_shown, others[:2]))
-            name = self._name(number, place)
-            self._refuse(f"{name} of {rows} is {_shown(total)}, but of their {parts} {values}")
+        results = Calls(self.copies, outputs, shards).run(self._statistics)
+        set_generators(states, devices)
+        return [part.tensors for part in results if part.tensors]
+
+    def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
+        """Raises ``ValueError`` if the first of some statistics are not the sum of the others, so many
+        times.
+        """
+        self._check_shapes(samples)
+        for number, place in enumerate(samples[0]):
+            total, *parts = [widen(each[place]).cpu() for each in samples]
+            every = torch.stack([total, *(part * times for part in parts)])
+            difference = (2 * total - every.sum(0)).abs().max()
+            # a mean is off by its own size, and the variance of one row is nan; nan in the whole is
+            # the caller's
+            if total.isfinite().all() and not (
+                difference <= self._tolerance(total) * every.abs().max()
+            ):
+                name = self._name(number, place)
+                apart = _shown(every.sum(0) - total)
+                self._refuse(
+                    f"{name} of the first rows, {times} times, is {_shown(total)}, but {apart} added up from their halves"
+                )
 
     def _kind(self, place: Any) -> Hashable:
         """Returns a key of a statistic. New ones are compared with halves."""
@@ -490,44 +449,24 @@ class LossOfSums(CoupledLoss):
         ) from cause
 
 
-def _size(node: object) -> float:
-    """Returns the bytes of tensors, or infinity if there are objects of unknown classes."""
-    leaves = [leaf for _, leaf in containers.leaves(move_leaves(node, None))]
-    is_known = all(
-        isinstance(leaf, Tensor) or leaf is None or containers.is_row_list([leaf])
-        for leaf in leaves
-    )
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)) if is_known else math.inf
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
-
 def _flags(criterion: Any) -> list[bool]:
     """Returns the flags of a module, such as one that a term has begun.
 
     Its whole numbers may count its calls.
     """
+    modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
     return [
-        value
-        for module in _modules(criterion)
-        for value in vars(module).values()
-        if isinstance(value, bool)
+        value for module in modules for value in vars(module).values() if isinstance(value, bool)
     ]
 
 
-def _modules(criterion: Any) -> Iterator[nn.Module]:
-    return criterion.modules() if isinstance(criterion, nn.Module) else iter(())
+def _size(node: object) -> int:
+    """Returns the bytes of the tensors in a marked structure."""
+    return sum(tensor.nbytes for tensor in containers.tensors_in(move_leaves(node, None)))
 
 
-def _smaller(leaf: Any) -> Any:
-    """Returns a tensor with all values between 0.5 and 0.9 of themselves."""
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return leaf
-    return leaf * torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(
-        leaf.shape
-    )
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
@@ -763,13 +702,16 @@ class AdditiveLoss(nn.Module):
         return self.finish(self.statistics(*arguments, **kwargs))
 
 
-def _join_rows(place: str, values: list[Any], device: torch.device) -> Any:
+def _join_rows(place: str, values: list[Any], device: torch.device, padding: str = "") -> Any:
     """Returns the rows of marked values as one on ``device``, or the first value if they have no
     rows.
+
+    A tensor at the place ``padding`` is padded.
     """
     first = values[0]
     plain = [without_mark(value) for value in values]
     if isinstance(first, Along) and isinstance(first.leaf, Tensor):
+        plain = padded(plain, first.dim, _PADDING) if place == padding else plain
         return Along(join_tensors(place, plain, device, first.dim), first.dim)
     if isinstance(first, PerReplica):
         return mark_leaves(join_outputs(values, first.dim).on(device), first.dim, place)
