@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
-from ..runtime.torch_private import CHILDREN, base_of
+from ..runtime.torch_private import CHILDREN, base_of, divides_by_counts, nodes_behind
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
 from .outputs import PerReplica, take_rows
@@ -274,9 +274,9 @@ def _common_rows(
     """Returns the number of rows of all leaves, from their places and those of the lists around
     them.
     """
-    unmarked = [place for place, (leaf, _) in counts.items() if type(leaf) is not Along]
+    marked = [place for place, (leaf, _) in counts.items() if type(leaf) is Along]
     ambiguous = {
-        key: lists[key] for key in lists if any(place.startswith(key) for place in unmarked)
+        key: lists[key] for key in lists if not any(place.startswith(key) for place in marked)
     }
     clear = [place for place in counts if not place.startswith(tuple(ambiguous))]
     first = next(iter([*clear, *counts]), "")
@@ -288,10 +288,9 @@ def _common_rows(
                 "rows); give all the same number of rows, wrap an input that every replica needs whole in Whole(...), a "
                 "list with one entry per row in Rows(...), or give in_dims="
             )
-    for place, entries in lists.items():
-        inside = [each for each in counts if each.startswith(place)]
-        is_row = (first in inside and rows != expected) or len(entries) == rows
-        if is_row if place in ambiguous else not inside and 1 < rows <= len(entries):
+    for place, entries in ambiguous.items():
+        is_longer = type(entries) is tuple and 1 < rows < len(entries)
+        if (first.startswith(place) and rows != expected) or len(entries) == rows or is_longer:
             entry = containers.describe(entries[0])
             raise ValueError(
                 f"{place} is a {type(entries).__name__} of {len(entries)} entries of one type (the first is {entry}): each entry "
@@ -308,9 +307,9 @@ def _lists_of_one_type(node: Any, name: str) -> Iterator[tuple[str, Sequence[obj
     container = containers.open_container(node)
     if container is None:
         return
-    has_rows = any(tensor.dim() for tensor in containers.tensors_in(node))
     is_inner_tuple = type(node) is tuple and "[" in name
-    if (isinstance(node, list) or (is_inner_tuple and not has_rows)) and _are_alike(node):
+    has_rows = is_inner_tuple and any(tensor.dim() for tensor in containers.tensors_in(node))
+    if (isinstance(node, list) or is_inner_tuple) and not has_rows and _are_alike(node):
         yield name, node
         return
     for place, child in zip(container.places, container.children, strict=True):
@@ -502,6 +501,7 @@ class ParallelModel(nn.Module):
     # Methods that have run over ranks, and the mode of the module, with True for those that
     # communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+    _has_graph = False  # The graph of a forward was looked at.
 
     if TYPE_CHECKING:  # nn.Module has Any
 
@@ -512,8 +512,17 @@ class ParallelModel(nn.Module):
         outputs.
         """
         if inputs and type(inputs[0]) is MicroBatch:
-            return self._run_shards(inputs[0].shards)
-        return self._run_by_hand(None, Arguments(inputs, kwargs))
+            outputs = self._run_shards(inputs[0].shards)
+        else:
+            outputs = self._run_by_hand(None, Arguments(inputs, kwargs))
+        if not self._has_graph and torch.is_grad_enabled():
+            self._has_graph = True
+            if any(map(divides_by_counts, nodes_behind(containers.tensors_in([*outputs])))):
+                raise ValueError(
+                    "an embedding has scale_grad_by_freq=True, so its gradient is divided by the counts of one forward, expected "
+                    "False: divide weight.grad by the counts of the whole batch before the update"
+                )
+        return outputs
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Calls a method of the module other than ``forward``, with arguments split and outputs

@@ -537,8 +537,6 @@ class BalancedTrainer(Trainer):
                 "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
                 "loss_type='apo_zero_unpaired', or one device, without accumulation"
             )
-        parameter = next(self.model.parameters())
-        is_half = self.accelerator.mixed_precision != "no" or parameter.dtype.itemsize < 4
         is_training = self.model.training
         self.model.eval()
         statistics = []
@@ -549,9 +547,7 @@ class BalancedTrainer(Trainer):
                 statistics += means.collect(calls)
         self.model.train(is_training)
         *parts, whole = [part.tensors for part in statistics]
-        precision = Precision("bf16" if is_half else "fp32")
-        copies = dataclasses.replace(calls.copies, precision=precision)
-        LossOfMeans(copies, self.devices[0]).compare_sums([whole, *parts])
+        means.compare_sums([whole, *parts])
 
     @torch.no_grad()
     def prediction_step(
@@ -663,16 +659,13 @@ def _keep_samples(collate: Callable[..., Inputs], samples: Sequence[object]) -> 
     """Returns a batch, with its samples if these do not have one row each: pairs, packed rows."""
     batch = collate(samples)
     if isinstance(batch, dict):
-        lists = {name: value for name, value in batch.items() if _has_mappings(value)}
-        batch |= {name: Rows(value) for name, value in lists.items() if len(value) == len(samples)}
+        for name, value in batch.items():
+            # boxes and labels of each image
+            if type(value) is list and [type(entry) for entry in value] == [dict] * len(samples):
+                batch[name] = Rows(value)
         if _count(batch) != len(samples):
             batch[_SAMPLES] = Rows(samples)
     return batch
-
-
-def _has_mappings(value: object) -> bool:
-    """Returns True for a list such as that of the boxes of images."""
-    return isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def _count(inputs: object) -> int | None:

@@ -752,14 +752,6 @@ class LossOfMeans(LossOfSums):
         kind: str = place[0].kind
         return kind
 
-    def _tolerance(self, tensor: Tensor) -> float:
-        if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
-            return 1e-7
-        is_half = self.copies.precision.name != "fp32" or torch.is_autocast_enabled(
-            tensor.device.type
-        )
-        return 2e-2 if is_half else 5e-3
-
     def _name(self, number: int, place: Any) -> str:
         return f"the {place[1]} of {place[0].text}"
 
@@ -802,7 +794,7 @@ class ExactLossOfMeans(LossOfMeans):
         form = {place: total.to("meta") for place, total in self._total.items()}
         numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
         everywhere = enumerate(self._gather((self._structure, form, numbers), self.home))
-        by_rank = {rank: parts for rank, parts in everywhere if parts[1]}  # those with rows
+        by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
         self._check_shapes([form for _, form, _ in by_rank.values()])
         for self._structure, form, _ in [*by_rank.values()][-1:]:
             for place, like in form.items():

@@ -215,8 +215,11 @@ class SumOverRanks(torch.autograd.Function):
 _LINES = "the first difference"
 
 
+RENORM = "embedding_renorm_"  # F.embedding(max_norm=) writes to rows of the weight.
+
+
 class OnCollective(torch_private.TorchDispatchMode):
-    """Calls a function with the name of each collective in its block, before it runs."""
+    """Calls a function with the name of each collective and renorm in its block, before it runs."""
 
     supports_higher_order_operators = True
 
@@ -228,8 +231,9 @@ class OnCollective(torch_private.TorchDispatchMode):
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         """Runs an operator."""
-        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
-            self._act(function.__name__.partition(".")[0])
+        name = function.__name__.partition(".")[0]
+        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional") or name == RENORM:
+            self._act(name)
         return function(*args, **(kwargs or {}))
 
 
@@ -300,24 +304,13 @@ def explain_unwatched(tensors: Iterable[object]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share
     the gradients; else None.
     """
-    nodes: list[torch_private.Node]
-    nodes = [
-        tensor.grad_fn
-        for tensor in tensors
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None
-    ]
-    seen = set[torch_private.Node]()
     has_parameters = False
-    while nodes:
-        node = nodes.pop()
+    for node in torch_private.nodes_behind(tensors):
         if WATCHED in node.metadata:
             return None
-        if node not in seen:
-            seen.add(node)
-            has_parameters = has_parameters or isinstance(
-                getattr(node, "variable", None), torch.nn.Parameter
-            )
-            nodes += [behind for behind, _ in node.next_functions if behind is not None]
+        has_parameters = has_parameters or isinstance(
+            getattr(node, "variable", None), torch.nn.Parameter
+        )
     if not has_parameters:
         return None
     return (

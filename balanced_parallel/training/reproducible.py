@@ -154,8 +154,8 @@ class NumberedRows:
             loss = self._kind.of_batch(batch.counted_targets, is_whole=run.is_whole)
             compute: Compute = loss.sums
             if loss.passes > 1:
-                home = self._forwards.model.devices[0]
-                compute = loss.loss(self._forwards.copies, home, is_split=False).collect
+                device = self._forwards.model.devices[0]
+                compute = loss.loss(self._forwards.copies, device, is_split=False).collect
             self._random.find_draws(
                 kind,
                 batch,
