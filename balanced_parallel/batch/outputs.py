@@ -22,6 +22,7 @@ from ..runtime.collectives import (
     world_size,
 )
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
+from ..runtime.torch_private import divides_by_counts, nodes_behind
 from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
@@ -466,6 +467,16 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
             "out_dims= to the model, or as dim= to gather"
         )
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
+
+
+def refuse_word_counts(outputs: Iterable[object]) -> None:
+    """Raises ``ValueError`` if outputs come from an embedding with ``scale_grad_by_freq=True``."""
+    nodes = nodes_behind(containers.tensors_in([*outputs]))
+    if any(map(divides_by_counts, nodes)):
+        raise ValueError(
+            "an embedding has scale_grad_by_freq=True, so its gradient is divided by the counts of one forward, expected "
+            "False: divide weight.grad by the counts of the whole batch before the update"
+        )
 
 
 def take_rows(leaf: object, part: RowNumbers, dim: int) -> object:

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
-from ..runtime.torch_private import CHILDREN, base_of, divides_by_counts, nodes_behind
+from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
-from .outputs import PerReplica, take_rows
+from .outputs import PerReplica, refuse_word_counts, take_rows
 from .plan import Plan, RowNumbers, check_split, equal_rows, scaled
 
 
@@ -274,11 +274,7 @@ def _common_rows(
     """Returns the number of rows of all leaves, from their places and those of the lists around
     them.
     """
-    marked = [place for place, (leaf, _) in counts.items() if type(leaf) is Along]
-    ambiguous = {
-        key: lists[key] for key in lists if not any(place.startswith(key) for place in marked)
-    }
-    clear = [place for place in counts if not place.startswith(tuple(ambiguous))]
+    clear = [place for place in counts if not place.startswith(tuple(lists))]
     first = next(iter([*clear, *counts]), "")
     leaf, rows = counts.get(first, (None, expected or 0))
     for place, (other, count) in counts.items():
@@ -288,9 +284,9 @@ def _common_rows(
                 "rows); give all the same number of rows, wrap an input that every replica needs whole in Whole(...), a "
                 "list with one entry per row in Rows(...), or give in_dims="
             )
-    for place, entries in ambiguous.items():
+    for place, entries in lists.items():
         is_longer = type(entries) is tuple and 1 < rows < len(entries)
-        if (first.startswith(place) and rows != expected) or len(entries) == rows or is_longer:
+        if len(entries) == rows or is_longer or (rows != expected and first.startswith(place)):
             entry = containers.describe(entries[0])
             raise ValueError(
                 f"{place} is a {type(entries).__name__} of {len(entries)} entries of one type (the first is {entry}): each entry "
@@ -308,10 +304,14 @@ def _lists_of_one_type(node: Any, name: str) -> Iterator[tuple[str, Sequence[obj
     if container is None:
         return
     is_inner_tuple = type(node) is tuple and "[" in name
-    has_rows = is_inner_tuple and any(tensor.dim() for tensor in containers.tensors_in(node))
-    if (isinstance(node, list) or is_inner_tuple) and not has_rows and _are_alike(node):
-        yield name, node
-        return
+    if (isinstance(node, list) or is_inner_tuple) and _are_alike(node):
+        leaves = [leaf for _, leaf in containers.leaves(node)]
+        marks = [
+            type(leaf) is Along or (is_inner_tuple and getattr(leaf, "ndim", 0)) for leaf in leaves
+        ]
+        if not any(marks):
+            yield name, node
+            return
     for place, child in zip(container.places, container.children, strict=True):
         yield from _lists_of_one_type(child, name + place)
 
@@ -517,11 +517,7 @@ class ParallelModel(nn.Module):
             outputs = self._run_by_hand(None, Arguments(inputs, kwargs))
         if not self._has_graph and torch.is_grad_enabled():
             self._has_graph = True
-            if any(map(divides_by_counts, nodes_behind(containers.tensors_in([*outputs])))):
-                raise ValueError(
-                    "an embedding has scale_grad_by_freq=True, so its gradient is divided by the counts of one forward, expected "
-                    "False: divide weight.grad by the counts of the whole batch before the update"
-                )
+            refuse_word_counts(outputs)
         return outputs
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:

@@ -427,10 +427,9 @@ class LossOfSums(CoupledLoss):
             limit = every.abs().max() * (2e-2 if is_rounded else 1e-7)
             # The variance of one row is nan. Nan in the whole is the caller's.
             if total.isfinite().all() and not (total - apart).abs().max() <= limit:
-                self._refuse(
-                    f"{self._name(number, place)} of the first rows, {times} times, is {_shown(total)}, but {_shown(apart)} added "
-                    "up from their halves"
-                )
+                name = self._name(number, place)
+                values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
+                self._refuse(f"{name} of the first rows, {times} times, {values}")
 
     def _kind(self, place: Any) -> Hashable:
         """Returns a key of a statistic. New ones are compared with halves."""
