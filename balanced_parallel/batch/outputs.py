@@ -23,6 +23,7 @@ from ..runtime.collectives import (
     world_size,
 )
 from ..runtime.devices import DeviceLike, move, pin, resolve_device, visible_devices
+from ..runtime.torch_private import divides_by_counts, nodes_behind
 from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, Nested, check_dim, check_dims, dims_at, leaf_dims, map_rows
@@ -399,8 +400,8 @@ def join(
     return containers.zip_leaves(join_leaves, list(outputs), "output")
 
 
-def padded(values: Sequence[object], dim: int | None) -> list[Any]:
-    """Pads tensors with zeros to the longest, in all dimensions but that of the rows.
+def padded(values: Sequence[object], dim: int | None, value: float = 0.0) -> list[Any]:
+    """Pads tensors with a value to the longest, in all dimensions but that of the rows.
 
     Returns other values as they are.
     """
@@ -414,14 +415,14 @@ def padded(values: Sequence[object], dim: int | None) -> list[Any]:
     ):
         return [*values]
     longest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
-    return [_pad(tensor, longest, dim) for tensor in tensors]
+    return [_pad(tensor, longest, dim, value) for tensor in tensors]
 
 
-def _pad(tensor: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+def _pad(tensor: Tensor, sizes: Sequence[int], dim: int, value: float) -> Tensor:
     missing = [size - length for size, length in zip(sizes, tensor.shape, strict=True)]
     missing[dim] = 0
     return (
-        F.pad(tensor, [each for size in reversed(missing) for each in (0, size)])
+        F.pad(tensor, [each for size in reversed(missing) for each in (0, size)], value=value)
         if any(missing)
         else tensor
     )
@@ -467,6 +468,16 @@ def join_tensors(place: str, tensors: list[Tensor], device: torch.device, dim: i
             "out_dims= to the model, or as dim= to gather"
         )
     return torch.cat([move(tensor, device) for tensor in tensors], dim)
+
+
+def refuse_word_counts(outputs: Iterable[object]) -> None:
+    """Raises ``ValueError`` if outputs come from an embedding with ``scale_grad_by_freq=True``."""
+    nodes = nodes_behind(containers.tensors_in([*outputs]))
+    if any(map(divides_by_counts, nodes)):
+        raise ValueError(
+            "an embedding has scale_grad_by_freq=True, so its gradient is divided by the counts of one forward, expected "
+            "False: divide weight.grad by the counts of the whole batch before the update"
+        )
 
 
 def take_rows(leaf: object, part: RowNumbers, dim: int) -> object:

@@ -29,7 +29,7 @@ from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
 from ..runtime.torch_private import CHILDREN, base_of
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
-from .outputs import PerReplica, take_rows
+from .outputs import PerReplica, refuse_word_counts, take_rows
 from .plan import Plan, RowNumbers, check_split, equal_rows, scaled
 
 
@@ -251,7 +251,7 @@ def count_rows(
         else [(name, node)]
     )
     counts: dict[str, tuple[object, int]] = {}
-    lists: dict[str, list[object]] = {}
+    lists: dict[str, Sequence[object]] = {}
     for label, part in parts:
         for place, leaf in containers.leaves(part, label):
             place = place.removeprefix(".")
@@ -267,22 +267,16 @@ def count_rows(
 
 def _common_rows(
     counts: Mapping[str, tuple[object, int]],
-    lists: Mapping[str, list[object]],
+    lists: Mapping[str, Sequence[object]],
     expected: int | None,
     difference: str,
 ) -> int | None:
     """Returns the number of rows of all leaves, from their places and those of the lists around
     them.
     """
-    unmarked = [place for place, (leaf, _) in counts.items() if type(leaf) is not Along]
-    ambiguous = {
-        key: lists[key] for key in lists if any(place.startswith(key) for place in unmarked)
-    }
-    clear = [place for place in counts if not place.startswith(tuple(ambiguous))]
-    first = next(iter([*clear, *counts]), None)
-    if first is None:
-        return None
-    leaf, rows = counts[first]
+    clear = [place for place in counts if not place.startswith(tuple(lists))]
+    first = next(iter([*clear, *counts]), "")
+    leaf, rows = counts.get(first, (None, expected or 0))
     for place, (other, count) in counts.items():
         if count != rows:
             raise ValueError(
@@ -290,30 +284,39 @@ def _common_rows(
                 "rows); give all the same number of rows, wrap an input that every replica needs whole in Whole(...), a "
                 "list with one entry per row in Rows(...), or give in_dims="
             )
-    for place, entries in ambiguous.items():
-        if (first.startswith(place) and rows != expected) or len(entries) == rows:
+    for place, entries in lists.items():
+        is_longer = type(entries) is tuple and 1 < rows < len(entries)
+        if len(entries) == rows or is_longer or (rows != expected and first.startswith(place)):
             entry = containers.describe(entries[0])
             raise ValueError(
-                f"{place} is a list of {len(entries)} entries of one type (the first is {entry}): each entry may be a "
-                "row, or have all rows; wrap the list in Rows(...) if its entries are rows, make it a tuple or give "
+                f"{place} is a {type(entries).__name__} of {len(entries)} entries of one type (the first is {entry}): each entry "
+                "may be a row, or have all rows; wrap it in Rows(...) if its entries are rows, make it a tuple or give "
                 "in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
-    return rows
+    return rows if counts else None
 
 
-def _lists_of_one_type(node: object, name: str) -> Iterator[tuple[str, list[object]]]:
-    """Yields the outermost lists whose entries could be rows, with their key paths."""
+def _lists_of_one_type(node: Any, name: str) -> Iterator[tuple[str, Sequence[object]]]:
+    """Yields the outermost lists whose entries could be rows, and tuples of numbers and other values
+    without rows, with their key paths.
+    """
     container = containers.open_container(node)
     if container is None:
         return
-    if isinstance(node, list) and _are_alike(node):
-        yield name, node
-        return
+    is_inner_tuple = type(node) is tuple and "[" in name
+    if (isinstance(node, list) or is_inner_tuple) and _are_alike(node):
+        leaves = [leaf for _, leaf in containers.leaves(node)]
+        marks = [
+            type(leaf) is Along or (is_inner_tuple and getattr(leaf, "ndim", 0)) for leaf in leaves
+        ]
+        if not any(marks):
+            yield name, node
+            return
     for place, child in zip(container.places, container.children, strict=True):
         yield from _lists_of_one_type(child, name + place)
 
 
-def _are_alike(entries: list[object]) -> bool:
+def _are_alike(entries: Sequence[object]) -> bool:
     kinds = {
         (type(entry), entry.dim(), entry.dtype) if isinstance(entry, Tensor) else type(entry)
         for entry in entries
@@ -498,6 +501,7 @@ class ParallelModel(nn.Module):
     # Methods that have run over ranks, and the mode of the module, with True for those that
     # communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+    _has_graph = False  # The graph of a forward was looked at.
 
     if TYPE_CHECKING:  # nn.Module has Any
 
@@ -508,8 +512,13 @@ class ParallelModel(nn.Module):
         outputs.
         """
         if inputs and type(inputs[0]) is MicroBatch:
-            return self._run_shards(inputs[0].shards)
-        return self._run_by_hand(None, Arguments(inputs, kwargs))
+            outputs = self._run_shards(inputs[0].shards)
+        else:
+            outputs = self._run_by_hand(None, Arguments(inputs, kwargs))
+        if not self._has_graph and torch.is_grad_enabled():
+            self._has_graph = True
+            refuse_word_counts(outputs)
+        return outputs
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Calls a method of the module other than ``forward``, with arguments split and outputs

@@ -537,8 +537,6 @@ class BalancedTrainer(Trainer):
                 "the loss of KTO has a mean over the rows of a forward inside, its estimate of the KL divergence: expected "
                 "loss_type='apo_zero_unpaired', or one device, without accumulation"
             )
-        parameter = next(self.model.parameters())
-        is_half = self.accelerator.mixed_precision != "no" or parameter.dtype.itemsize < 4
         is_training = self.model.training
         self.model.eval()
         statistics = []
@@ -549,14 +547,7 @@ class BalancedTrainer(Trainer):
                 statistics += means.collect(calls)
         self.model.train(is_training)
         *parts, whole = [part.tensors for part in statistics]
-        for place, number in whole.items():
-            apart = sum(part.get(place, torch.nan) for part in parts)
-            if not (apart - number).abs() <= (0.02 if is_half else 1e-3) * number.abs():
-                name, kind = place
-                raise ValueError(
-                    f"the {kind} of {name.text} ({name.number}) is {number} for a few rows, and {apart} added up row by row: the "
-                    f"rows depend on each other, {_EXPECTED}"
-                )
+        means.compare_sums([whole, *parts])
 
     @torch.no_grad()
     def prediction_step(
@@ -622,7 +613,7 @@ def _explain_errors() -> Iterator[None]:
         yield
     except UnknownMeanError as error:
         raise ValueError(
-            f"the trainer's loss does not add up over the rows: {str(error).split('. The')[0].split(' expected')[0]} {_EXPECTED}"
+            f"the trainer's loss does not add up over the rows: {str(error).split(': give')[0].split(' expected')[0]} {_EXPECTED}"
         ) from error
 
 
@@ -667,8 +658,13 @@ def _model_in(module: nn.Module) -> nn.Module:
 def _keep_samples(collate: Callable[..., Inputs], samples: Sequence[object]) -> Inputs:
     """Returns a batch, with its samples if these do not have one row each: pairs, packed rows."""
     batch = collate(samples)
-    if isinstance(batch, dict) and _count(batch) != len(samples):
-        batch[_SAMPLES] = Rows(samples)
+    if isinstance(batch, dict):
+        for name, value in batch.items():
+            # boxes and labels of each image
+            if type(value) is list and [type(entry) for entry in value] == [dict] * len(samples):
+                batch[name] = Rows(value)
+        if _count(batch) != len(samples):
+            batch[_SAMPLES] = Rows(samples)
     return batch
 
 

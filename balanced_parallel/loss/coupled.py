@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica, join_outputs, join_tensors, repeated_rows
+from ..batch.outputs import PerReplica, join_outputs, join_tensors, padded, repeated_rows
 from ..batch.rows import (
     Along,
     Arguments,
@@ -32,6 +32,7 @@ from ..batch.rows import (
     mark,
     mark_leaves,
     move_arguments,
+    move_leaves,
     spread,
     without_mark,
 )
@@ -40,7 +41,7 @@ from ..runtime.devices import move
 from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .copies import Calls, CriterionCopies, ShardLoss, call_spread, devices_of, shards_of_targets
+from .copies import Calls, CriterionCopies, ShardLoss, T, call_spread, devices_of, shards_of_targets
 from .entries import LoggedMeans, add_leaves, places_to_log
 from .sums import LossSum, add_up, hand_back, weighted_sum, widen
 
@@ -179,6 +180,12 @@ class ShardStatistics(NamedTuple):
 
 # two rows may look independent by chance, as by an equal number of positive targets
 ROWS_TO_CHECK = 16
+# The hardest 16 rows of a batch are all rows of a small shard. So rows are joined with copies of
+# themselves, up to so many of them and so many bytes.
+ROWS_TOGETHER = 1024
+BYTES_TOGETHER = 2**24
+# Positions that only other shards have. It is finite, and has no part in a softmax.
+_PADDING = -1e4
 
 
 class LossOfSums(CoupledLoss):
@@ -194,8 +201,11 @@ class LossOfSums(CoupledLoss):
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
-        # rows of this update whose statistics were compared with those of halves
+        # Shards of this update to compare: output and targets, marked; the statistics of their
+        # halves; the number of rows, the dimension of the output, and the most rows to join.
+        self.samples: list[Any] = []
         self._rows_checked = 0
+        self._most = ROWS_TOGETHER
 
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch. Every rank has the statistics of all ranks."""
@@ -239,11 +249,7 @@ class LossOfSums(CoupledLoss):
         return parts
 
     def check(self, statistics: Sequence[dict[Any, Tensor]], calls: Calls) -> None:
-        """Compares the statistics of the first rows with those of their halves.
-
-        Raises:
-            ValueError: they are not the sum of those of the halves.
-        """
+        """Takes samples of the first rows, which :meth:`compare` needs."""
         first = next(filter(None, statistics), None)
         checks = self.copies.checks
         if first is None or checks is None or not self.is_split:
@@ -254,12 +260,12 @@ class LossOfSums(CoupledLoss):
         outputs = calls.outputs
         for output, size, shard in zip(outputs, outputs.sizes, calls.shards, strict=True):
             if self._rows_checked < ROWS_TO_CHECK:
-                self._rows_checked += size or 0
-                self._check_halves(PerReplica([output], [size], outputs.dim), shard)
+                self._rows_checked += min(size or 0, ROWS_TO_CHECK - 1)  # two shards at least
+                self._sample(PerReplica([output], [size], outputs.dim), shard)
 
-    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+    def _sample(self, output: PerReplica, shard: Shard) -> None:
         try:
-            samples = self._samples(output, shard)
+            statistics = self._halve(output, shard)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - it may raise anything
@@ -269,8 +275,31 @@ class LossOfSums(CoupledLoss):
                 f"half of the first rows, in dimension {output.dim}, raises {type(error).__name__}: {error}",
                 error,
             )
-        if all(sample.tensors for sample in samples):
-            self._compare([sample.tensors for sample in samples])
+        if statistics:
+            self.compare_sums(statistics)
+
+    @torch.no_grad()
+    def compare(self, samples: Sequence[Any], device: torch.device) -> None:
+        """Compares the statistics of shards, together and with copies, with those of their halves.
+
+        Raises:
+            ValueError: they do not add up.
+        """
+        if not samples:
+            return
+        pairs, halves, sizes, (dim, *_), (most, *_) = zip(*samples, strict=True)
+        rows = sum(sizes)
+        join = functools.partial(_join_rows, device=device, padding="[0]")
+        try:
+            pair = containers.zip_leaves(join, pairs)
+            while 2 * rows <= most and 2 * _size(pair) < BYTES_TOGETHER:
+                pair = containers.zip_leaves(join, [pair, pair])
+                rows *= 2
+            output = containers.map_leaves(without_mark, pair[0])
+            whole = self._run([PerReplica([output], [rows], dim)], pair[1])
+        except Exception:  # noqa: BLE001 - there may be too many rows
+            return
+        self.compare_sums([*whole, *itertools.chain(*halves)], rows // sum(sizes))
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -311,7 +340,7 @@ class LossOfSums(CoupledLoss):
             self._structure,
             {place: tensor.detach().to("meta") for place, tensor in local.items()},
         )
-        layouts = enumerate(gather_objects(layout if local else None))
+        layouts = enumerate(self._gather(layout if local else None, nothing.device))
         by_rank = {number: layout for number, layout in layouts if layout is not None}
         self._check_shapes([tensors for _, tensors in by_rank.values()])
         if world_size() == 1 or not by_rank:
@@ -327,6 +356,12 @@ class LossOfSums(CoupledLoss):
             ours = tensor + nothing if is_differentiable(tensor) else tensor
             self._total[place] = SumOverRanks.apply(ours, None)
         return [*by_rank]
+
+    def _gather(self, value: T, device: torch.device) -> list[T]:
+        """Returns the value of each rank. The samples of all ranks are compared on each."""
+        values, samples = zip(*gather_objects((value, self.samples)), strict=True)
+        self.compare([*itertools.chain(*samples)], device)
+        return [*values]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
         shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
@@ -346,13 +381,12 @@ class LossOfSums(CoupledLoss):
         return move(weighted_sum(loss, 1), self.copies.output_device or device)
 
     @torch.no_grad()
-    def _samples(self, output: PerReplica, shard: Shard) -> list[ShardStatistics]:
-        """Returns the statistics of a shard and of its halves. Random numbers are put back.
+    def _halve(self, output: PerReplica, shard: Shard) -> list[dict[Any, Tensor]]:
+        """Adds a sample of a shard.
 
-        A single row is repeated, with other values that have the same signs and are not larger.
+        Returns the statistics of a large one, and those of its halves.
         """
         rows = output.sizes[0]
-        targets = shard.targets
         leaves = zip(
             containers.leaves(output[0]),
             containers.leaf_dims(output[0], output.dim, 0),
@@ -366,63 +400,55 @@ class LossOfSums(CoupledLoss):
         # words, or a packed row
         if rows and (counts == {shard.target_rows} or (shard.is_joined and counts == {1})):
             rows = counts.pop()
-            output = PerReplica(output, [rows], output.dim)
         if not rows:
             return []
-        if rows == 1:
-            join_twice = functools.partial(_join_rows, device=devices_of(output, None)[0])
-            pair = (
-                mark_leaves(output[0], output.dim, "the output"),
-                mark(targets, self.copies.dim, self.copies.criterion),
-            )
-            first, targets = containers.zip_leaves(join_twice, [pair, map_marked(_smaller, pair)])
-            rows = 2
-            output = PerReplica([containers.map_leaves(without_mark, first)], [2], output.dim)
-        halves = join_outputs(
-            [output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)], output.dim
-        )
-        target_rows = count_rows(targets, self.copies.dim, rows, "targets")
-        devices = devices_of(halves, None)
-        states = generator_states(devices)
-        result: list[ShardStatistics] = []
-        for part in (output, halves):
-            shards = shards_of_targets(
-                part, targets, target_rows, self.copies.dim, self.copies.devices
-            )
-            result += Calls(self.copies, part, shards).run(self._statistics)
-        set_generators(states, devices)
-        return result
+        targets = mark(shard.targets, self.copies.dim, self.copies.criterion)
+        whole = PerReplica(output, [rows], output.dim)
+        halves = [whole.narrow(0, rows // 2), whole.narrow(rows // 2, rows - rows // 2)]
+        pair = mark_leaves(output[0], output.dim, "the output"), targets
+        statistics = self._run(halves, targets)
+        if _size(pair) * world_size() > BYTES_TOGETHER:
+            return self._run([whole], targets) + statistics
+        sample = pair, statistics, rows, output.dim, self._most
+        self.samples.append(map_marked(_on_host, sample))
+        return []
 
-    @torch.no_grad()
-    def _compare(self, samples: Sequence[dict[Any, Tensor]]) -> None:
-        """Raises ``ValueError`` if the statistics of rows are not the sum of those of their halves."""
-        places: dict[Any, Tensor] = functools.reduce(operator.or_, samples)
-        for number, place in enumerate(places):
-            total, first, last = (widen(sample.get(place, torch.zeros(()))) for sample in samples)
-            if total.shape == first.shape == last.shape and all(
-                place in sample for sample in samples
-            ):
-                size = (
-                    torch.stack([move(each, total.device) for each in (total, first, last)])
-                    .abs()
-                    .max()
-                )
-                # a mean is off by its own size, and the variance of one row is nan; nan in the
-                # whole is the caller's
-                if (
-                    not total.isfinite().all()
-                    or (total - first - last).abs().max() <= self._tolerance(total) * size
-                ):
-                    continue
-            values = f"of the first rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
-            self._refuse(f"{self._name(number, place)} {values}")
+    def _run(self, parts: list[PerReplica], targets: Arguments) -> list[dict[Any, Tensor]]:
+        """Returns the statistics of some rows.
+
+        Random numbers are put back. A copy of the criterion computes each, and the criterion itself
+        those of no rows, so its state stays.
+        """
+        outputs = join_outputs([parts[0].narrow(0, 0), *parts], parts[0].dim)
+        devices = devices_of(outputs, None)
+        states = generator_states(devices)
+        rows = count_rows(targets, self.copies.dim, sum(filter(None, outputs.sizes)), "targets")
+        shards = shards_of_targets(outputs, targets, rows, self.copies.dim, self.copies.devices)
+        results = Calls(self.copies, outputs, shards).run(self._statistics)
+        set_generators(states, devices)
+        return [part.tensors for part in results if part.tensors]
+
+    def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
+        """Raises ``ValueError`` if the first of some statistics are not the sum of the others, so many
+        times.
+        """
+        self._check_shapes(samples)
+        for number, place in enumerate(samples[0]):
+            total, *parts = [widen(each[place]).cpu() for each in samples]
+            every = torch.stack([total, *(part * times for part in parts)])
+            apart = every.sum(0) - total
+            # Counts are exact, and sums in half precision are rounded.
+            is_rounded = total.is_floating_point() and total.dtype != torch.float64
+            limit = every.abs().max() * (2e-2 if is_rounded else 1e-7)
+            # The variance of one row is nan. Nan in the whole is the caller's.
+            if total.isfinite().all() and not (total - apart).abs().max() <= limit:
+                name = self._name(number, place)
+                values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
+                self._refuse(f"{name} of the first rows, {times} times, {values}")
 
     def _kind(self, place: Any) -> Hashable:
         """Returns a key of a statistic. New ones are compared with halves."""
         return place  # type: ignore[no-any-return]
-
-    def _tolerance(self, tensor: Tensor) -> float:
-        return 5e-2
 
     def _name(self, number: int, place: Any) -> str:
         return f"number {number}"
@@ -444,13 +470,13 @@ def _flags(criterion: Any) -> list[bool]:
     ]
 
 
-def _smaller(leaf: Any) -> Any:
-    """Returns a tensor with all values between 0.5 and 0.9 of themselves."""
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return leaf
-    return leaf * torch.linspace(0.5, 0.9, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(
-        leaf.shape
-    )
+def _size(node: object) -> int:
+    """Returns the bytes of the tensors in a marked structure."""
+    return sum(tensor.nbytes for tensor in containers.tensors_in(move_leaves(node, None)))
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
@@ -676,13 +702,16 @@ class AdditiveLoss(nn.Module):
         return self.finish(self.statistics(*arguments, **kwargs))
 
 
-def _join_rows(place: str, values: list[Any], device: torch.device) -> Any:
+def _join_rows(place: str, values: list[Any], device: torch.device, padding: str = "") -> Any:
     """Returns the rows of marked values as one on ``device``, or the first value if they have no
     rows.
+
+    A tensor at the place ``padding`` is padded.
     """
     first = values[0]
     plain = [without_mark(value) for value in values]
     if isinstance(first, Along) and isinstance(first.leaf, Tensor):
+        plain = padded(plain, first.dim, _PADDING) if place == padding else plain
         return Along(join_tensors(place, plain, device, first.dim), first.dim)
     if isinstance(first, PerReplica):
         return mark_leaves(join_outputs(values, first.dim).on(device), first.dim, place)

@@ -457,7 +457,9 @@ class OneCount(MeansInside):
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
         parts = calls.run(single_mean)
-        LossOfMeans(calls.copies, _HOST).check([part.terms or {} for part in parts], calls)
+        loss = LossOfMeans(calls.copies, _HOST)
+        loss.check([part.terms or {} for part in parts], calls)
+        loss.compare(loss.samples, parts[0].total.device)
         return parts
 
 

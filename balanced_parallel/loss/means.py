@@ -31,11 +31,10 @@ from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.rows import Shard
 from ..replicas.all_rows import sum_over_rows
-from ..runtime.collectives import gather_objects
 from ..runtime.devices import move
 from ..runtime.torch_private import is_output_of_ddp, storage_id, versions
 from .copies import Calls, CriterionCopies, ShardLoss
-from .coupled import LossOfSums, ShardStatistics
+from .coupled import ROWS_TO_CHECK, LossOfSums, ShardStatistics
 from .entries import LoggedMeans, places_beside_loss, places_to_log, refuse_total
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
 from .sums import Bound, LossSum, add_numbers, add_up, divide, weighted_sum, widen, zero_of
@@ -260,7 +259,7 @@ class MeanRecorder(TorchFunctionMode):
         if name == sum_over_rows.__name__:
             return _OF_ALL_ROWS
         is_new = name in _NEW and not result.dim() and len(tensors) == 1
-        if not tensors and result.numel() != 1:
+        if not tensors and (result.numel() != 1 or name == "arange"):
             return _OF_OUTPUTS  # An empty tensor may be written to unseen.
         level = _OF_NOTHING if is_new else max(map(self._level, tensors), default=_OF_NOTHING)
         # A model that computes its loss has rows in place of outputs, and parameters.
@@ -865,31 +864,24 @@ class LossOfMeans(LossOfSums):
         self._check_shapes([each for each in statistics if each])
         super().check(statistics, calls)
 
-    def _check_halves(self, output: PerReplica, shard: Shard) -> None:
+    def _sample(self, output: PerReplica, shard: Shard) -> None:
         refuse_coupled(self.copies.criterion)
         if isinstance(output[0], FoundMeans):
             output = output.map(lambda result: result.inputs)
-        super()._check_halves(output, shard)
+            self._most = ROWS_TO_CHECK  # The model runs on them.
+        super()._sample(output, shard)
 
-    def _compare(self, samples: Sequence[dict[Any, Tensor]]) -> None:
+    def compare_sums(self, samples: Sequence[dict[Any, Tensor]], times: int = 1) -> None:
         """Compares the means, without values beside the loss that are none."""
         means = []
         for sample in samples:
             places = [place for place in sample if place[0].kind not in (_NO_MEAN, _NUMBER)]
             means.append({place: sample[place] for place in places})
-        super()._compare(means)
+        super().compare_sums(means, times)
 
     def _kind(self, place: Any) -> Hashable:
         kind: str = place[0].kind
         return kind
-
-    def _tolerance(self, tensor: Tensor) -> float:
-        if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
-            return 1e-7
-        is_half = self.copies.precision.name != "fp32" or torch.is_autocast_enabled(
-            tensor.device.type
-        )
-        return 2e-2 if is_half else 1e-3
 
     def _name(self, number: int, place: Any) -> str:
         return f"the {place[1]} of {place[0].text}"
@@ -931,30 +923,20 @@ class ExactLossOfMeans(LossOfMeans):
     def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}
-        numbers = {}
-        for place, parts in self._numbers.items():
-            numbers[place] = [float(each) for each in parts]
-        ranks = []
-        forms = []
-        numbers_of_ranks = []
-        everywhere = gather_objects((self._structure, form, numbers))
-        for rank, (structure, form, numbers) in enumerate(everywhere):
-            if form:  # it has rows
-                self._structure = structure
-                ranks.append(rank)
-                forms.append(form)
-                numbers_of_ranks.append(numbers)
-        self._check_shapes(forms)
-        for place, like in forms[0].items() if forms else ():
-            all_numbers: list[float] = []
-            for of_rank in numbers_of_ranks:
-                all_numbers += of_rank[place]
-            total = add_numbers(all_numbers)
-            self._total[place] = torch.full_like(like, total, device=self.home)
-        return ranks
+        numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
+        everywhere = enumerate(self._gather((self._structure, form, numbers), self.home))
+        by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
+        self._check_shapes([form for _, form, _ in by_rank.values()])
+        for self._structure, form, _ in [*by_rank.values()][-1:]:
+            for place, like in form.items():
+                everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
+                total = add_numbers([*everyone])
+                self._total[place] = torch.full_like(like, total, device=self.home)
+        return [*by_rank]
 
 
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
-    "AdditiveLoss(statistics, finish) for a function of sums; or weight=, a function (output, *targets) -> scalar, for a mean"
+    "AdditiveLoss(statistics, finish) for a function of sums; weight=, a function (output, *targets) -> scalar, for a mean; or, "
+    "if each shard pads to its own longest row, write (errors * mask).sum() / mask.sum()"
 )

@@ -215,8 +215,11 @@ class SumOverRanks(torch.autograd.Function):
 _LINES = "the first difference"
 
 
+RENORM = "embedding_renorm_"  # F.embedding(max_norm=) writes to rows of the weight.
+
+
 class OnCollective(torch_private.TorchDispatchMode):
-    """Calls a function with the name of each collective in its block, before it runs."""
+    """Calls a function with the name of each collective and renorm in its block, before it runs."""
 
     supports_higher_order_operators = True
 
@@ -228,8 +231,9 @@ class OnCollective(torch_private.TorchDispatchMode):
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         """Runs an operator."""
-        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
-            self._act(function.__name__.partition(".")[0])
+        name = function.__name__.partition(".")[0]
+        if getattr(function, "namespace", None) in ("c10d", "_c10d_functional") or name == RENORM:
+            self._act(name)
         return function(*args, **(kwargs or {}))
 
 

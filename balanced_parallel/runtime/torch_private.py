@@ -197,6 +197,23 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def nodes_behind(tensors: Iterable[object]) -> Iterator["Node"]:
+    """Yields each node of the graph that leads to some tensors, from them on."""
+    nodes: list[Node | None] = [getattr(tensor, "grad_fn", None) for tensor in tensors]
+    seen = set[Node]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            nodes += [behind for behind, _ in node.next_functions]
+
+
+def divides_by_counts(node: "Node") -> bool:
+    """Returns True for an embedding with ``scale_grad_by_freq=True``."""
+    return getattr(node, "_saved_scale_grad_by_freq", False)
+
+
 def is_output_of_ddp(value: object) -> bool:
     """Returns True for a copy that ``DistributedDataParallel`` has made of an output."""
     return type(getattr(value, "grad_fn", None)).__name__ == "_DDPSinkBackward"

@@ -31,7 +31,7 @@ from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import meets_others
 from ..runtime import collectives, row_random, torch_private
-from ..runtime.collectives import OnCollective
+from ..runtime.collectives import RENORM, OnCollective
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded
@@ -139,14 +139,17 @@ class RankModel(ParallelModel):
         if kind in self.runs:
             return self._run(method, arguments, rows, in_step=in_step)
         names: set[str] = set()
-        is_plain = (
-            not self.meets_ranks
-            and isinstance(self, DistributedDataParallel)
-            and not any(map(is_compiled, self.modules()))
-        )
-        with OnCollective(names.add) if is_plain else contextlib.nullcontext():
+        is_eager = not any(map(is_compiled, self.modules()))
+        with OnCollective(names.add) if is_eager else contextlib.nullcontext():
             output = self._run(method, arguments, rows, in_step=in_step)
-        self.runs[kind] = bool(names - {"broadcast_"})  # torch broadcasts buffers
+        if RENORM in names:
+            raise ValueError(
+                "F.embedding was given max_norm=, and each rank would rescale the rows that it sees, expected None: write "
+                "weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
+            )
+        is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
+        # torch broadcasts buffers
+        self.runs[kind] = is_plain and bool(names - {"broadcast_"})
         if self.runs[kind]:
             self.meets_ranks = True
             warnings.warn(

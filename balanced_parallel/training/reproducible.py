@@ -152,7 +152,10 @@ class NumberedRows:
         if not is_known:
             # The criterion may draw random numbers, too.
             loss = self._kind.of_batch(batch.counted_targets, is_whole=run.is_whole)
-            compute: Compute = loss.sums if loss.passes == 1 else lambda calls: []
+            compute: Compute = loss.sums
+            if loss.passes > 1:
+                device = self._forwards.model.devices[0]
+                compute = loss.loss(self._forwards.copies, device, is_split=False).collect
             self._random.find_draws(
                 kind,
                 batch,

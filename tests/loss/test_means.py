@@ -246,10 +246,12 @@ COUPLED = {
     "centred": lambda out, values: F.mse_loss(out - out.mean(0), values),
     "variances": lambda out, values: out.std(0).mean() + F.mse_loss(out, values),
     "a mean of a mean": lambda out, values: F.mse_loss(out.mean(0), values.mean(0)),
+    "more than two rows": lambda out, values: F.mse_loss(out, values) if out[2].numel() else None,
+}
+OTHER_TERMS = {
     "times the rows": lambda out, values: F.mse_loss(out, values) * len(out),
     "a constant of the rows": lambda out, values: F.mse_loss(out, values) + len(out),
     "a mean that one half lacks": lambda out, values: F.mse_loss(out, values) + (out.mean() if len(out) > 1 else 0),
-    "more than two rows": lambda out, values: F.mse_loss(out, values) if out[2].numel() else None,
 }
 CONSTANTS = {
     "over twelve": lambda out, values: out.sum() / 12,
@@ -262,6 +264,7 @@ OF_MORE_ROWS = ("variances", "more than two rows")  # a deviation of one row is 
 MESSAGES = [  # of an error, the losses, and the numbers of rows
     (r"is not a sum of known means.*weight=.*weight='rows'.*reduction='sum'.*whole=True", REFUSED, (8,)),
     (r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight=", COUPLED, (2, 6)),
+    (r"computes .* for some rows, and .* for others; expected the same means .*weight=", OTHER_TERMS, (2, 6)),
     (r"computes .* \* mse_loss, l1_loss for some rows, and .* \* mse_loss, l1_loss for others", OVER_ITS_VALUE, (2, 6)),
     (r"expected a number that follows .*clamp\(min=1\).* weight=.*reduction='sum'", CONSTANTS, (2, 6)),
 ]
@@ -298,10 +301,10 @@ def test_small_shards_are_all_compared_with_their_halves(micro_batch_size):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_count_is_compared_exactly_in_lower_precision(precision):
-    """4095 and the 2 x 2047 of the halves differ by less than float32 needs for a sum of 4096 numbers."""
+    """8191 and the 4 x 2047 of the halves differ by less than float32 needs for a sum of 8192 numbers."""
     rows = torch.ones(8192, 1, dtype=torch.float32)
     criterion = DataParallelCriterion(lambda out, values: (out - values).pow(2).sum() / (len(out) - 1), precision=precision)
-    with pytest.raises(ValueError, match="the count of a sum over a number of the first rows is 4095"):
+    with pytest.raises(ValueError, match="the count of a sum over a number of the first rows, 1 times, is 8191"):
         criterion(PerReplica(rows.split(4096), [4096, 4096]), 2 * rows)
 
 
