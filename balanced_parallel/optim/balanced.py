@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..replicas.buckets import BucketOwners, Piece, check_dense
+from ..replicas.buckets import BucketOwners, Piece
 from ..replicas.model import DataParallelModel
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
@@ -331,28 +331,17 @@ class _ReplicaShards:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Moves gradients that a user set on the model's own parameters to the owners."""
-        if not self._pieces:
-            return
-        self._model.reduce_gradients()
-        for parameter, pieces in self._pieces.items():
-            if (gradient := parameter.grad) is not None:
-                for piece in pieces:
-                    piece.add_gradient(piece.cut(check_dense(gradient)).to(piece.owner, copy=True))
-                parameter.grad = None
+        """Gives the pieces the gradients of the model's own parameters."""
+        if self._pieces:
+            self._model.reduce_gradients()
+        for owners in self._owners:
+            owners.follow()
 
     @torch.no_grad()
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Returns a copy of a parameter's gradient on its own device; None if it has no gradient."""
-        if parameter not in self._pieces:
-            return parameter.grad
         self.collect()
-        whole = None
-        for piece in self._pieces[parameter]:
-            if piece.values.grad is not None:
-                whole = torch.zeros_like(parameter) if whole is None else whole
-                piece.cut(whole).copy_(piece.values.grad)
-        return whole
+        return None if parameter.grad is None else parameter.grad.clone()
 
     def run(self, method: str) -> None:
         """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the
@@ -371,10 +360,10 @@ class _ReplicaShards:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
-        if not set_to_none:
-            self.collect()  # Gradients of the parameters become zeros too, not None.
+        if set_to_none:
+            forget_gradients(self._pieces)
+        self.collect()
         self.inner.zero_grad(set_to_none)
-        forget_gradients(self._pieces)
 
     def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
@@ -434,7 +423,8 @@ class _ReplicaShards:
         sharded = [parameter for bucket, _ in buckets for parameter in bucket.parameters]
         whole = assign_owners(sharded, len(set(model.devices))) if shard == "parameters" else None
         for bucket, copies in buckets:
-            owners = BucketOwners(bucket.parameters, copies, whole)
+            settle = weakref.WeakMethod(bucket.settle)
+            owners = BucketOwners(bucket.parameters, copies, whole, settle)
             bucket.own(owners)
             self._owners.append(owners)
             for piece in owners.pieces:

@@ -38,18 +38,17 @@ from torch import Tensor, nn
 
 from ..runtime import torch_private, transport
 from ..runtime.devices import move
+from ..runtime.sharded import ShardedGradient, ShardLayout
 from ..runtime.streams import SideStreams, Streams, on_streams
 from ..runtime.torch_private import (
     Node,
     foreach_add,
     foreach_add_,
     hooks_of,
-    run_after_backward,
     run_first,
     will_run,
 )
 from ..runtime.transport import MemoryLayout, layout_of
-from ..runtime.values import forget_gradients
 
 # one replica's, by the place of the parameter in its bucket; none for an unused parameter
 Gradients = dict[int, Tensor]
@@ -169,6 +168,13 @@ def kinds_of(parameters: Iterable[nn.Parameter]) -> Kinds:
 _buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()
 
 
+def _reduce_into(parameter: Tensor) -> None:
+    """Reduces what other replicas hold for a ``grad`` that is replaced."""
+    for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
+        if bucket.held and id(parameter) in bucket.kinds:
+            bucket.reduce()
+
+
 class Bucket:
     """Parameters whose gradients are summed together: of one dtype, on one device, all with
     ``requires_grad``.
@@ -184,11 +190,18 @@ class Bucket:
         # The ``grad`` that others wait for, by place of the parameter.
         self._local: dict[int, weakref.ref[Tensor]] = {}
         self._lock = threading.RLock()  # backwards may run in several threads
+        self._side: SideStreams | None = None  # the last backward's
         _buckets[id(self)] = self
 
     def own(self, owners: "BucketOwners | None" = None) -> None:
         """Gives the gradients to ``owners``, or to the parameters again."""
         self.owners = owners
+
+    def settle(self) -> None:
+        """Reduces what waits, before a gradient is read."""
+        if self._side is not None:
+            self._side.join()
+        self.reduce()
 
     def broadcast(
         self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule
@@ -223,6 +236,7 @@ class Bucket:
             for want in (None, True)
         )
         returned = prepare_sums(self.parameters, passed_on)()
+        self._side = schedule.side
         self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
             if schedule.side is not None:
@@ -234,34 +248,10 @@ class Bucket:
                 reduction()
         else:
             reduction()
-        if self._local and self.owners is not None:
-            # grad has the part of the first replica, and in a backward may have another bucket's
-            run_after_backward(functools.partial(self._reduce_behind, schedule.side))
         return returned
 
-    def _reduce_behind(self, side: SideStreams | None) -> None:
-        """Reduces behind the sums of other modules, which may share a parameter and end on their
-        side streams.
-        """
-        if side is not None:
-            side.begin()
-        self.reduce()
-
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the
-        owners, which take ``grad`` away.
-
-        Buckets of other modules that wait for a ``grad`` that the owners take come first.
-        """
-        if self._local and self.owners is not None:
-            owned = set(map(id, self.parameters))
-            for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
-                if (
-                    bucket.held
-                    and bucket.owners is None
-                    and not owned.isdisjoint(map(id, bucket.parameters))
-                ):
-                    bucket.reduce()
+        """Sums the gradients that the replicas hold into the parameters' ``grad``."""
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
@@ -270,25 +260,24 @@ class Bucket:
         the current streams.
 
         With ``takes_local``, the ``grad`` of a parameter is added as the first replica's part. This
-        is not allowed in a backward: two buckets with one parameter would count it twice.
+        is not allowed in a backward: two buckets with one parameter would count it twice. Owners
+        have nothing in it that is not reduced.
         """
         with self._lock:
             self._drop_discarded()
             local: Gradients = {}
-            for place in self._local if takes_local else ():
+            for place in self._local if takes_local and self.owners is None else ():
                 if (gradient := self.parameters[place].grad) is not None:
                     local[place] = gradient
             held = self.held
             self.held = {}
-            if takes_local or self.owners is None:
-                self._local = {}
+            self._local = {}
         if local:
             first = _merged(local, held.pop(self._home, {}))
             held = {self._home: first, **held}
         if not held:
             return lambda: None
         if self.owners is not None:
-            forget_gradients([self.parameters[place] for place in local])
             return self.owners.take(list(held.values()))
         compute = prepare_sums(self.parameters, list(held.values()), is_copy=True)
 
@@ -316,7 +305,7 @@ class Bucket:
             self.held = {}
             self._local = {}
             if self.owners is not None:
-                forget_gradients([piece.values for piece in self.owners.pieces])
+                self.owners.follow()
 
     @property
     def _home(self) -> torch.device:
@@ -326,7 +315,7 @@ class Bucket:
     def _hold(self, replicas: dict[torch.device, Gradients], deferred: bool) -> None:
         with self._lock:
             self._drop_discarded()
-            if deferred:
+            if deferred and self.owners is None:
                 accumulate(self.parameters, replicas.pop(self._home, {}), is_copy=True)
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device, {}))
@@ -334,8 +323,11 @@ class Bucket:
                 itertools.chain(*(gradients.items() for gradients in self.held.values()))
             )
             for place, parameter in enumerate(self.parameters) if deferred else ():
-                if parameter.grad is None and place in waiting:  # The first replica has none.
-                    parameter.grad = torch.zeros_like(waiting[place], device=self._home)
+                if parameter.grad is None and place in waiting:
+                    if self.owners is not None:
+                        self.owners.parameters[place].add([])
+                    else:  # The first replica has none.
+                        parameter.grad = torch.zeros_like(waiting[place], device=self._home)
                 if parameter.grad is not None:
                     self._local[place] = weakref.ref(parameter.grad)
 
@@ -379,9 +371,8 @@ class _Broadcast(torch.autograd.Function):
             side = schedule.overlapping_side
             if (
                 schedule.deferred
-                or bucket.owners
                 or bucket.held
-                or (side and not torch.is_grad_enabled())
+                or ((side or bucket.owners) and not torch.is_grad_enabled())
             ):
                 nodes = [node for node, _ in ctx.next_functions]
                 wanted = [*map(_is_wanted, bucket.parameters, nodes)]
@@ -515,23 +506,90 @@ class Piece:
         self.parameter = parameter
         self.index = index
         self.owner = owner
-        self._run = run
+        self.run = run
         self.is_whole = run.stop - run.start == parameter.numel()
         self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
         self.values = self.places[owner].detach().requires_grad_()
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Returns this piece of a tensor that is shaped like the parameter."""
-        return tensor if self.is_whole else tensor.reshape(-1)[self._run]
-
-    def add_gradient(self, gradient: Tensor) -> None:
-        """Adds to the gradient of the values."""
-        accumulate([self.values], {0: gradient.reshape(self.values.shape)})
+        return tensor if self.is_whole else tensor.reshape(-1)[self.run]
 
     def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
         """Takes the memory of other copies of the parameter, which has moved."""
         self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
         self.values.data = self.places[self.owner]
+
+
+class OwnedParameter:
+    """A parameter whose pieces have the gradient that ``parameter.grad`` stands for."""
+
+    def __init__(self, pieces: list[Piece], settle: Callable[[], Callable[[], None] | None]) -> None:
+        self._pieces = pieces
+        self._parameter = parameter = pieces[0].parameter
+        self._shards = ShardLayout(
+            torch.empty_like(parameter, device="meta"),
+            parameter.device,
+            [piece.owner for piece in pieces],
+            [None if piece.is_whole else piece.run for piece in pieces],
+            settle,
+        )
+        self._gradient: ShardedGradient | None = None  # The pieces have its parts.
+
+    def add(self, parts: list[Tensor]) -> None:
+        """Adds parts to ``parameter.grad``, as autograd does. Without parts, it is there, and zero."""
+        gradient = self._parameter.grad
+        if gradient is not None and not self._fits(gradient):
+            gradient.add_(ShardedGradient(self._shards, parts))
+            return
+        self.follow()
+        gradient = self._gradient
+        if gradient is None:
+            gradient = ShardedGradient(self._shards, parts)
+        elif gradient.parts:
+            foreach_add_(gradient.parts, parts)
+        else:
+            gradient.parts[:] = parts
+        self._give(gradient)
+
+    def follow(self) -> None:
+        """Gives the pieces the gradient that is in ``parameter.grad`` now.
+
+        If that is the same as before, the pieces have what somebody has set there since.
+        """
+        gradient: Any = self._parameter.grad
+        parts = [piece.values.grad for piece in self._pieces]
+        if gradient is self._gradient:
+            before = [] if gradient is None else gradient.parts
+            present = [part for part in parts if part is not None]
+            if [*map(id, present)] == [*map(id, before)]:
+                return
+            gradient = None
+            if present:
+                pairs = zip(parts, self._pieces, strict=True)
+                filled = [
+                    torch.zeros_like(piece.values) if part is None else part for part, piece in pairs
+                ]
+                gradient = ShardedGradient(self._shards, filled)
+        elif gradient is not None and not self._fits(gradient):
+            _reduce_into(self._parameter)
+            gradient = ShardedGradient(
+                self._shards, self._shards.scatter(check_dense(self._parameter.grad))
+            )
+        self._give(gradient)
+
+    def _fits(self, gradient: Tensor) -> bool:
+        return (
+            isinstance(gradient, ShardedGradient)
+            and gradient.shards is self._shards
+            and not gradient.views
+        )
+
+    def _give(self, gradient: ShardedGradient | None) -> None:
+        self._parameter.grad = self._gradient = gradient
+        parts = gradient.parts if gradient is not None else ()
+        for piece, part in itertools.zip_longest(self._pieces, parts):
+            piece.values.grad = part
 
 
 def _make_pieces(
@@ -576,9 +634,13 @@ class BucketOwners:
         parameters: Sequence[nn.Parameter],
         copies: Sequence[dict[torch.device, Tensor]],
         owners: Mapping[Tensor, int] | None = None,
+        settle: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self._devices = list(copies[0])
         self.pieces = [*_make_pieces(parameters, copies, owners)]
+        self.parameters = [
+            OwnedParameter([piece for piece in self.pieces if piece.parameter is each], settle) for each in parameters
+        ]
         self._order = [*dict.fromkeys(piece.index for piece in self.pieces)]
         self._owned = [
             [piece for piece in self.pieces if piece.owner == device] for device in self._devices
@@ -617,12 +679,20 @@ class BucketOwners:
 
         def compute() -> None:
             transport.reduce_scatter(flat, sums)
+            parts: dict[int, list[Tensor]] = {}
             for owned, total in zip(self._owned, sums, strict=True):
                 for piece, gradient in zip(owned, self._unpack(owned, total), strict=True):
-                    if piece.index in learned:
-                        piece.add_gradient(gradient)
+                    parts.setdefault(piece.index, []).append(gradient)
+            for index in learned:
+                self.parameters[index].add(parts[index])
 
         return compute
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Gives the pieces the gradients that are in ``grad`` of the parameters."""
+        for parameter in self.parameters:
+            parameter.follow()
 
     @torch.no_grad()
     def fetch(self) -> None:

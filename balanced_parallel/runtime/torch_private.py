@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor  # This import takes seconds.
 
+T = TypeVar("T")
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
 
 __all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
@@ -219,6 +220,23 @@ def local_tensors(tensors: Iterable[Tree]) -> list[Tree | Tensor]:
 def has_elements(tensor: Tensor) -> bool:
     """Returns True if a sparse tensor has elements. The public functions need it coalesced."""
     return tensor._nnz() > 0
+
+
+# Makes the functions of torch treat a subclass as a plain tensor.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def make_wrapper(kind: type[T], like: Tensor, device: torch.device) -> T:
+    """Returns a tensor of a subclass that is shaped like another, and has no memory."""
+    wrapper: T = Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+    )
+    return wrapper
+
+
+def writes(operator: Any) -> bool:
+    """Returns True if an operator writes to an argument."""
+    return bool(operator._schema.is_mutable)
 
 
 def base_of(tensor: Tensor) -> Tensor:

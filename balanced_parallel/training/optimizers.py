@@ -3,11 +3,13 @@ step together.
 """
 
 import contextlib
+import itertools
 import math
+import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ class ParameterUpdate:
         self._noted: list[tuple[str, Tensor, int]] = []
         for optimizer in optimizers:
             if optimizer not in _claims:
-                _claims[optimizer] = -1
+                _claims[optimizer] = _FREE
                 # a wrapper of an optimizer may have no hooks
                 with contextlib.suppress(AttributeError):
                     optimizer.register_step_pre_hook(_drop_claimed)
@@ -81,7 +83,7 @@ class ParameterUpdate:
 
     def note_gradients(self) -> None:
         """Notes the gradients of a window that goes on."""
-        _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
+        self._claim()
         gradients = {
             name: parameter.grad
             for name, parameter in self.trained.items()
@@ -92,16 +94,14 @@ class ParameterUpdate:
         )
 
     def check_gradients(self) -> None:
-        """Raises ``RuntimeError`` if noted gradients were cleared or changed, but for those that
-        owners have taken.
+        """Raises ``RuntimeError`` if noted gradients were cleared or changed.
+
+        Owners may have taken one, and put a gradient of another type in its place.
         """
-        owners = [
-            optimizer for optimizer in self.optimizers if isinstance(optimizer, BalancedOptimizer)
-        ]
         for name, gradient, version in self._noted:
-            parameter = self.trained[name]
-            is_same = parameter.grad is gradient and versions([gradient]) == [version]
-            if not is_same and all(owner.gradient(parameter) is None for owner in owners):
+            present = self.trained[name].grad
+            is_same = present is gradient and versions([gradient]) == [version]
+            if not is_same and type(present) in (type(gradient), type(None)):
                 raise RuntimeError(
                     f"the gradient of {name} was cleared or changed before apply(), expected that of the rows that were added: "
                     "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
@@ -125,6 +125,9 @@ class ParameterUpdate:
         everywhere = dict.fromkeys([parameter for group in groups for parameter in group["params"]])
         whole = cast(Optimizer, self)
         self._parameters = [*everywhere]
+        everywhere.update(
+            dict.fromkeys(itertools.chain(*map(_parameters_of, self.optimizers)))
+        )
         # Trained parameters of no optimizer here. Another optimizer may use them, so their
         # gradients are scaled as well.
         outside = [parameter for parameter in self.trained.values() if parameter not in everywhere]
@@ -145,12 +148,19 @@ class ParameterUpdate:
             else:
                 scaler.step(whole)  # unless it found an overflow
                 scaler.update()
-            _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
+            self._claim()
         except BaseException:
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
                 scaler.update(scaler.get_scale())
             raise
+
+    def _claim(self) -> None:
+        """Notes the gradients that the optimizers must not apply again."""
+        for optimizer in self.optimizers:
+            gradients = _gradients_of(optimizer)
+            references = [*map(weakref.ref, gradients)]
+            _claims[optimizer] = Claim(count_graph_nodes(), references, versions(gradients))
 
     def _call_hooks(self) -> None:
         """Calls the hooks of parameters with their gradients."""
@@ -179,7 +189,7 @@ class ParameterUpdate:
         if norm is not None and self._skip_above and not norm <= self._skip_above:
             return
         for optimizer in self.optimizers:
-            _claims[optimizer] = -1  # the hook lets this step pass
+            _claims[optimizer] = _FREE  # the hook lets this step pass
             try:
                 optimizer.step()
             # SAM has a default for the closure that it needs
@@ -196,10 +206,28 @@ def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
         foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
 
 
-# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays,
-# there are no others. Several steps, and loops by hand, may share optimizers and schedulers, so
-# their states are of the process.
-_claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+class Claim(NamedTuple):
+    """Gradients of a :class:`TrainStep` that an optimizer must not apply again."""
+
+    nodes: int  # the number of graph nodes when they were made
+    gradients: list[weakref.ref[Tensor]]
+    versions: list[int]
+
+    def holds(self, gradients: list[Tensor]) -> bool:
+        """Returns True if no other backward has made the present ``gradients``.
+
+        It would make nodes of a graph, and new gradients, or write twice: zeros, then a sum.
+        """
+        before = [reference() for reference in self.gradients]
+        changes = map(operator.sub, versions(gradients), self.versions)
+        is_same = [*map(id, gradients)] == [*map(id, before)]
+        return self.nodes == count_graph_nodes() or (is_same and max(changes, default=2) < 2)
+
+
+_FREE = Claim(-1, [], [])  # lets a step pass
+# Several steps, and loops by hand, may share optimizers and schedulers, so their states are of the
+# process.
+_claims: weakref.WeakKeyDictionary[Optimizer, Claim] = weakref.WeakKeyDictionary()
 # The epoch after a TrainStep.
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
@@ -208,15 +236,15 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
     an old loop.
     """
-    claim = _claims.get(optimizer, -1)  # a wrapper of an optimizer is another object
-    if claim == count_graph_nodes():
+    claim = _claims.get(optimizer, _FREE)  # a wrapper of an optimizer is another object
+    if claim.holds(_gradients_of(optimizer)):
         optimizer.zero_grad()
         warnings.warn(
             "optimizer.step() was called, but TrainStep steps the optimizer itself, so these gradients are dropped, and nothing "
-            "is updated: leave optimizer.step() out, or run a backward of your own before it",
+            "is updated: leave optimizer.step() out, or call optimizer.zero_grad() and run a backward of your own before it",
             stacklevel=3,
         )
-    elif claim != -1:  # an update by hand, which steps its schedulers by hand as well
+    elif claim != _FREE:  # an update by hand, which steps its schedulers by hand as well
         for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
             del _epochs[scheduler]
 
@@ -238,8 +266,15 @@ def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
         _epochs[scheduler] = epoch + 1
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters of an optimizer, which may update shards in their place."""
+    is_balanced = isinstance(optimizer, BalancedOptimizer)
+    groups = optimizer.recipe.groups if is_balanced else optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    return [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
 
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
@@ -289,9 +324,7 @@ def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler])
     trained = {id(tensor) for tensor in update.trained.values()}
     for number, optimizer in enumerate(update.optimizers):
         refuse_closures(type(optimizer), "TrainStep")
-        if isinstance(optimizer, BalancedOptimizer):  # The groups have the shards.
-            continue
-        parameters = list(_parameters_of(optimizer))
+        parameters = _parameters_of(optimizer)
         if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):
             raise TypeError(
                 "Muon over shards of strategy='fsdp' differs by percents, because it multiplies pieces in bfloat16, expected "
