@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..replicas.buckets import BucketOwners, Piece
 from ..replicas.model import DataParallelModel
+from ..replicas.owners import BucketOwners, Piece
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
@@ -423,12 +423,11 @@ class _ReplicaShards:
         sharded = [parameter for bucket, _ in buckets for parameter in bucket.parameters]
         whole = assign_owners(sharded, len(set(model.devices))) if shard == "parameters" else None
         for bucket, copies in buckets:
-            settle = weakref.WeakMethod(bucket.settle)
-            owners = BucketOwners(bucket.parameters, copies, whole, settle)
+            owners = BucketOwners(bucket.parameters, copies, whole)
             bucket.own(owners)
             self._owners.append(owners)
             for piece in owners.pieces:
-                self._pieces.setdefault(piece.parameter, []).append(piece)
+                self._pieces.setdefault(piece.parameter(), []).append(piece)
             weakref.finalize(self, bucket.own)
         _all_shards.add(self)
 

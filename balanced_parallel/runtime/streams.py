@@ -70,6 +70,13 @@ def on_side_stream() -> bool:
 _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueDictionary()
 
 
+def join_all() -> None:
+    """Joins the side streams of all modules."""
+    for reference in _instances.valuerefs():
+        if (side := reference()) is not None:
+            side.join()
+
+
 class SideStreams:
     """One side stream per device.
 

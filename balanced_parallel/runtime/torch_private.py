@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor  # This import takes seconds.
 
-T = TypeVar("T")
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
 
 __all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
@@ -226,10 +225,12 @@ def has_elements(tensor: Tensor) -> bool:
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def make_wrapper(kind: type[T], like: Tensor, device: torch.device) -> T:
-    """Returns a tensor of a subclass that is shaped like another, and has no memory."""
-    wrapper: T = Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+def new_wrapper(kind: type[Tree], like: Tensor, owned: Any, *arguments: object) -> Tree:
+    """Returns a tensor of a subclass, shaped like another, on the device of its parameter, without
+    memory.
+    """
+    wrapper: Tree = Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=owned.parameter().device
     )
     return wrapper
 

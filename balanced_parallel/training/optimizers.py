@@ -5,11 +5,10 @@ step together.
 import contextlib
 import itertools
 import math
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -122,15 +121,12 @@ class ParameterUpdate:
         optimizer on its own.
         """
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        everywhere = dict.fromkeys([parameter for group in groups for parameter in group["params"]])
+        self._parameters = [*dict.fromkeys(itertools.chain(*[group["params"] for group in groups]))]
         whole = cast(Optimizer, self)
-        self._parameters = [*everywhere]
-        everywhere.update(
-            dict.fromkeys(itertools.chain(*map(_parameters_of, self.optimizers)))
-        )
         # Trained parameters of no optimizer here. Another optimizer may use them, so their
         # gradients are scaled as well.
-        outside = [parameter for parameter in self.trained.values() if parameter not in everywhere]
+        owned = {*itertools.chain(*map(_parameters_of, self.optimizers))}
+        outside = [parameter for parameter in self.trained.values() if parameter not in owned]
         try:
             if scaler is not None:
                 scaler.unscale_(whole)
@@ -158,9 +154,8 @@ class ParameterUpdate:
     def _claim(self) -> None:
         """Notes the gradients that the optimizers must not apply again."""
         for optimizer in self.optimizers:
-            gradients = _gradients_of(optimizer)
-            references = [*map(weakref.ref, gradients)]
-            _claims[optimizer] = Claim(count_graph_nodes(), references, versions(gradients))
+            gradients = [(weakref.ref(each), now) for each, now in _gradients_of(optimizer)]
+            _claims[optimizer] = count_graph_nodes(), gradients
 
     def _call_hooks(self) -> None:
         """Calls the hooks of parameters with their gradients."""
@@ -206,28 +201,11 @@ def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
         foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
 
 
-class Claim(NamedTuple):
-    """Gradients of a :class:`TrainStep` that an optimizer must not apply again."""
-
-    nodes: int  # the number of graph nodes when they were made
-    gradients: list[weakref.ref[Tensor]]
-    versions: list[int]
-
-    def holds(self, gradients: list[Tensor]) -> bool:
-        """Returns True if no other backward has made the present ``gradients``.
-
-        It would make nodes of a graph, and new gradients, or write twice: zeros, then a sum.
-        """
-        before = [reference() for reference in self.gradients]
-        changes = map(operator.sub, versions(gradients), self.versions)
-        is_same = [*map(id, gradients)] == [*map(id, before)]
-        return self.nodes == count_graph_nodes() or (is_same and max(changes, default=2) < 2)
-
-
-_FREE = Claim(-1, [], [])  # lets a step pass
-# Several steps, and loops by hand, may share optimizers and schedulers, so their states are of the
-# process.
-_claims: weakref.WeakKeyDictionary[Optimizer, Claim] = weakref.WeakKeyDictionary()
+# Gradients that a TrainStep has made for an optimizer, with their version counters, and the number
+# of graph nodes then. Several steps, and loops by hand, may share optimizers and schedulers, so
+# their states are of the process.
+_FREE: tuple[int, list[tuple[weakref.ref[Tensor], int]]] = (-1, [])  # lets a step pass
+_claims = weakref.WeakKeyDictionary[Optimizer, type(_FREE)]()
 # The epoch after a TrainStep.
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
@@ -236,15 +214,21 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
     an old loop.
     """
-    claim = _claims.get(optimizer, _FREE)  # a wrapper of an optimizer is another object
-    if claim.holds(_gradients_of(optimizer)):
+    nodes, before = _claims.get(optimizer, _FREE)  # a wrapper of an optimizer is another object
+    present = _gradients_of(optimizer)
+    # Another backward makes nodes of a graph, and new gradients, or writes zeros and then a sum.
+    is_same = [
+        reference() is gradient and now < then + 2
+        for (reference, then), (gradient, now) in zip(before, present, strict=False)
+    ]
+    if nodes == count_graph_nodes() or (is_same and all(is_same)):
         optimizer.zero_grad()
         warnings.warn(
             "optimizer.step() was called, but TrainStep steps the optimizer itself, so these gradients are dropped, and nothing "
             "is updated: leave optimizer.step() out, or call optimizer.zero_grad() and run a backward of your own before it",
             stacklevel=3,
         )
-    elif claim != _FREE:  # an update by hand, which steps its schedulers by hand as well
+    elif before:  # an update by hand, which steps its schedulers by hand as well
         for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
             del _epochs[scheduler]
 
@@ -273,8 +257,10 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
+def _gradients_of(optimizer: Optimizer) -> list[tuple[Tensor, int]]:
+    """Returns the gradients of an optimizer, with their version counters."""
+    gradients = [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
+    return [*zip(gradients, versions(gradients), strict=True)]
 
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
