@@ -83,15 +83,17 @@ class OwnedParameter:
         self._gradient: ShardedGradient | None = None  # The pieces have its parts.
 
     def add(self, parts: list[Tensor]) -> None:
-        """Adds parts to ``parameter.grad``. Without parts they are zero."""
+        """Adds parts to ``parameter.grad``. Without parts it is zero, if it was None."""
+        whole = self.parameter().grad
+        if type(whole) is Tensor:
+            whole.add_(self._make(parts))  # in place, as autograd does
+            return
         self.follow()
-        gradient = self._gradient
-        if gradient is None:
-            gradient = self._make(parts)
-        elif gradient.parts:
+        gradient = self._make([]) if self._gradient is None else self._gradient
+        if gradient.parts:
             foreach_add_(gradient.parts, parts)
         else:
-            gradient.parts[:] = parts
+            gradient.parts.extend(parts)
         self._give(gradient)
 
     def follow(self) -> None:
@@ -101,8 +103,7 @@ class OwnedParameter:
         """
         gradient = self.parameter().grad
         if gradient is not self._gradient:
-            is_sharded = isinstance(gradient, ShardedGradient) and not gradient.views
-            if gradient is not None and not (is_sharded and gradient.owned is self):
+            if gradient is not None and getattr(gradient, "source", None) != (self, ()):
                 settle(self.parameter())
                 whole = check_dense(self.parameter().grad)
                 parts = [piece.cut(whole).to(piece.owner, copy=True) for piece in self.pieces]
@@ -110,18 +111,31 @@ class OwnedParameter:
             self._give(gradient)
         elif gradient is not None and gradient.parts:
             parts = [piece.values.grad for piece in self.pieces]
-            gradient.parts[:] = parts
             if any(part is None for part in parts):
                 self._give(None)
+            else:
+                gradient.parts[:] = parts
+
+    def gather(self, parts: list[Tensor]) -> Tensor:
+        """Returns the whole gradient of these parts, on the device of the parameter."""
+        settle(self.parameter())
+        whole = torch.zeros_like(self.parameter())
+        for piece, part in zip(self.pieces, parts, strict=False):
+            transport.copy(piece.cut(whole), part)
+        return whole
 
     def _make(self, parts: list[Tensor]) -> "ShardedGradient":
-        return ShardedGradient(self.parameter(), self, parts, ())
+        return ShardedGradient(self.parameter(), self, parts)
 
     def _give(self, gradient: "ShardedGradient | None") -> None:
         self.parameter().grad = self._gradient = gradient
         parts = [] if gradient is None else gradient.parts
         for piece, part in itertools.zip_longest(self.pieces, parts):
             piece.values.grad = part
+
+
+def _of_whole(name: str) -> Any:
+    return lambda gradient, *arguments: getattr(gradient.clone(), name)(*arguments)
 
 
 class ShardedGradient(Tensor):
@@ -132,23 +146,26 @@ class ShardedGradient(Tensor):
 
     __torch_function__ = torch_private.no_torch_function
     __new__ = torch_private.new_wrapper
+    __repr__ = _of_whole("__repr__")
+    __reduce_ex__ = _of_whole("__reduce_ex__")
+    tolist = _of_whole("tolist")
+    numpy = _of_whole("numpy")
+    data = property(Tensor.detach, lambda gradient, values: gradient.detach().copy_(values))
 
     def __init__(
-        self, like: Tensor, owned: OwnedParameter, parts: list[Tensor], views: Sequence[View]
+        self, like: Tensor, owned: OwnedParameter, parts: list[Tensor], *views: View
     ) -> None:
-        self.owned = owned
+        self.source = owned, views
         self.parts = parts
-        self.views = views
+
+    def __deepcopy__(self, memo: object) -> Tensor:
+        return self.clone()
 
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: object, arguments: Sequence[Any], settings: Any = None
     ) -> object:
         """Runs an operator on gathered gradients."""
-        settings = settings or {}
-        first = arguments[0]
-        if function.is_view and isinstance(first, cls):
-            return first._viewed(lambda tensor: function(tensor, *arguments[1:], **settings))
         if torch.Tag.inplace_view in function.tags:
             raise TypeError(
                 f"{function} would change the shape of parameter.grad, whose elements are on several devices, expected "
@@ -161,48 +178,31 @@ class ShardedGradient(Tensor):
             if not isinstance(tensor, cls):
                 return tensor
             key = id(tensor.parts)
-            if key not in wholes:
-                wholes[key] = tensor._gather()
-            value = _replay(tensor.views, wholes[key])
+            owned, views = tensor.source
+            if function.is_view:
+                wholes[key] = torch.empty_like(owned.parameter(), device="meta")
+            elif key not in wholes:
+                wholes[key] = owned.gather(tensor.parts)
+            value: Tensor = functools.reduce(lambda whole, view: view(whole), views, wholes[key])
             gradients[id(value)] = tensor
             return value
 
-        values, named = map_tensors(gathered, (arguments, settings))
+        values, named = map_tensors(gathered, (arguments, settings or {}))
         result = function(*values, **named)
+        if function.is_view:
+            return arguments[0]._viewed(result, lambda whole: function(whole, *values[1:], **named))
         for gradient in gradients.values() if torch_private.writes(function) else ():
             whole = wholes[id(gradient.parts)]
-            for piece, part in zip(gradient.owned.pieces, gradient.parts, strict=True):
+            for piece, part in zip(gradient.source[0].pieces, gradient.parts, strict=True):
                 transport.copy(part, piece.cut(whole))
         return map_tensors(lambda tensor: gradients.get(id(tensor), tensor), result)
 
-    def _gather(self) -> Tensor:
-        """Returns the whole gradient on the device of the parameter."""
-        parameter = self.owned.parameter()
-        settle(parameter)
-        whole = torch.zeros_like(parameter)
-        for piece, part in zip(self.owned.pieces, self.parts, strict=False):
-            transport.copy(piece.cut(whole), part)
-        return whole
-
-    def _viewed(self, *views: View) -> "ShardedGradient | list[Any]":
-        """Returns a view, or a list of views."""
-        views = (*self.views, *views)
-        like = _replay(views, torch.empty_like(self.owned.parameter(), device="meta"))
-        if isinstance(like, Tensor):
-            return ShardedGradient(like, self.owned, self.parts, views)
-        return [self._viewed(views[-1], operator.itemgetter(i)) for i in range(len(like))]
-
-    def __deepcopy__(self, memo: object) -> Tensor:
-        """Returns the whole gradient, a plain tensor."""
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the whole gradient, a plain tensor."""
-        return self.clone().__reduce_ex__(protocol)
-
-
-def _replay(views: Sequence[View], whole: Tensor) -> Any:
-    return functools.reduce(lambda tensor, view: view(tensor), views, whole)
+    def _viewed(self, result: Any, *views: View) -> object:
+        if isinstance(result, Tensor):
+            owned, before = self.source
+            return ShardedGradient(result, owned, self.parts, *before, *views)
+        each = enumerate(result)
+        return [self._viewed(part, *views, operator.itemgetter(place)) for place, part in each]
 
 
 # Buckets of all modules of the process. Two modules may share a parameter, and neither knows the
@@ -263,11 +263,8 @@ class BucketOwners:
     ) -> None:
         self._devices = list(copies[0])
         self.pieces = [*_make_pieces(parameters, copies, owners)]
-        self.parameters = [
-            OwnedParameter([piece for piece in self.pieces if piece.index == index])
-            for index in range(len(parameters))
-        ]
-        self._order = [*dict.fromkeys(piece.index for piece in self.pieces)]
+        groups = itertools.groupby(self.pieces, operator.attrgetter("index"))
+        self.parameters = {index: OwnedParameter([*pieces]) for index, pieces in groups}
         self._owned = [
             [piece for piece in self.pieces if piece.owner == device] for device in self._devices
         ]
@@ -289,7 +286,7 @@ class BucketOwners:
         learned = set(itertools.chain(*replicas))
         if not learned:
             return lambda: None
-        layouts = [self._layouts[index] for index in self._order]
+        layouts = [self._layouts[index] for index in self.parameters]
         flat = []
         for gradients in filter(None, replicas):
             like = next(iter(gradients.values()))
@@ -297,7 +294,7 @@ class BucketOwners:
                 check_dense(gradients[index])
                 if index in gradients
                 else like.new_zeros(layout.shape)
-                for index, layout in zip(self._order, layouts, strict=True)
+                for index, layout in zip(self.parameters, layouts, strict=True)
             ]
             flat.append(transport.pack(layouts, dense, sum(self._sizes)))
         sizes = zip(self._devices, self._sizes, strict=True)
@@ -305,19 +302,18 @@ class BucketOwners:
 
         def compute() -> None:
             transport.reduce_scatter(flat, sums)
-            parts: dict[int, list[Tensor]] = {}
-            for owned, total in zip(self._owned, sums, strict=True):
-                for piece, gradient in zip(owned, self._unpack(owned, total), strict=True):
-                    parts.setdefault(piece.index, []).append(gradient)
-            for index in learned:
-                self.parameters[index].add(parts[index])
+            gradients = itertools.chain(*map(self._unpack, self._owned, sums))
+            for index, parameter in self.parameters.items():
+                parts = [*itertools.islice(gradients, len(parameter.pieces))]
+                if index in learned:
+                    parameter.add(parts)
 
         return compute
 
     @torch.no_grad()
     def follow(self) -> None:
         """Gives the pieces the gradients that are in ``grad`` of the parameters."""
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.follow()
 
     @torch.no_grad()

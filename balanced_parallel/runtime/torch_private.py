@@ -225,19 +225,18 @@ def has_elements(tensor: Tensor) -> bool:
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def new_wrapper(kind: type[Tree], like: Tensor, owned: Any, *arguments: object) -> Tree:
-    """Returns a tensor of a subclass, shaped like another, on the device of its parameter, without
-    memory.
+def new_wrapper(kind: Any, like: Tensor, owned: Any, *arguments: object) -> Any:
+    """Returns a tensor of a subclass without memory, shaped like another, on the device of its
+    parameter.
     """
-    wrapper: Tree = Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=owned.parameter().device
+    device = owned.parameter().device
+    return Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
     )
-    return wrapper
 
 
-def writes(operator: Any) -> bool:
-    """Returns True if an operator writes to an argument."""
-    return bool(operator._schema.is_mutable)
+# Returns True if an operator writes to an argument.
+writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
 
 def base_of(tensor: Tensor) -> Tensor:
