@@ -704,7 +704,8 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
     parts = []
     for group in recipe.groups[:4]:
         settings = {**group, **default}
-        samples = [*map(draw, group["params"][:4])]
+        filled = [each for each in group["params"] if each.numel()]
+        samples = [*map(draw, filled[:4])]
         groups.append({**settings, "params": samples})
         parts += [[{**settings, "params": [part]}] for part in itertools.chain(*map(cut, samples))]
     whole = _update_samples(recipe, [groups])

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import torch_private, transport
-from ..runtime.streams import join_all
+from ..runtime.streams import wait_for_sums
 from ..runtime.torch_private import foreach_add_, map_tensors
 from ..runtime.transport import MemoryLayout, layout_of
 
@@ -86,10 +86,12 @@ class OwnedParameter:
         """Adds parts to ``parameter.grad``. Without parts it is zero, if it was None."""
         whole = self.parameter().grad
         if type(whole) is Tensor:
-            whole.add_(self._make(parts))  # in place, as autograd does
+            whole.add_(ShardedGradient(whole, self, parts))  # in place, as autograd does
             return
         self.follow()
-        gradient = self._make([]) if self._gradient is None else self._gradient
+        gradient = self._gradient
+        if gradient is None:
+            gradient = ShardedGradient(self.parameter(), self, [])
         if gradient.parts:
             foreach_add_(gradient.parts, parts)
         else:
@@ -107,7 +109,7 @@ class OwnedParameter:
                 settle(self.parameter())
                 whole = check_dense(self.parameter().grad)
                 parts = [piece.cut(whole).to(piece.owner, copy=True) for piece in self.pieces]
-                gradient = self._make(parts)
+                gradient = ShardedGradient(whole, self, parts)
             self._give(gradient)
         elif gradient is not None and gradient.parts:
             parts = [piece.values.grad for piece in self.pieces]
@@ -115,17 +117,6 @@ class OwnedParameter:
                 self._give(None)
             else:
                 gradient.parts[:] = parts
-
-    def gather(self, parts: list[Tensor]) -> Tensor:
-        """Returns the whole gradient of these parts, on the device of the parameter."""
-        settle(self.parameter())
-        whole = torch.zeros_like(self.parameter())
-        for piece, part in zip(self.pieces, parts, strict=False):
-            transport.copy(piece.cut(whole), part)
-        return whole
-
-    def _make(self, parts: list[Tensor]) -> "ShardedGradient":
-        return ShardedGradient(self.parameter(), self, parts)
 
     def _give(self, gradient: "ShardedGradient | None") -> None:
         self.parameter().grad = self._gradient = gradient
@@ -177,12 +168,9 @@ class ShardedGradient(Tensor):
         def gathered(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, cls):
                 return tensor
-            key = id(tensor.parts)
-            owned, views = tensor.source
-            if function.is_view:
-                wholes[key] = torch.empty_like(owned.parameter(), device="meta")
-            elif key not in wholes:
-                wholes[key] = owned.gather(tensor.parts)
+            if (key := id(tensor.parts)) not in wholes:
+                wholes[key] = tensor._gather("meta" if function.is_view else tensor.device)
+            views = tensor.source[1]
             value: Tensor = functools.reduce(lambda whole, view: view(whole), views, wholes[key])
             gradients[id(value)] = tensor
             return value
@@ -196,6 +184,15 @@ class ShardedGradient(Tensor):
             for piece, part in zip(gradient.source[0].pieces, gradient.parts, strict=True):
                 transport.copy(part, piece.cut(whole))
         return map_tensors(lambda tensor: gradients.get(id(tensor), tensor), result)
+
+    def _gather(self, device: Any) -> Tensor:
+        """Returns the whole gradient; only its shape on the meta device."""
+        owned, _ = self.source
+        settle(owned.parameter())
+        whole = torch.zeros_like(owned.parameter(), device=device)
+        for piece, part in zip(owned.pieces, self.parts, strict=False):
+            transport.copy(piece.cut(whole), part)
+        return whole
 
     def _viewed(self, result: Any, *views: View) -> object:
         if isinstance(result, Tensor):
@@ -212,7 +209,7 @@ all_buckets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 
 def settle(parameter: Tensor) -> None:
     """Adds what replicas hold for a parameter to its ``grad``."""
-    join_all()
+    wait_for_sums()
     for bucket in filter(None, [reference() for reference in all_buckets.valuerefs()]):
         if bucket.held and id(parameter) in bucket.kinds:
             bucket.reduce()

@@ -154,8 +154,11 @@ class ParameterUpdate:
     def _claim(self) -> None:
         """Notes the gradients that the optimizers must not apply again."""
         for optimizer in self.optimizers:
-            gradients = [(weakref.ref(each), now) for each, now in _gradients_of(optimizer)]
-            _claims[optimizer] = count_graph_nodes(), gradients
+            gradients = _gradients_of(optimizer)
+            first = [*map(weakref.ref, gradients[:1])]
+            # Clipping writes once, and another backward adds to zeros.
+            most = sum(versions(gradients)) + len(gradients)
+            _claims[optimizer] = count_graph_nodes(), first, most
 
     def _call_hooks(self) -> None:
         """Calls the hooks of parameters with their gradients."""
@@ -201,11 +204,12 @@ def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
         foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
 
 
-# Gradients that a TrainStep has made for an optimizer, with their version counters, and the number
-# of graph nodes then. Several steps, and loops by hand, may share optimizers and schedulers, so
-# their states are of the process.
-_FREE: tuple[int, list[tuple[weakref.ref[Tensor], int]]] = (-1, [])  # lets a step pass
-_claims = weakref.WeakKeyDictionary[Optimizer, type(_FREE)]()
+# The graph nodes when a TrainStep had made the gradients of an optimizer, the first of these, and
+# the most writes to all of them without another backward. Several steps, and loops by hand, may
+# share optimizers and schedulers, so their states are of the process.
+Claim = tuple[int, list[weakref.ref[Tensor]], int]
+_FREE: Claim = (-1, [], -1)  # lets a step pass
+_claims: weakref.WeakKeyDictionary[Optimizer, Claim] = weakref.WeakKeyDictionary()
 # The epoch after a TrainStep.
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
@@ -214,21 +218,17 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
     an old loop.
     """
-    nodes, before = _claims.get(optimizer, _FREE)  # a wrapper of an optimizer is another object
-    present = _gradients_of(optimizer)
-    # Another backward makes nodes of a graph, and new gradients, or writes zeros and then a sum.
-    is_same = [
-        reference() is gradient and now < then + 2
-        for (reference, then), (gradient, now) in zip(before, present, strict=False)
-    ]
-    if nodes == count_graph_nodes() or (is_same and all(is_same)):
+    nodes, first, most = _claims.get(optimizer, _FREE)  # a wrapper is another object
+    gradients = _gradients_of(optimizer)
+    is_first = [each() is gradient for each, gradient in zip(first, gradients, strict=False)]
+    if nodes == count_graph_nodes() or (is_first == [True] and sum(versions(gradients)) <= most):
         optimizer.zero_grad()
         warnings.warn(
             "optimizer.step() was called, but TrainStep steps the optimizer itself, so these gradients are dropped, and nothing "
             "is updated: leave optimizer.step() out, or call optimizer.zero_grad() and run a backward of your own before it",
             stacklevel=3,
         )
-    elif before:  # an update by hand, which steps its schedulers by hand as well
+    elif first:  # an update by hand, which steps its schedulers by hand as well
         for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
             del _epochs[scheduler]
 
@@ -257,10 +257,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def _gradients_of(optimizer: Optimizer) -> list[tuple[Tensor, int]]:
-    """Returns the gradients of an optimizer, with their version counters."""
-    gradients = [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
-    return [*zip(gradients, versions(gradients), strict=True)]
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    return [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
 
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:

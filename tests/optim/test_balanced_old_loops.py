@@ -281,9 +281,13 @@ def assign_and_scale(loop):
     loop.note(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
 
 
+def multiply(parameter):
+    parameter.grad.mul_(3)
+
+
 def hooks(loop):
     handles = [parameter.register_hook(lambda gradient: gradient * 2) for parameter in loop.parameters[:2]]
-    handles.append(loop.parameters[2].register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(3)))
+    handles.append(loop.parameters[2].register_post_accumulate_grad_hook(multiply))
     loop.backward()
     loop.backward()
     for handle in handles:
