@@ -57,12 +57,14 @@ def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool 
         before = leaf.grad
         if before is None:
             result = _with_strides_of(leaf, gradient)
-            leaf.grad = result.clone() if is_copy and result is gradient else result
+            result = result.clone() if is_copy and result is gradient else result
         elif is_dense(before) and is_dense(gradient):
             totals.append(before)
             parts.append(gradient)
+            continue
         else:
-            leaf.grad = before + gradient
+            result = before + gradient
+        leaf.grad = result
     foreach_add_(totals, parts)
 
 

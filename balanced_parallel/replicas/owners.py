@@ -86,7 +86,8 @@ class OwnedParameter:
         """Adds parts to ``parameter.grad``. Without parts it is zero, if it was None."""
         whole = self.parameter().grad
         if type(whole) is Tensor:
-            whole.add_(ShardedGradient(whole, self, parts))  # in place, as autograd does
+            # This is in place, as autograd does it.
+            whole.add_(ShardedGradient(whole, self, parts))
             return
         self.follow()
         gradient = self._gradient
@@ -112,8 +113,8 @@ class OwnedParameter:
                 gradient = ShardedGradient(whole, self, parts)
             self._give(gradient)
         elif gradient is not None and gradient.parts:
-            parts = [piece.values.grad for piece in self.pieces]
-            if any(part is None for part in parts):
+            parts = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
+            if len(parts) < len(self.pieces):
                 self._give(None)
             else:
                 gradient.parts[:] = parts
@@ -135,13 +136,16 @@ class ShardedGradient(Tensor):
     Views share the list of parts. It is empty until something is added.
     """
 
-    __torch_function__ = torch_private.no_torch_function
-    __new__ = torch_private.new_wrapper
+    __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
     __repr__ = _of_whole("__repr__")
     __reduce_ex__ = _of_whole("__reduce_ex__")
     tolist = _of_whole("tolist")
     numpy = _of_whole("numpy")
     data = property(Tensor.detach, lambda gradient, values: gradient.detach().copy_(values))
+
+    def __new__(cls, like: Tensor, owned: OwnedParameter, *_: object) -> "ShardedGradient":
+        """Makes a tensor without memory."""
+        return torch_private.new_wrapper(cls, like, owned.parameter().device)
 
     def __init__(
         self, like: Tensor, owned: OwnedParameter, parts: list[Tensor], *views: View
@@ -153,8 +157,12 @@ class ShardedGradient(Tensor):
         return self.clone()
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: object, arguments: Sequence[Any], settings: Any = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        function: Any,
+        types: object,
+        arguments: Sequence[Any],
+        settings: Mapping[str, object] | None = None,
     ) -> object:
         """Runs an operator on gathered gradients."""
         if torch.Tag.inplace_view in function.tags:
@@ -185,7 +193,7 @@ class ShardedGradient(Tensor):
                 transport.copy(part, piece.cut(whole))
         return map_tensors(lambda tensor: gradients.get(id(tensor), tensor), result)
 
-    def _gather(self, device: Any) -> Tensor:
+    def _gather(self, device: torch.device | str) -> Tensor:
         """Returns the whole gradient; only its shape on the meta device."""
         owned, _ = self.source
         settle(owned.parameter())
@@ -194,7 +202,7 @@ class ShardedGradient(Tensor):
             transport.copy(piece.cut(whole), part)
         return whole
 
-    def _viewed(self, result: Any, *views: View) -> object:
+    def _viewed(self, result: Tensor | list[Tensor], *views: View) -> object:
         if isinstance(result, Tensor):
             owned, before = self.source
             return ShardedGradient(result, owned, self.parts, *before, *views)

@@ -378,8 +378,6 @@ class Replicas:
         streams = current_streams(places)
         deferred = True in [entry.deferred for entry in self.windows]
         for bucket in self.gradients.buckets:
-            if not any(parameter.requires_grad for parameter in bucket.parameters):
-                continue  # frozen for a while
             at = [tree.place[id(parameter)] for parameter in bucket.parameters]
             replicas = [[tensors[place][i] for i in at] for place in places]
             schedule = self.gradients.schedule(bucket, streams, deferred=deferred)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor  # This import takes seconds.
 
+Wrapper = TypeVar("Wrapper", bound=Tensor)
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
 
 __all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
@@ -53,11 +54,12 @@ _HIGHEST_PRIORITY = 2**63
 
 def run_first(node: Node) -> None:
     """Makes backward run ``node`` before all other nodes that are ready in the same thread of the
-    engine, one per device.
+    engine, one per device. None is the node of a tensor without a gradient.
 
     The ready node with the highest number is first (pytorch#114120 added this function).
     """
-    node._set_sequence_nr(_HIGHEST_PRIORITY)
+    if node is not None:
+        node._set_sequence_nr(_HIGHEST_PRIORITY)
 
 
 # Returns the number of nodes that autograd has recorded in this thread. No public function tells
@@ -179,6 +181,9 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+# Returns the version counter of a tensor.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
 # Version counter, address, shape, dtype, and requires_grad.
 ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]
 
@@ -225,11 +230,8 @@ def has_elements(tensor: Tensor) -> bool:
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def new_wrapper(kind: Any, like: Tensor, owned: Any, *arguments: object) -> Any:
-    """Returns a tensor of a subclass without memory, shaped like another, on the device of its
-    parameter.
-    """
-    device = owned.parameter().device
+def new_wrapper(kind: type[Wrapper], like: Tensor, device: torch.device) -> Wrapper:
+    """Returns a tensor of a subclass that is shaped like another, and has no memory."""
     return Tensor._make_wrapper_subclass(
         kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
     )

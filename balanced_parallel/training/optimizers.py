@@ -7,7 +7,7 @@ import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,11 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..batch.containers import describe
 from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
+from ..replicas.owners import ShardedGradient
 from ..runtime.torch_private import (
     count_graph_nodes,
     foreach_multiply_,
     hooks_of,
     is_sharded,
+    version_of,
     versions,
 )
 from ..runtime.values import forget_gradients
@@ -82,7 +84,7 @@ class ParameterUpdate:
 
     def note_gradients(self) -> None:
         """Notes the gradients of a window that goes on."""
-        self._claim()
+        _claims.update(dict.fromkeys(self.optimizers, (count_graph_nodes(), weakref.ref(self), 0)))
         gradients = {
             name: parameter.grad
             for name, parameter in self.trained.items()
@@ -93,14 +95,15 @@ class ParameterUpdate:
         )
 
     def check_gradients(self) -> None:
-        """Raises ``RuntimeError`` if noted gradients were cleared or changed.
-
-        Owners may have taken one, and put a gradient of another type in its place.
+        """Raises ``RuntimeError`` if noted gradients were cleared, changed or applied, but for those
+        that owners have taken, which have another type since.
         """
+        is_applied = _FREE in map(_claims.get, self.optimizers)
         for name, gradient, version in self._noted:
             present = self.trained[name].grad
             is_same = present is gradient and versions([gradient]) == [version]
-            if not is_same and type(present) in (type(gradient), type(None)):
+            is_taken = present is not None and type(present) is not type(gradient)
+            if is_applied or not (is_same or is_taken):
                 raise RuntimeError(
                     f"the gradient of {name} was cleared or changed before apply(), expected that of the rows that were added: "
                     "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
@@ -120,21 +123,11 @@ class ParameterUpdate:
         batch. Scaled gradients are one optimizer's to the scaler, which would otherwise skip each
         optimizer on its own.
         """
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups = itertools.chain(*[optimizer.param_groups for optimizer in self.optimizers])
         self._parameters = [*dict.fromkeys(itertools.chain(*[group["params"] for group in groups]))]
         whole = cast(Optimizer, self)
-        # Trained parameters of no optimizer here. Another optimizer may use them, so their
-        # gradients are scaled as well.
-        owned = {*itertools.chain(*map(_parameters_of, self.optimizers))}
-        outside = [parameter for parameter in self.trained.values() if parameter not in owned]
         try:
-            if scaler is not None:
-                scaler.unscale_(whole)
-                _unscale(
-                    scaler, [parameter.grad for parameter in outside if parameter.grad is not None]
-                )
-            sync.multiply([*self._parameters, *outside], factor)
-            self._call_hooks()
+            self._finish_gradients(sync, factor, scaler)
             # An overflow in one optimizer makes the gradients of the others zero here.
             if max_grad_norm is not None:
                 norm = self._clip(self._parameters, max_grad_norm)
@@ -144,24 +137,37 @@ class ParameterUpdate:
             else:
                 scaler.step(whole)  # unless it found an overflow
                 scaler.update()
-            self._claim()
+            for optimizer in self.optimizers:
+                parameters = itertools.chain(*[group["params"] for group in optimizer.param_groups])
+                gradients = [each.grad for each in parameters if each.grad is not None]
+                first = weakref.ref(gradients[0] if gradients else self)
+                # Clipping writes once to each. Another backward adds to zeros.
+                most = sum(map(version_of, gradients)) + len(gradients)
+                _claims[optimizer] = count_graph_nodes(), first, most
         except BaseException:
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
                 scaler.update(scaler.get_scale())
             raise
 
-    def _claim(self) -> None:
-        """Notes the gradients that the optimizers must not apply again."""
-        for optimizer in self.optimizers:
-            gradients = _gradients_of(optimizer)
-            first = [*map(weakref.ref, gradients[:1])]
-            # Clipping writes once, and another backward adds to zeros.
-            most = sum(versions(gradients)) + len(gradients)
-            _claims[optimizer] = count_graph_nodes(), first, most
-
-    def _call_hooks(self) -> None:
-        """Calls the hooks of parameters with their gradients."""
+    def _finish_gradients(
+        self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Unscales and multiplies the gradients, and calls the hooks of parameters with them."""
+        # Trained parameters of no optimizer here. Another optimizer may use them, so their
+        # gradients are scaled as well.
+        everywhere = {*self._parameters}
+        outside = [
+            parameter
+            for parameter in self.trained.values()
+            if parameter not in everywhere and not isinstance(parameter.grad, ShardedGradient)
+        ]
+        if scaler is not None:
+            scaler.unscale_(cast(Optimizer, self))
+            _unscale(
+                scaler, [parameter.grad for parameter in outside if parameter.grad is not None]
+            )
+        sync.multiply([*self._parameters, *outside], factor)
         parameters = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
         if parameters and any(
             isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers
@@ -207,8 +213,8 @@ def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
 # The graph nodes when a TrainStep had made the gradients of an optimizer, the first of these, and
 # the most writes to all of them without another backward. Several steps, and loops by hand, may
 # share optimizers and schedulers, so their states are of the process.
-Claim = tuple[int, list[weakref.ref[Tensor]], int]
-_FREE: Claim = (-1, [], -1)  # lets a step pass
+Claim = tuple[int, Callable[[], object], int]
+_FREE: Claim = (-1, object, 0)  # lets a step pass
 _claims: weakref.WeakKeyDictionary[Optimizer, Claim] = weakref.WeakKeyDictionary()
 # The epoch after a TrainStep.
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
@@ -218,17 +224,21 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
     an old loop.
     """
-    nodes, first, most = _claims.get(optimizer, _FREE)  # a wrapper is another object
-    gradients = _gradients_of(optimizer)
-    is_first = [each() is gradient for each, gradient in zip(first, gradients, strict=False)]
-    if nodes == count_graph_nodes() or (is_first == [True] and sum(versions(gradients)) <= most):
+    claim = _claims.get(optimizer, _FREE)  # a wrapper of an optimizer is another object
+    if claim is _FREE:
+        return
+    nodes, first, most = claim
+    gradients = [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
+    is_same = gradients and first() is gradients[0] and sum(versions(gradients)) <= most
+    if is_same or nodes == count_graph_nodes():
         optimizer.zero_grad()
         warnings.warn(
             "optimizer.step() was called, but TrainStep steps the optimizer itself, so these gradients are dropped, and nothing "
             "is updated: leave optimizer.step() out, or call optimizer.zero_grad() and run a backward of your own before it",
             stacklevel=3,
         )
-    elif first:  # an update by hand, which steps its schedulers by hand as well
+    else:  # an update by hand, which steps its schedulers by hand as well
+        _claims[optimizer] = _FREE
         for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
             del _epochs[scheduler]
 
@@ -250,15 +260,8 @@ def step_schedulers(schedulers: Sequence[LRScheduler]) -> None:
         _epochs[scheduler] = epoch + 1
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters of an optimizer, which may update shards in their place."""
-    is_balanced = isinstance(optimizer, BalancedOptimizer)
-    groups = optimizer.recipe.groups if is_balanced else optimizer.param_groups
-    return [parameter for group in groups for parameter in group["params"]]
-
-
-def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
@@ -308,7 +311,9 @@ def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler])
     trained = {id(tensor) for tensor in update.trained.values()}
     for number, optimizer in enumerate(update.optimizers):
         refuse_closures(type(optimizer), "TrainStep")
-        parameters = _parameters_of(optimizer)
+        parameters = list(_parameters_of(optimizer))
+        if isinstance(optimizer, BalancedOptimizer):  # The groups have the shards.
+            parameters = [*itertools.chain(*[each["params"] for each in optimizer.recipe.groups])]
         if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):
             raise TypeError(
                 "Muon over shards of strategy='fsdp' differs by percents, because it multiplies pieces in bfloat16, expected "

@@ -5,10 +5,8 @@ They do on several devices what they do in the plain program.
 
 import contextlib
 import copy
-import gc
 import io
 import pickle
-import weakref
 
 import pytest
 import torch
