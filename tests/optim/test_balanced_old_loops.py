@@ -5,8 +5,10 @@ They do on several devices what they do in the plain program.
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -398,3 +400,83 @@ def test_lines_equal_the_plain_program(devices, lines):
 def test_gradients_are_cleared_as_in_the_plain_program(devices, clear):
     assert_equal_to_the_plain_program(devices, clip_by_norm, clear)
     assert_equal_to_the_plain_program(devices, accumulate_without_reduction, clear)
+
+
+@pytest.mark.parametrize("lines", slow_but(LINES, clip_by_norm, write_rows), ids=lambda lines: lines.__name__)
+def test_lines_equal_the_plain_program_with_whole_parameters(lines):
+    assert_equal_to_the_plain_program("four devices", lines, "net", torch.optim.AdamW, "parameters", lr=0.1)
+
+
+def test_an_operation_gathers_one_gradient():
+    with simulate(4) as cluster:
+        net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).float()
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        size = net[0].weight.nbytes
+        model(torch.ones(8, 64, dtype=torch.float32)).gather("cpu").sum().backward()
+        before = cluster.live[0]
+        cluster.reset_peak()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        assert cluster.peak[0] <= before + 3 * size
+        optimizer.step()
+
+
+def test_gradients_do_not_keep_their_parameters_alive():
+    with simulate(3):
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        model(torch.randn(6, 4)).gather("cpu").sum().backward()
+        optimizer.step()
+        parameter, gradient = (weakref.ref(each) for each in (model.module[0].weight, model.module[0].weight.grad))
+        del model, optimizer
+        gc.collect()
+        assert parameter() is None
+        assert gradient() is None
+
+
+def test_operators_that_change_the_shape_in_place_are_an_error():
+    with simulate(3):
+        loop = Loop(DEVICES["four devices"][:3], lr=0.1)
+        loop.backward()
+        with pytest.raises(TypeError, match=r"t_.* would change the shape of parameter.grad.*optimizer.gradient\(parameter\)"):
+            loop.parameters[0].grad.t_()
+
+
+def test_a_model_may_be_frozen_for_a_while():
+    """The discriminator of a GAN in the step of its generator."""
+
+    def train(devices):
+        nets = build_net(4), build_net(1)
+        if devices is None:
+            models, criterion = nets, nn.MSELoss()
+            optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+        else:
+            models = [DataParallelModel(net, devices) for net in nets]
+            criterion = DataParallelCriterion(nn.MSELoss())
+            optimizers = [BalancedOptimizer(model, torch.optim.SGD, lr=0.1) for model in models]
+        x, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.ones(9, 1)
+        for is_frozen in (True, False, True):
+            nets[1].requires_grad_(not is_frozen)
+            optimizers[is_frozen - 1].zero_grad()
+            criterion(models[1](models[0](x)), y).backward()
+            nn.utils.clip_grad_norm_(nets[not is_frozen].parameters(), 0.2)
+            optimizers[not is_frozen].step()
+            optimizers[not is_frozen].zero_grad()
+        return [parameter.detach().cpu() for net in nets for parameter in net.parameters()]
+
+    expected = train(None)
+    with simulate(3):
+        torch.testing.assert_close(train([0, 1, 2]), expected)
+
+
+def test_parameters_without_elements_do_not_hinder_an_optimizer():
+    """Adafactor divides by the number of elements."""
+    with simulate(2):
+        net = build_net()
+        net.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.Adafactor, lr=0.1)
+        before = net[0].weight.detach().cpu()
+        model(torch.randn(6, 4)).gather("cpu").sum().backward()
+        optimizer.step()
+        assert not net[0].weight.cpu().equal(before)
