@@ -83,10 +83,10 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on
     the CPU, so a checkpoint moves between one device, many devices and many ranks. ``param_groups``
-    hold the owners' pieces and their gradients, for gradient scalers, clipping and schedulers. As
-    in ZeRO and FSDP, ``parameter.grad`` of the model's own parameters is None after the reduction.
-    :meth:`gradient` gathers it, and :meth:`zero_grad` or ``model.zero_grad()`` clears it;
-    ``zero_grad()`` of the module inside does not. Every step begins with the values of
+    hold the owners' pieces and their gradients, for gradient scalers, clipping and schedulers.
+    ``parameter.grad`` of the model's own parameters stands for these: lines of a loop that read,
+    change, replace or clear it do what they do with the plain optimizer. An operation gathers this
+    gradient alone, and writes it back to the owners. Every step begins with the values of
     ``model.parameters()``: what is written to the pieces is lost. Call :meth:`step` on the same
     model that ran the backward.
 
