@@ -84,15 +84,16 @@ class OwnedParameter:
 
     def add(self, parts: list[Tensor]) -> None:
         """Adds parts to ``parameter.grad``. Without parts it is zero, if it was None."""
-        whole = self.parameter().grad
+        parameter = self.parameter()
+        whole = parameter.grad
         if type(whole) is Tensor:
             # This is in place, as autograd does it.
-            whole.add_(ShardedGradient(whole, self, parts))
+            whole.add_(ShardedGradient(parameter, self, parts))
             return
         self.follow()
         gradient = self._gradient
         if gradient is None:
-            gradient = ShardedGradient(self.parameter(), self, [])
+            gradient = ShardedGradient(parameter, self, [])
         if gradient.parts:
             foreach_add_(gradient.parts, parts)
         else:
@@ -104,13 +105,14 @@ class OwnedParameter:
 
         If it is the same as before, the pieces may have others since, or none.
         """
-        gradient = self.parameter().grad
+        parameter = self.parameter()
+        gradient = parameter.grad
         if gradient is not self._gradient:
             if gradient is not None and getattr(gradient, "source", None) != (self, ()):
-                settle(self.parameter())
-                whole = check_dense(self.parameter().grad)
+                settle(parameter)
+                whole = check_dense(parameter.grad)
                 parts = [piece.cut(whole).to(piece.owner, copy=True) for piece in self.pieces]
-                gradient = ShardedGradient(whole, self, parts)
+                gradient = ShardedGradient(parameter, self, parts)
             self._give(gradient)
         elif gradient is not None and gradient.parts:
             parts = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
@@ -137,15 +139,15 @@ class ShardedGradient(Tensor):
     """
 
     __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
+    __new__ = torch_private.new_wrapper  # type: ignore[assignment]
     __repr__ = _of_whole("__repr__")
     __reduce_ex__ = _of_whole("__reduce_ex__")
     tolist = _of_whole("tolist")
     numpy = _of_whole("numpy")
-    data = property(Tensor.detach, lambda gradient, values: gradient.detach().copy_(values))
-
-    def __new__(cls, like: Tensor, owned: OwnedParameter, *_: object) -> "ShardedGradient":
-        """Makes a tensor without memory."""
-        return torch_private.new_wrapper(cls, like, owned.parameter().device)
+    data = property(
+        Tensor.detach,
+        lambda gradient, values: gradient.detach().copy_(values),
+    )
 
     def __init__(
         self, like: Tensor, owned: OwnedParameter, parts: list[Tensor], *views: View
@@ -170,8 +172,8 @@ class ShardedGradient(Tensor):
                 f"{function} would change the shape of parameter.grad, whose elements are on several devices, expected "
                 "an operator that keeps it: change a copy, optimizer.gradient(parameter)"
             )
-        wholes: dict[int, Tensor] = {}
-        gradients: dict[int, ShardedGradient] = {}
+        wholes: dict[int, Tensor] = {}  # Keys are the ids of their parts.
+        gradients: dict[int, ShardedGradient] = {}  # Keys are the ids of arguments.
 
         def gathered(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, cls):
@@ -186,7 +188,8 @@ class ShardedGradient(Tensor):
         values, named = map_tensors(gathered, (arguments, settings or {}))
         result = function(*values, **named)
         if function.is_view:
-            return arguments[0]._viewed(result, lambda whole: function(whole, *values[1:], **named))
+            rest = values[1:]
+            return arguments[0]._viewed(result, lambda whole: function(whole, *rest, **named))
         for gradient in gradients.values() if torch_private.writes(function) else ():
             whole = wholes[id(gradient.parts)]
             for piece, part in zip(gradient.source[0].pieces, gradient.parts, strict=True):
@@ -305,6 +308,7 @@ class BucketOwners:
         sizes = zip(self._devices, self._sizes, strict=True)
         sums = [flat[0].new_empty(size, device=device) for device, size in sizes]
 
+        @torch.no_grad()
         def compute() -> None:
             transport.reduce_scatter(flat, sums)
             gradients = itertools.chain(*map(self._unpack, self._owned, sums))

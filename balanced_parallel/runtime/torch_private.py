@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor  # This import takes seconds.
 
-Wrapper = TypeVar("Wrapper", bound=Tensor)
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
 
 __all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
@@ -230,11 +229,18 @@ def has_elements(tensor: Tensor) -> bool:
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def new_wrapper(kind: type[Wrapper], like: Tensor, device: torch.device) -> Wrapper:
-    """Returns a tensor of a subclass that is shaped like another, and has no memory."""
-    return Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+def new_wrapper(kind: type[Tree], like: Tensor, owned: Any, *arguments: object) -> Tree:
+    """Returns a tensor of a subclass that is shaped like another, on the device of a parameter. It
+    has no memory.
+    """
+    wrapper: Tree = Tensor._make_wrapper_subclass(  # type: ignore[type-var]
+        kind,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=owned.parameter().device,
     )
+    return wrapper
 
 
 # Returns True if an operator writes to an argument.

@@ -154,20 +154,16 @@ class ParameterUpdate:
         self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None
     ) -> None:
         """Unscales and multiplies the gradients, and calls the hooks of parameters with them."""
-        # Trained parameters of no optimizer here. Another optimizer may use them, so their
-        # gradients are scaled as well.
-        everywhere = {*self._parameters}
-        outside = [
-            parameter
-            for parameter in self.trained.values()
-            if parameter not in everywhere and not isinstance(parameter.grad, ShardedGradient)
-        ]
+        everywhere = dict.fromkeys([*self._parameters, *self.trained.values()])
+        # The owners' pieces are scaled in place of a gradient that stands for them.
+        tensors = [each for each in everywhere if not isinstance(each.grad, ShardedGradient)]
         if scaler is not None:
             scaler.unscale_(cast(Optimizer, self))
-            _unscale(
-                scaler, [parameter.grad for parameter in outside if parameter.grad is not None]
-            )
-        sync.multiply([*self._parameters, *outside], factor)
+            # Trained parameters of no optimizer here. Another optimizer may use them, so their
+            # gradients are scaled as well.
+            outside = tensors[len(self._parameters) :]
+            _unscale(scaler, [each.grad for each in outside if each.grad is not None])
+        sync.multiply(tensors, factor)
         parameters = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
         if parameters and any(
             isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers
