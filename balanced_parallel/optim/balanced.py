@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..replicas.buckets import BucketOwners, Piece, check_dense
 from ..replicas.model import DataParallelModel
+from ..replicas.owners import BucketOwners, Piece
 from ..runtime import torch_private, transport
 from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
@@ -83,10 +83,10 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on
     the CPU, so a checkpoint moves between one device, many devices and many ranks. ``param_groups``
-    hold the owners' pieces and their gradients, for gradient scalers, clipping and schedulers. As
-    in ZeRO and FSDP, ``parameter.grad`` of the model's own parameters is None after the reduction.
-    :meth:`gradient` gathers it, and :meth:`zero_grad` or ``model.zero_grad()`` clears it;
-    ``zero_grad()`` of the module inside does not. Every step begins with the values of
+    hold the owners' pieces and their gradients, for gradient scalers, clipping and schedulers.
+    ``parameter.grad`` of the model's own parameters stands for these: lines of a loop that read,
+    change, replace or clear it do what they do with the plain optimizer. An operation gathers this
+    gradient alone, and writes it back to the owners. Every step begins with the values of
     ``model.parameters()``: what is written to the pieces is lost. Call :meth:`step` on the same
     model that ran the backward.
 
@@ -331,28 +331,17 @@ class _ReplicaShards:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Moves gradients that a user set on the model's own parameters to the owners."""
-        if not self._pieces:
-            return
-        self._model.reduce_gradients()
-        for parameter, pieces in self._pieces.items():
-            if (gradient := parameter.grad) is not None:
-                for piece in pieces:
-                    piece.add_gradient(piece.cut(check_dense(gradient)).to(piece.owner, copy=True))
-                parameter.grad = None
+        """Gives the pieces the gradients of the model's own parameters."""
+        if self._pieces:
+            self._model.reduce_gradients()
+        for owners in self._owners:
+            owners.follow()
 
     @torch.no_grad()
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Returns a copy of a parameter's gradient on its own device; None if it has no gradient."""
-        if parameter not in self._pieces:
-            return parameter.grad
         self.collect()
-        whole = None
-        for piece in self._pieces[parameter]:
-            if piece.values.grad is not None:
-                whole = torch.zeros_like(parameter) if whole is None else whole
-                piece.cut(whole).copy_(piece.values.grad)
-        return whole
+        return None if parameter.grad is None else parameter.grad.clone()
 
     def run(self, method: str) -> None:
         """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the
@@ -371,10 +360,10 @@ class _ReplicaShards:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
-        if not set_to_none:
-            self.collect()  # Gradients of the parameters become zeros too, not None.
+        if set_to_none:
+            forget_gradients(self._pieces)
+        self.collect()
         self.inner.zero_grad(set_to_none)
-        forget_gradients(self._pieces)
 
     def state_dict(self) -> StateDict:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
@@ -438,7 +427,7 @@ class _ReplicaShards:
             bucket.own(owners)
             self._owners.append(owners)
             for piece in owners.pieces:
-                self._pieces.setdefault(piece.parameter, []).append(piece)
+                self._pieces.setdefault(piece.parameter(), []).append(piece)
             weakref.finalize(self, bucket.own)
         _all_shards.add(self)
 
@@ -715,7 +704,8 @@ def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
     parts = []
     for group in recipe.groups[:4]:
         settings = {**group, **default}
-        samples = [*map(draw, group["params"][:4])]
+        filled = [each for each in group["params"] if each.numel()]
+        samples = [*map(draw, filled[:4])]
         groups.append({**settings, "params": samples})
         parts += [[{**settings, "params": [part]}] for part in itertools.chain(*map(cut, samples))]
     whole = _update_samples(recipe, [groups])

@@ -18,25 +18,19 @@ Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()``
 first replica goes to ``parameter.grad``, as in DDP, and those of the others wait here for the next
 backward that reduces. They are dropped if ``parameter.grad`` was cleared or set in between, as by
 ``optimizer.zero_grad()``.
-
-For a :class:`BalancedOptimizer`, each device owns an equal part of a bucket's elements, or whole
-parameters, and receives the sums of these. ::
-
-    parameters   | weight            | bias | weight       |        pieces share the memory of the replicas
-    owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
 """
 
 import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime import torch_private, transport
+from ..runtime import transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
 from ..runtime.torch_private import (
@@ -44,15 +38,11 @@ from ..runtime.torch_private import (
     foreach_add,
     foreach_add_,
     hooks_of,
-    run_after_backward,
     run_first,
     will_run,
 )
-from ..runtime.transport import MemoryLayout, layout_of
-from ..runtime.values import forget_gradients
-
-# one replica's, by the place of the parameter in its bucket; none for an unused parameter
-Gradients = dict[int, Tensor]
+from ..runtime.transport import layout_of
+from .owners import BucketOwners, Gradients, Piece, all_buckets, is_dense
 
 
 def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
@@ -67,12 +57,14 @@ def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool 
         before = leaf.grad
         if before is None:
             result = _with_strides_of(leaf, gradient)
-            leaf.grad = result.clone() if is_copy and result is gradient else result
-        elif _is_dense(before) and _is_dense(gradient):
+            result = result.clone() if is_copy and result is gradient else result
+        elif is_dense(before) and is_dense(gradient):
             totals.append(before)
             parts.append(gradient)
+            continue
         else:
-            leaf.grad = before + gradient
+            result = before + gradient
+        leaf.grad = result
     foreach_add_(totals, parts)
 
 
@@ -80,7 +72,7 @@ def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
     """Returns ``gradient`` with the strides of its leaf, as autograd does, or contiguous if the
     memory of the leaf has gaps.
     """
-    if not _is_dense(gradient) or gradient.stride() == leaf.stride():
+    if not is_dense(gradient) or gradient.stride() == leaf.stride():
         return gradient
     if layout_of(gradient) == layout_of(leaf):
         return gradient
@@ -133,12 +125,8 @@ def _merged(fresh: Gradients, before: Gradients) -> Gradients:
     return before | fresh | dict(zip(both, totals, strict=True))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return bool(tensor.layout == torch.strided)
-
-
 def _is_dense_in(gradients: Gradients, place: int) -> bool:
-    return place in gradients and _is_dense(gradients[place])
+    return place in gradients and is_dense(gradients[place])
 
 
 class Schedule(NamedTuple):
@@ -164,11 +152,6 @@ def kinds_of(parameters: Iterable[nn.Parameter]) -> Kinds:
     return {id(parameter): (parameter.shape, parameter.dtype) for parameter in parameters}
 
 
-# The buckets of all modules of the process. Two modules may share a parameter, and neither knows
-# the other.
-_buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()
-
-
 class Bucket:
     """Parameters whose gradients are summed together: of one dtype, on one device, all with
     ``requires_grad``.
@@ -184,9 +167,9 @@ class Bucket:
         # The ``grad`` that others wait for, by place of the parameter.
         self._local: dict[int, weakref.ref[Tensor]] = {}
         self._lock = threading.RLock()  # backwards may run in several threads
-        _buckets[id(self)] = self
+        all_buckets[id(self)] = self
 
-    def own(self, owners: "BucketOwners | None" = None) -> None:
+    def own(self, owners: BucketOwners | None = None) -> None:
         """Gives the gradients to ``owners``, or to the parameters again."""
         self.owners = owners
 
@@ -234,34 +217,10 @@ class Bucket:
                 reduction()
         else:
             reduction()
-        if self._local and self.owners is not None:
-            # grad has the part of the first replica, and in a backward may have another bucket's
-            run_after_backward(functools.partial(self._reduce_behind, schedule.side))
         return returned
 
-    def _reduce_behind(self, side: SideStreams | None) -> None:
-        """Reduces behind the sums of other modules, which may share a parameter and end on their
-        side streams.
-        """
-        if side is not None:
-            side.begin()
-        self.reduce()
-
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the
-        owners, which take ``grad`` away.
-
-        Buckets of other modules that wait for a ``grad`` that the owners take come first.
-        """
-        if self._local and self.owners is not None:
-            owned = set(map(id, self.parameters))
-            for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
-                if (
-                    bucket.held
-                    and bucket.owners is None
-                    and not owned.isdisjoint(map(id, bucket.parameters))
-                ):
-                    bucket.reduce()
+        """Sums the gradients that the replicas hold into the parameters' ``grad``."""
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
@@ -270,25 +229,24 @@ class Bucket:
         the current streams.
 
         With ``takes_local``, the ``grad`` of a parameter is added as the first replica's part. This
-        is not allowed in a backward: two buckets with one parameter would count it twice.
+        is not allowed in a backward: two buckets with one parameter would count it twice. Owners
+        have nothing in it that is not reduced.
         """
         with self._lock:
             self._drop_discarded()
             local: Gradients = {}
-            for place in self._local if takes_local else ():
+            for place in self._local if takes_local and self.owners is None else ():
                 if (gradient := self.parameters[place].grad) is not None:
                     local[place] = gradient
             held = self.held
             self.held = {}
-            if takes_local or self.owners is None:
-                self._local = {}
+            self._local = {}
         if local:
             first = _merged(local, held.pop(self._home, {}))
             held = {self._home: first, **held}
         if not held:
             return lambda: None
         if self.owners is not None:
-            forget_gradients([self.parameters[place] for place in local])
             return self.owners.take(list(held.values()))
         compute = prepare_sums(self.parameters, list(held.values()), is_copy=True)
 
@@ -316,7 +274,7 @@ class Bucket:
             self.held = {}
             self._local = {}
             if self.owners is not None:
-                forget_gradients([piece.values for piece in self.owners.pieces])
+                self.owners.follow()
 
     @property
     def _home(self) -> torch.device:
@@ -326,7 +284,7 @@ class Bucket:
     def _hold(self, replicas: dict[torch.device, Gradients], deferred: bool) -> None:
         with self._lock:
             self._drop_discarded()
-            if deferred:
+            if deferred and self.owners is None:
                 accumulate(self.parameters, replicas.pop(self._home, {}), is_copy=True)
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device, {}))
@@ -334,8 +292,11 @@ class Bucket:
                 itertools.chain(*(gradients.items() for gradients in self.held.values()))
             )
             for place, parameter in enumerate(self.parameters) if deferred else ():
-                if parameter.grad is None and place in waiting:  # The first replica has none.
-                    parameter.grad = torch.zeros_like(waiting[place], device=self._home)
+                if parameter.grad is None and place in waiting:
+                    if self.owners is not None:
+                        self.owners.parameters[place].add([])
+                    else:  # The first replica has none.
+                        parameter.grad = torch.zeros_like(waiting[place], device=self._home)
                 if parameter.grad is not None:
                     self._local[place] = weakref.ref(parameter.grad)
 
@@ -379,9 +340,8 @@ class _Broadcast(torch.autograd.Function):
             side = schedule.overlapping_side
             if (
                 schedule.deferred
-                or bucket.owners
                 or bucket.held
-                or (side and not torch.is_grad_enabled())
+                or ((side or bucket.owners) and not torch.is_grad_enabled())
             ):
                 nodes = [node for node, _ in ctx.next_functions]
                 wanted = [*map(_is_wanted, bucket.parameters, nodes)]
@@ -440,7 +400,7 @@ class GradientBuckets:
         return any(bucket.owners is not None for bucket in self.buckets)
 
     @property
-    def pieces(self) -> "list[Piece]":
+    def pieces(self) -> list[Piece]:
         """The pieces of all owners."""
         owners = [bucket.owners for bucket in self.buckets if bucket.owners is not None]
         return [piece for each in owners for piece in each.pieces]
@@ -494,181 +454,3 @@ def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
         Bucket([last_first[i] for i in chunk])
         for chunk in sorted(transport.chunks(last_first, BUCKET_BYTES))
     ]
-
-
-class Piece:
-    """A run of one parameter's elements, the ``index``-th of a bucket, in the memory of the device
-    that owns it.
-
-    ``values`` is a leaf for the optimizer to update, flat if it is not the whole parameter.
-    ``places`` are the same elements on all devices.
-    """
-
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        index: int,
-        run: slice,
-        owner: torch.device,
-        copies: Mapping[torch.device, Tensor],
-    ) -> None:
-        self.parameter = parameter
-        self.index = index
-        self.owner = owner
-        self._run = run
-        self.is_whole = run.stop - run.start == parameter.numel()
-        self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
-        self.values = self.places[owner].detach().requires_grad_()
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """Returns this piece of a tensor that is shaped like the parameter."""
-        return tensor if self.is_whole else tensor.reshape(-1)[self._run]
-
-    def add_gradient(self, gradient: Tensor) -> None:
-        """Adds to the gradient of the values."""
-        accumulate([self.values], {0: gradient.reshape(self.values.shape)})
-
-    def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
-        """Takes the memory of other copies of the parameter, which has moved."""
-        self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
-        self.values.data = self.places[self.owner]
-
-
-def _make_pieces(
-    parameters: Sequence[nn.Parameter],
-    copies: Sequence[Mapping[torch.device, Tensor]],
-    owners: Mapping[Tensor, int] | None,
-) -> Iterator[Piece]:
-    """Yields a bucket's pieces in the order of their owners.
-
-    A parameter whose memory has gaps is not cut.
-    """
-    devices = list(copies[0])
-    # Collectives need equal sizes.
-    share = max(-(-sum(parameter.numel() for parameter in parameters) // len(devices)), 1)
-    begin = 0
-    for index in sorted(
-        range(len(parameters)), key=lambda index: owners[parameters[index]] if owners else 0
-    ):
-        parameter = parameters[index]
-        copied = copies[index]
-        end = begin + parameter.numel()
-        is_cut = owners is None and all(copy.is_contiguous() for copy in copied.values())
-        cuts = range((begin // share + 1) * share, end, share) if is_cut else ()
-        for start, stop in itertools.pairwise([begin, *cuts, end]):
-            owner = min(start // share, len(devices) - 1) if owners is None else owners[parameter]
-            yield Piece(
-                parameter, index, slice(start - begin, stop - begin), devices[owner], copied
-            )
-        begin = end
-
-
-class BucketOwners:
-    """The pieces of one bucket, in the order of their owners, which are the devices in ``copies``,
-    the copies of each parameter.
-
-    ``owners`` are the devices of whole parameters, by number. Without them, each device owns as
-    many bytes.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        copies: Sequence[dict[torch.device, Tensor]],
-        owners: Mapping[Tensor, int] | None = None,
-    ) -> None:
-        self._devices = list(copies[0])
-        self.pieces = [*_make_pieces(parameters, copies, owners)]
-        self._order = [*dict.fromkeys(piece.index for piece in self.pieces)]
-        self._owned = [
-            [piece for piece in self.pieces if piece.owner == device] for device in self._devices
-        ]
-        is_cut = {piece.index for piece in self.pieces if not piece.is_whole}
-        self._layouts = [
-            MemoryLayout(parameter.shape) if index in is_cut else layout_of(parameter)
-            for index, parameter in enumerate(parameters)
-        ]
-        sizes = [sum(piece.values.numel() for piece in owned) for owned in self._owned]
-        padded = [max(sizes)] * len(sizes)
-        is_padded = len(parameters) > 1 and sizes[:-1] == padded[:-1]
-        self._sizes = padded if is_padded else sizes
-
-    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
-        """Allocates sums of the replicas' gradients on the owners.
-
-        Returns a function that computes them.
-        """
-        learned = set(itertools.chain(*replicas))
-        if not learned:
-            return lambda: None
-        layouts = [self._layouts[index] for index in self._order]
-        flat = []
-        for gradients in filter(None, replicas):
-            like = next(iter(gradients.values()))
-            dense = [
-                check_dense(gradients[index])
-                if index in gradients
-                else like.new_zeros(layout.shape)
-                for index, layout in zip(self._order, layouts, strict=True)
-            ]
-            flat.append(transport.pack(layouts, dense, sum(self._sizes)))
-        sizes = zip(self._devices, self._sizes, strict=True)
-        sums = [flat[0].new_empty(size, device=device) for device, size in sizes]
-
-        def compute() -> None:
-            transport.reduce_scatter(flat, sums)
-            for owned, total in zip(self._owned, sums, strict=True):
-                for piece, gradient in zip(owned, self._unpack(owned, total), strict=True):
-                    if piece.index in learned:
-                        piece.add_gradient(gradient)
-
-        return compute
-
-    @torch.no_grad()
-    def fetch(self) -> None:
-        """Copies the values of the module's own parameters to the owners, each the pieces that it
-        owns.
-        """
-        for owned, device in zip(self._owned[1:], self._devices[1:], strict=True):
-            transport.copy_coalesced(
-                [[piece.places[device] for piece in owned]],
-                [p.places[self._devices[0]] for p in owned],
-            )
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copies each owner's values to all other devices."""
-        places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
-        if len(self._layouts) == 1 and all(
-            place.is_contiguous() for row in places for place in row
-        ):
-            # needs no buffers
-            whole = [row[0].as_strided((sum(self._sizes),), (1,)) for row in places]
-            transport.all_gather(whole, self._sizes)
-            torch.autograd.graph.increment_version([place for row in places for place in row])
-            return
-        gathered = [row[0].new_empty(sum(self._sizes)) for row in places]
-        for number, owned in enumerate(self._owned):
-            sent = gathered[number].split(self._sizes)[number]
-            torch_private.foreach_copy_(
-                self._unpack(owned, sent), [piece.values for piece in owned]
-            )
-        transport.all_gather(gathered, self._sizes)
-        for row, flat in zip(places, gathered, strict=True):
-            torch_private.foreach_copy_(row, self._unpack(self.pieces, flat))
-
-    def _unpack(self, pieces: Sequence[Piece], flat: Tensor) -> list[Tensor]:
-        layouts = [
-            self._layouts[p.index] if p.is_whole else MemoryLayout(p.values.shape) for p in pieces
-        ]
-        return transport.unpack(layouts, flat)
-
-
-def check_dense(gradient: Tensor) -> Tensor:
-    """Returns the gradient. Raises ``TypeError`` if it is sparse."""
-    if not _is_dense(gradient):
-        raise TypeError(
-            "a gradient is sparse, expected dense ones: BalancedOptimizer sends gradients to their owners; set sparse=False in "
-            "the embedding, or use a plain optimizer"
-        )
-    return gradient

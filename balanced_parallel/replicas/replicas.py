@@ -289,7 +289,7 @@ class Replicas:
                 # a forward under no_grad may ask for gradients
                 copied.requires_grad_(parameter.requires_grad)
         for piece in self.gradients.pieces:
-            piece.repoint(self._everywhere(tree, piece.parameter))
+            piece.repoint(self._everywhere(tree, piece.parameter()))
 
     def _places_to_copy(
         self,

@@ -70,6 +70,14 @@ def on_side_stream() -> bool:
 _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueDictionary()
 
 
+def wait_for_sums() -> None:
+    """Makes the current streams wait for the sums of all modules."""
+    others = [side for reference in _instances.valuerefs() if (side := reference()) is not None]
+    for waits, _ in [entry for side in others for entry in side._pending.copy()]:
+        for device, _, event in waits:
+            torch.accelerator.current_stream(device).wait_event(event)
+
+
 class SideStreams:
     """One side stream per device.
 
@@ -115,10 +123,7 @@ class SideStreams:
         which may share a parameter.
         """
         self.join()
-        others = [side for reference in _instances.valuerefs() if (side := reference()) is not None]
-        for waits, _ in [entry for side in others for entry in side._pending.copy()]:
-            for device, _, event in waits:
-                torch.accelerator.current_stream(device).wait_event(event)
+        wait_for_sums()
 
     def join(self) -> None:
         """Makes the pending waits, and releases the tensors that were kept for them."""

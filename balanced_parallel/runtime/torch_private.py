@@ -53,11 +53,12 @@ _HIGHEST_PRIORITY = 2**63
 
 def run_first(node: Node) -> None:
     """Makes backward run ``node`` before all other nodes that are ready in the same thread of the
-    engine, one per device.
+    engine, one per device. None is the node of a tensor without a gradient.
 
     The ready node with the highest number is first (pytorch#114120 added this function).
     """
-    node._set_sequence_nr(_HIGHEST_PRIORITY)
+    if node is not None:
+        node._set_sequence_nr(_HIGHEST_PRIORITY)
 
 
 # Returns the number of nodes that autograd has recorded in this thread. No public function tells
@@ -179,6 +180,9 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+# Returns the version counter of a tensor.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
 # Version counter, address, shape, dtype, and requires_grad.
 ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]
 
@@ -236,6 +240,28 @@ def local_tensors(tensors: Iterable[Tree]) -> list[Tree | Tensor]:
 def has_elements(tensor: Tensor) -> bool:
     """Returns True if a sparse tensor has elements. The public functions need it coalesced."""
     return tensor._nnz() > 0
+
+
+# Makes the functions of torch treat a subclass as a plain tensor.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def new_wrapper(kind: type[Tree], like: Tensor, owned: Any, *arguments: object) -> Tree:
+    """Returns a tensor of a subclass that is shaped like another, on the device of a parameter. It
+    has no memory.
+    """
+    wrapper: Tree = Tensor._make_wrapper_subclass(  # type: ignore[type-var]
+        kind,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=owned.parameter().device,
+    )
+    return wrapper
+
+
+# Returns True if an operator writes to an argument.
+writes: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
 
 def base_of(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ step together.
 """
 
 import contextlib
+import itertools
 import math
 import warnings
 import weakref
@@ -17,11 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..batch.containers import describe
 from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
+from ..replicas.owners import ShardedGradient
 from ..runtime.torch_private import (
     count_graph_nodes,
     foreach_multiply_,
     hooks_of,
     is_sharded,
+    version_of,
     versions,
 )
 from ..runtime.values import forget_gradients
@@ -57,7 +60,7 @@ class ParameterUpdate:
         self._noted: list[tuple[str, Tensor, int]] = []
         for optimizer in optimizers:
             if optimizer not in _claims:
-                _claims[optimizer] = -1
+                _claims[optimizer] = _FREE
                 # a wrapper of an optimizer may have no hooks
                 with contextlib.suppress(AttributeError):
                     optimizer.register_step_pre_hook(_drop_claimed)
@@ -81,7 +84,7 @@ class ParameterUpdate:
 
     def note_gradients(self) -> None:
         """Notes the gradients of a window that goes on."""
-        _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
+        _claims.update(dict.fromkeys(self.optimizers, (count_graph_nodes(), weakref.ref(self), 0)))
         gradients = {
             name: parameter.grad
             for name, parameter in self.trained.items()
@@ -92,16 +95,15 @@ class ParameterUpdate:
         )
 
     def check_gradients(self) -> None:
-        """Raises ``RuntimeError`` if noted gradients were cleared or changed, but for those that
-        owners have taken.
+        """Raises ``RuntimeError`` if noted gradients were cleared, changed or applied, but for those
+        that owners have taken, which have another type since.
         """
-        owners = [
-            optimizer for optimizer in self.optimizers if isinstance(optimizer, BalancedOptimizer)
-        ]
+        is_applied = _FREE in map(_claims.get, self.optimizers)
         for name, gradient, version in self._noted:
-            parameter = self.trained[name]
-            is_same = parameter.grad is gradient and versions([gradient]) == [version]
-            if not is_same and all(owner.gradient(parameter) is None for owner in owners):
+            present = self.trained[name].grad
+            is_same = present is gradient and versions([gradient]) == [version]
+            is_taken = present is not None and type(present) is not type(gradient)
+            if is_applied or not (is_same or is_taken):
                 raise RuntimeError(
                     f"the gradient of {name} was cleared or changed before apply(), expected that of the rows that were added: "
                     "leave out zero_grad(), clipping and other backwards there, and call apply() before another step of the model"
@@ -121,21 +123,11 @@ class ParameterUpdate:
         batch. Scaled gradients are one optimizer's to the scaler, which would otherwise skip each
         optimizer on its own.
         """
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        everywhere = dict.fromkeys([parameter for group in groups for parameter in group["params"]])
+        groups = itertools.chain(*[optimizer.param_groups for optimizer in self.optimizers])
+        self._parameters = [*dict.fromkeys(itertools.chain(*[group["params"] for group in groups]))]
         whole = cast(Optimizer, self)
-        self._parameters = [*everywhere]
-        # Trained parameters of no optimizer here. Another optimizer may use them, so their
-        # gradients are scaled as well.
-        outside = [parameter for parameter in self.trained.values() if parameter not in everywhere]
         try:
-            if scaler is not None:
-                scaler.unscale_(whole)
-                _unscale(
-                    scaler, [parameter.grad for parameter in outside if parameter.grad is not None]
-                )
-            sync.multiply([*self._parameters, *outside], factor)
-            self._call_hooks()
+            self._finish_gradients(sync, factor, scaler)
             # An overflow in one optimizer makes the gradients of the others zero here.
             if max_grad_norm is not None:
                 norm = self._clip(self._parameters, max_grad_norm)
@@ -145,15 +137,33 @@ class ParameterUpdate:
             else:
                 scaler.step(whole)  # unless it found an overflow
                 scaler.update()
-            _claims.update(dict.fromkeys(self.optimizers, count_graph_nodes()))
+            for optimizer in self.optimizers:
+                parameters = itertools.chain(*[group["params"] for group in optimizer.param_groups])
+                gradients = [each.grad for each in parameters if each.grad is not None]
+                first = weakref.ref(gradients[0] if gradients else self)
+                # Clipping writes once to each. Another backward adds to zeros.
+                most = sum(map(version_of, gradients)) + len(gradients)
+                _claims[optimizer] = count_graph_nodes(), first, most
         except BaseException:
             if scaler is not None:
                 # the scale it has: this forgets what was unscaled, so the step can be repeated
                 scaler.update(scaler.get_scale())
             raise
 
-    def _call_hooks(self) -> None:
-        """Calls the hooks of parameters with their gradients."""
+    def _finish_gradients(
+        self, sync: UpdateSync, factor: Weight, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Unscales and multiplies the gradients, and calls the hooks of parameters with them."""
+        everywhere = dict.fromkeys([*self._parameters, *self.trained.values()])
+        # The owners' pieces are scaled in place of a gradient that stands for them.
+        tensors = [each for each in everywhere if not isinstance(each.grad, ShardedGradient)]
+        if scaler is not None:
+            scaler.unscale_(cast(Optimizer, self))
+            # Trained parameters of no optimizer here. Another optimizer may use them, so their
+            # gradients are scaled as well.
+            outside = tensors[len(self._parameters) :]
+            _unscale(scaler, [each.grad for each in outside if each.grad is not None])
+        sync.multiply(tensors, factor)
         parameters = [parameter for parameter in self.trained.values() if any(hooks_of(parameter))]
         if parameters and any(
             isinstance(optimizer, BalancedOptimizer) for optimizer in self.optimizers
@@ -179,7 +189,7 @@ class ParameterUpdate:
         if norm is not None and self._skip_above and not norm <= self._skip_above:
             return
         for optimizer in self.optimizers:
-            _claims[optimizer] = -1  # the hook lets this step pass
+            _claims[optimizer] = _FREE  # the hook lets this step pass
             try:
                 optimizer.step()
             # SAM has a default for the closure that it needs
@@ -196,10 +206,12 @@ def _unscale(scaler: torch.amp.GradScaler, gradients: list[Tensor]) -> None:
         foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
 
 
-# Graph nodes when a TrainStep had made the gradients of an optimizer. As long as the number stays,
-# there are no others. Several steps, and loops by hand, may share optimizers and schedulers, so
-# their states are of the process.
-_claims: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+# The graph nodes when a TrainStep had made the gradients of an optimizer, the first of these, and
+# the most writes to all of them without another backward. Several steps, and loops by hand, may
+# share optimizers and schedulers, so their states are of the process.
+Claim = tuple[int, Callable[[], object], int]
+_FREE: Claim = (-1, object, 0)  # lets a step pass
+_claims: weakref.WeakKeyDictionary[Optimizer, Claim] = weakref.WeakKeyDictionary()
 # The epoch after a TrainStep.
 _epochs: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
@@ -208,15 +220,21 @@ def _drop_claimed(optimizer: Optimizer, *arguments: Any) -> None:
     """Runs before each step of an optimizer: by TrainStep, by a loop of the user, or by a line of
     an old loop.
     """
-    claim = _claims.get(optimizer, -1)  # a wrapper of an optimizer is another object
-    if claim == count_graph_nodes():
+    claim = _claims.get(optimizer, _FREE)  # a wrapper of an optimizer is another object
+    if claim is _FREE:
+        return
+    nodes, first, most = claim
+    gradients = [each.grad for each in _parameters_of(optimizer) if each.grad is not None]
+    is_same = gradients and first() is gradients[0] and sum(versions(gradients)) <= most
+    if is_same or nodes == count_graph_nodes():
         optimizer.zero_grad()
         warnings.warn(
             "optimizer.step() was called, but TrainStep steps the optimizer itself, so these gradients are dropped, and nothing "
-            "is updated: leave optimizer.step() out, or run a backward of your own before it",
+            "is updated: leave optimizer.step() out, or call optimizer.zero_grad() and run a backward of your own before it",
             stacklevel=3,
         )
-    elif claim != -1:  # an update by hand, which steps its schedulers by hand as well
+    else:  # an update by hand, which steps its schedulers by hand as well
+        _claims[optimizer] = _FREE
         for scheduler in [scheduler for scheduler in _epochs if scheduler.optimizer is optimizer]:
             del _epochs[scheduler]
 
@@ -289,9 +307,9 @@ def check_optimizers(update: ParameterUpdate, schedulers: Sequence[LRScheduler])
     trained = {id(tensor) for tensor in update.trained.values()}
     for number, optimizer in enumerate(update.optimizers):
         refuse_closures(type(optimizer), "TrainStep")
-        if isinstance(optimizer, BalancedOptimizer):  # The groups have the shards.
-            continue
         parameters = list(_parameters_of(optimizer))
+        if isinstance(optimizer, BalancedOptimizer):  # The groups have the shards.
+            parameters = [*itertools.chain(*[each["params"] for each in optimizer.recipe.groups])]
         if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):
             raise TypeError(
                 "Muon over shards of strategy='fsdp' differs by percents, because it multiplies pieces in bfloat16, expected "

@@ -1,16 +1,21 @@
 """Shards of ranks: their averages, what is gathered for whole parameters, and what is refused."""
 
+import itertools
+
 import pytest
 import torch
 from helpers.optimizers import ToStart
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
+from helpers.slow import slow_but
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from balanced_parallel import BalancedOptimizer, TrainStep, parallelize
 from balanced_parallel.optim import balanced
+
+KINDS = {"SGD": torch.optim.SGD, "Adafactor": torch.optim.Adafactor}
 
 
 def check_averages(rank):
@@ -39,6 +44,43 @@ def check_averages(rank):
 
 def test_averages_of_shards_equal_those_of_the_plain_program():
     run_ranks(2, check_averages)
+
+
+def update_by_hand(model, criterion, optimizer, batches):
+    """Lines of an old loop that read, change and clear gradients. Returns the norms before clipping."""
+    norms = []
+    for number, (x, y) in enumerate(batches):
+        criterion(model(x), y).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        criterion(model(x), y).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5 + parameter.detach() * 0.01
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        model.zero_grad(set_to_none=number % 2 == 0)
+    return [float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in norms]
+
+
+def check_loop(rank, strategy, kind):
+    torch.set_default_dtype(torch.float64)
+    plain, net = build_net(), build_net()
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(7, 4, generator=generator), torch.randint(5, (7,), generator=generator)) for _ in range(3)]
+    expected = update_by_hand(plain, nn.CrossEntropyLoss(), kind(plain.parameters(), lr=0.1), batches)
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy=strategy)
+    rows = [[5, 2], [0, 7], [2, 5]]
+    parts = [(x.split(size)[rank], y.split(size)[rank]) for (x, y), size in zip(batches, rows, strict=True)]
+    optimizer = BalancedOptimizer(model, kind, lr=0.1)
+    torch.testing.assert_close(update_by_hand(model, criterion, optimizer, parts), expected)
+    for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(balanced._whole(parameter), other.detach())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), slow_but([*itertools.product(["ddp", "fsdp"], KINDS)], ("ddp", "Adafactor"), ("fsdp", "SGD"))
+)
+def test_old_loops_of_ranks_equal_the_plain_program(strategy, kind):
+    run_ranks(2, check_loop, strategy, KINDS[kind])
 
 
 def gathered_shapes(rank):

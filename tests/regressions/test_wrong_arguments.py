@@ -85,6 +85,9 @@ ERRORS = {
     "optimizer 0 .SGD. has 2 parameter.s., and none is a parameter of the model or the criterion": lambda: make_step(
         optimizer=of_another
     ),
+    "optimizer 0 .BalancedOptimizer. has 2 parameter.s., and none is a parameter of the model or": lambda: make_step(
+        optimizer=lambda _: BalancedOptimizer(make_model(), SGD, nn.Linear(4, 3).parameters(), lr=0.1)
+    ),
     "LBFGS evaluates the loss several times per step, and TrainStep once": lambda: make_step(optimizer=torch.optim.LBFGS),
     "type generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
     "an instance of AdamW was given": lambda: BalancedOptimizer(make_model(), ADAMW(make_model().parameters())),

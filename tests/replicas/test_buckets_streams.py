@@ -144,16 +144,20 @@ def test_gradients_belong_to_the_computing_streams(small_buckets, balanced):
         model = DataParallelModel(build_net())
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
         DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
-        leaves = list(model.parameters()) if optimizer is None else optimizer.param_groups[0]["params"]
+        leaves = list(model.parameters())
         assert len(leaves) >= 4
         for leaf in leaves:
-            other = torch.Stream(device=leaf.device)
-            other.wait_stream(torch.accelerator.current_stream(leaf.device))
+            part = leaf.grad.parts[0] if balanced else leaf.grad
+            device = part.device
+            other = torch.Stream(device=device)
+            other.wait_stream(torch.accelerator.current_stream(device))
             with other:
-                leaf.grad.sum()
+                part.sum()
             leaf.grad = None
+            assert optimizer is None or optimizer.param_groups  # the owners let it go
+            del part
             with pytest.raises(RuntimeError, match="reuses memory that was freed"):
-                torch.ones(4, device=leaf.device)  # on the computing stream
+                torch.ones(4, device=device)  # on the computing stream
 
 
 @contextlib.contextmanager

@@ -33,7 +33,20 @@ def clip_and_step(net, optimizer):
     optimizer.step()
 
 
+def log_and_step(net, optimizer):
+    """Makes a graph, as an accuracy or a norm of the weights does."""
+    assert net.weight.square().sum() > 0
+    optimizer.step()
+
+
+def log_clip_and_step(net, optimizer):
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    log_and_step(net, optimizer)
+
+
 KEPT = {
+    "a graph and optimizer.step()": log_and_step,
+    "clipping, a graph and optimizer.step()": log_clip_and_step,
     "optimizer.step()": lambda net, optimizer: optimizer.step(),
     "clipping and optimizer.step()": clip_and_step,
     "zero_grad() and optimizer.step()": lambda net, optimizer: (optimizer.zero_grad(), optimizer.step()),
@@ -66,25 +79,31 @@ def test_a_kept_step_of_the_optimizer_updates_nothing(layout, kind, kept):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("devices", [1, 3])
-def test_a_loop_by_hand_may_use_the_optimizer_of_a_step(devices, set_to_none):
-    net, optimizer, step = build(["cpu"] * devices)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loop_by_hand_may_use_the_optimizer_of_a_step(layout, set_to_none):
+    with simulate(3):
+        use_the_optimizer_by_hand(LAYOUTS[layout], set_to_none)
+
+
+def use_the_optimizer_by_hand(devices, set_to_none):
+    net, optimizer, step = build(devices)
     other = TrainStep(step.model, step.criterion, optimizer)
     x, y = batch()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(x, y)
         other(x, y)
-        plain = copy.deepcopy(net)
+        plain = copy.deepcopy(net).cpu()
         gradients = torch.autograd.grad(nn.functional.cross_entropy(plain(x), y), list(plain.parameters()))
         optimizer.zero_grad(set_to_none=set_to_none)
         step.criterion(step.model(x), y).backward()
         optimizer.step()
     for parameter, before, gradient in zip(net.parameters(), plain.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter, before - 0.1 * gradient)
+        torch.testing.assert_close(parameter.cpu(), before - 0.1 * gradient)
 
 
 CHANGES = {
+    "a graph and optimizer.step()": lambda net, optimizer, step: log_and_step(net, optimizer),
     "zero_grad()": lambda net, optimizer, step: optimizer.zero_grad(),
     "zero_grad(set_to_none=False)": lambda net, optimizer, step: optimizer.zero_grad(set_to_none=False),
     "zero_grad() of the net": lambda net, optimizer, step: net.zero_grad(),

@@ -42,8 +42,9 @@ from ...optim.balanced import (
     refuse_closures,
 )
 from ...replicas import buckets
-from ...replicas.buckets import BucketOwners, make_buckets
+from ...replicas.buckets import make_buckets
 from ...replicas.model import DataParallelModel
+from ...replicas.owners import BucketOwners
 from ...replicas.replicas import Replicas, window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
@@ -444,7 +445,7 @@ class ReplicaLayout(SingleDevice):
                     dict.fromkeys(owners, parameter) for parameter in bucket.parameters
                 ]
                 for piece in BucketOwners(bucket.parameters, parts).pieces:
-                    yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter
+                    yield (piece.index == 0, piece.owner, piece.values.numel()), piece.parameter()
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""

@@ -1,0 +1,482 @@
+"""Lines of an old loop that read, change and clear ``parameter.grad``, kept with a :class:`BalancedOptimizer`.
+
+They do on several devices what they do in the plain program.
+"""
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from helpers.problems import CLASSES, build_net
+from helpers.slow import slow_but
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, simulate
+
+pytestmark = pytest.mark.usefixtures("double")
+
+DEVICES = {"three replicas": ["cpu"] * 3, "four devices": ["sim:0", "sim:1", "sim:2", "sim:3"]}
+
+
+class Loop:
+    """A program on one device, or that of ``devices``; its lines are the same."""
+
+    def __init__(self, devices, kind=torch.optim.SGD, shard=None, **settings):
+        self.net = build_net().to(devices[0] if devices else "cpu")
+        self.device = self.net[0].weight.device
+        self.parameters = list(self.net.parameters())
+        if devices is None:
+            self.model, self.criterion = self.net, nn.CrossEntropyLoss()
+            self.optimizer = kind(self.parameters, **settings)
+        else:
+            self.model = DataParallelModel(self.net, devices)
+            self.criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+            self.optimizer = BalancedOptimizer(self.model, kind, shard=shard, **settings)
+        self.generator = torch.Generator().manual_seed(7)
+        self.log = []
+
+    def loss(self):
+        x = torch.randn(9, 4, generator=self.generator)
+        y = torch.randint(CLASSES, (9,), generator=self.generator)
+        return self.criterion(self.model(x), y)
+
+    def backward(self):
+        self.loss().backward()
+
+    def noise(self, tensor):
+        return torch.randn(tensor.shape, generator=self.generator).to(tensor)
+
+    def note(self, value):
+        self.log.append(float(value))
+
+
+def clip_by_norm(loop):
+    loop.backward()
+    loop.note(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+
+
+def clip_by_another_norm(loop):
+    loop.backward()
+    loop.note(nn.utils.clip_grad_norm_(loop.net.parameters(), 0.05, norm_type=float("inf")))
+    loop.note(nn.utils.get_total_norm([parameter.grad for parameter in loop.parameters]))
+
+
+def clip_by_value(loop):
+    loop.backward()
+    nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
+
+
+def clip_by_hand(loop):
+    loop.backward()
+    for parameter in loop.parameters:
+        parameter.grad.data.clamp_(-0.02, 0.02)
+    total = sum(parameter.grad.data.norm(2).item() ** 2 for parameter in loop.parameters) ** 0.5
+    for parameter in loop.parameters:
+        parameter.grad.data.mul_(min(1.0, 0.05 / (total + 1e-6)))
+    loop.note(total)
+
+
+def clip_adaptively(loop):
+    loop.backward()
+    for parameter in loop.parameters:
+        dims = tuple(range(1, parameter.dim()))
+        norm = parameter.detach().norm(dim=dims, keepdim=True).clamp_(min=1e-3) if dims else parameter.detach().norm()
+        grad = parameter.grad.detach()
+        grad_norm = grad.norm(dim=dims, keepdim=True) if dims else grad.norm()
+        clipped = grad * (0.1 * norm / grad_norm.clamp(min=1e-6))
+        parameter.grad.detach().copy_(torch.where(grad_norm < 0.1 * norm, grad, clipped))
+
+
+def average(loop):
+    loop.backward()
+    for parameter in loop.parameters:
+        parameter.grad.data /= 3
+        parameter.grad /= 2
+        parameter.grad.data = parameter.grad.data * 5
+
+
+def assign(loop):
+    loop.backward()
+    for parameter in loop.parameters:
+        parameter.grad = parameter.grad * 0.5 + loop.noise(parameter)
+
+
+def add_noise_in_place(loop):
+    loop.backward()
+    for parameter in loop.parameters:
+        parameter.grad.add_(loop.noise(parameter), alpha=0.1)
+
+
+def write_rows(loop):
+    loop.backward()
+    weight = loop.net[0].weight
+    weight.grad[0] = 0
+    weight.grad[1:3, 1] += 1
+    weight.grad.t()[2].fill_(0.25)
+    weight.grad.view(-1)[3:5].neg_()
+    weight.grad[weight.grad > 0.5] = 0.5
+    for row in weight.grad.unbind():
+        row.sub_(row.mean())
+    for half in weight.grad.chunk(2):
+        half.mul_(2)
+    torch.add(weight.grad, weight.grad, out=weight.grad)
+    weight.grad.detach().add_(weight.grad)
+
+
+def use_foreach(loop):
+    loop.backward()
+    gradients = [parameter.grad for parameter in loop.parameters]
+    loop.note(torch.stack(torch._foreach_norm(gradients)).norm())
+    torch._foreach_mul_(gradients, 0.3)
+    torch._foreach_add_(gradients, [loop.noise(parameter) for parameter in loop.parameters])
+
+
+def read(loop):
+    loop.backward()
+    vector = nn.utils.parameters_to_vector([parameter.grad for parameter in loop.parameters])
+    loop.note(vector.norm())
+    loop.note(torch.cat([parameter.grad.flatten() for parameter in loop.parameters]).abs().max())
+    loop.note(sum((parameter.grad * parameter).sum() for parameter in loop.parameters).detach())
+    loop.note(all(torch.isfinite(parameter.grad).all() for parameter in loop.parameters))
+    loop.note(loop.parameters[1].grad.cpu().numpy().sum())
+    loop.note(copy.deepcopy(loop.parameters[0].grad).sum())
+    loop.note(pickle.loads(pickle.dumps(loop.parameters[0].grad)).cpu().sum())
+    file = io.BytesIO()
+    torch.save({"grads": [parameter.grad for parameter in loop.parameters]}, file)
+    file.seek(0)
+    loop.note(sum(each.cpu().sum() for each in torch.load(file)["grads"]))
+    assert "tensor" in repr(loop.parameters[0].grad)
+    assert loop.parameters[0].grad.is_contiguous()
+
+
+def skip_nan(loop):
+    loop.backward()
+    if len(loop.log) == 1:
+        loop.parameters[0].grad[0, 0] = float("nan")
+    norm = nn.utils.clip_grad_norm_(loop.parameters, 1.0)
+    loop.note(norm.nan_to_num(77.0))
+    if not torch.isfinite(norm):
+        loop.net.zero_grad()
+
+
+def accumulate(loop):
+    for number in range(4):
+        (loop.loss() / 4).backward()
+        if number == 2:
+            nn.utils.clip_grad_norm_(loop.parameters, 0.2)
+            loop.note(loop.parameters[0].grad.sum())
+
+
+def accumulate_with_assignments(loop):
+    loop.backward()
+    loop.parameters[0].grad = None
+    loop.parameters[1].grad = torch.ones_like(loop.parameters[1])
+    loop.parameters[2].grad = loop.parameters[2].grad * 2
+    loop.backward()
+    loop.note(sum(parameter.grad.sum() for parameter in loop.parameters))
+
+
+def accumulate_without_reduction(loop):
+    no_sync = getattr(loop.model, "no_sync", contextlib.nullcontext)
+    with no_sync():
+        loop.backward()
+        loop.note(loop.parameters[0].grad.sum())
+        loop.backward()
+    loop.backward()
+    loop.note(loop.parameters[0].grad.sum())
+
+
+def hold_gradients(loop):
+    """Two tasks, each with gradients of its own, which are added up by hand."""
+    loop.backward()
+    first = [parameter.grad for parameter in loop.parameters]
+    loop.net.zero_grad()
+    loop.backward()
+    second = [parameter.grad for parameter in loop.parameters]
+    loop.optimizer.zero_grad()
+    loop.backward()
+    for parameter, one, other in zip(loop.parameters, first, second, strict=True):
+        loop.note((one * other).sum())
+        parameter.grad = one - 0.5 * other + parameter.grad
+    loop.parameters[0].grad = first[0]
+
+
+def two_losses(loop):
+    first, second = loop.loss(), loop.loss()
+    first.backward()
+    second.backward()
+    loop.note(loop.parameters[2].grad.norm())
+
+
+def penalty(loop):
+    (loop.loss() + 0.1 * sum(parameter.square().sum() for parameter in loop.parameters)).backward()
+    (0.2 * loop.net[2].weight.abs().sum()).backward()
+    loop.note(nn.utils.clip_grad_norm_(loop.parameters, 0.5))
+
+
+def sharpness_aware(loop):
+    loop.backward()
+    norm = torch.stack([parameter.grad.norm(2) for parameter in loop.parameters]).norm(2)
+    with torch.no_grad():
+        steps = [parameter.grad * (0.05 / (norm + 1e-12)) for parameter in loop.parameters]
+        torch._foreach_add_(loop.parameters, steps)
+    loop.net.zero_grad()
+    loop.backward()
+    with torch.no_grad():
+        torch._foreach_sub_(loop.parameters, steps)
+
+
+def gradient_of_gradients(loop):
+    """A penalty on the gradients themselves, which a second backward differentiates."""
+    loop.loss().backward(create_graph=True)
+    penalty = sum(parameter.grad.square().sum() for parameter in loop.parameters)
+    loop.note(penalty.detach())
+    gradients = torch.autograd.grad(penalty, loop.parameters)
+    for parameter, gradient in zip(loop.parameters, gradients, strict=True):
+        parameter.grad = parameter.grad.detach() + 0.1 * gradient
+
+
+def clip_in_the_groups(loop):
+    loop.backward()
+    for group in loop.optimizer.param_groups:
+        nn.utils.clip_grad_norm_(group["params"], 0.1)
+    loop.note(loop.parameters[0].grad.norm())
+
+
+def assign_in_the_groups(loop):
+    loop.backward()
+    for group in loop.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = parameter.grad * 0.5
+    loop.backward()
+    loop.note(loop.parameters[0].grad.norm())
+
+
+def clear_in_the_groups(loop):
+    loop.backward()
+    for group in loop.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    loop.backward()
+
+
+def scale(loop):
+    scaler = torch.amp.GradScaler(loop.device.type, init_scale=128.0)
+    scaler.scale(loop.loss()).backward()
+    scaler.unscale_(loop.optimizer)
+    loop.note(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+
+
+def assign_and_scale(loop):
+    scaler = torch.amp.GradScaler(loop.device.type, init_scale=128.0)
+    scaler.scale(loop.loss()).backward()
+    for parameter in loop.parameters:
+        parameter.grad = parameter.grad + loop.noise(parameter)
+    scaler.unscale_(loop.optimizer)
+    loop.note(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+
+
+def multiply(parameter):
+    parameter.grad.mul_(3)
+
+
+def hooks(loop):
+    handles = [parameter.register_hook(lambda gradient: gradient * 2) for parameter in loop.parameters[:2]]
+    handles.append(loop.parameters[2].register_post_accumulate_grad_hook(multiply))
+    loop.backward()
+    loop.backward()
+    for handle in handles:
+        handle.remove()
+
+
+def move(loop):
+    loop.backward()
+    loop.net.to(loop.device)
+    loop.net.double()
+    copied = copy.deepcopy(loop.net)
+    assert all(parameter.grad is None for parameter in copied.parameters())
+    loop.note(loop.parameters[0].grad.sum())
+
+
+def few_rows(loop):
+    """The forward of one row runs on the first device alone."""
+    loop.criterion(loop.model(torch.ones(1, 4)), torch.tensor([1])).backward()
+    loop.note(nn.utils.clip_grad_norm_(loop.parameters, 0.1))
+    loop.backward()
+    loop.note(nn.utils.clip_grad_norm_(loop.parameters, 0.1))
+
+
+def set_tensors_once(loop):
+    """Gradients in one vector, in which autograd accumulates."""
+    vector = torch.zeros(sum(parameter.numel() for parameter in loop.parameters), device=loop.device)
+    start = 0
+    for parameter in loop.parameters:
+        parameter.grad = vector[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    loop.backward()
+    loop.note(vector.norm())
+    vector.mul_(0.5)
+    loop.backward()
+    vector.mul_(0.1 / vector.norm())
+
+
+LINES = [
+    clip_by_norm,
+    clip_by_another_norm,
+    clip_by_value,
+    clip_by_hand,
+    clip_adaptively,
+    average,
+    assign,
+    add_noise_in_place,
+    write_rows,
+    use_foreach,
+    read,
+    skip_nan,
+    accumulate,
+    accumulate_with_assignments,
+    accumulate_without_reduction,
+    hold_gradients,
+    two_losses,
+    penalty,
+    sharpness_aware,
+    gradient_of_gradients,
+    clip_in_the_groups,
+    assign_in_the_groups,
+    clear_in_the_groups,
+    scale,
+    assign_and_scale,
+    hooks,
+    move,
+    few_rows,
+    set_tensors_once,
+]
+CLEARS = {
+    "optimizer": lambda loop: loop.optimizer.zero_grad(),
+    "net": lambda loop: loop.net.zero_grad(),
+    "model": lambda loop: loop.model.zero_grad(),
+    "optimizer in place": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "net in place": lambda loop: loop.net.zero_grad(set_to_none=False),
+    "model in place": lambda loop: loop.model.zero_grad(set_to_none=False),
+    "None by hand": lambda loop: [setattr(parameter, "grad", None) for parameter in loop.parameters],
+    "zeros by hand": lambda loop: [parameter.grad.detach_().zero_() for parameter in loop.parameters],
+    "zeros of data": lambda loop: [parameter.grad.data.zero_() for parameter in loop.parameters],
+    "del": lambda loop: [delattr(parameter, "grad") for parameter in loop.parameters],
+}
+
+
+def run(devices, lines, clear, **settings):
+    loop = Loop(devices, **settings)
+    for _ in range(3):
+        lines(loop)
+        loop.optimizer.step()
+        loop.note(loop.parameters[1].grad.sum() if loop.parameters[1].grad is not None else 0)
+        CLEARS[clear](loop)
+    return [*loop.log, *(parameter.detach().cpu() for parameter in loop.parameters)]
+
+
+def assert_equal_to_the_plain_program(devices, lines, clear, kind=torch.optim.SGD, shard=None, **settings):
+    settings = settings or {"lr": 0.1, "momentum": 0.9}
+    expected = run(None, lines, clear, kind=kind, **settings)
+    with simulate(4):
+        result = run(DEVICES[devices], lines, clear, kind=kind, shard=shard, **settings)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.__name__)
+@pytest.mark.parametrize("devices", DEVICES)
+def test_lines_equal_the_plain_program(devices, lines):
+    assert_equal_to_the_plain_program(devices, lines, "optimizer")
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("devices", slow_but([*DEVICES], "four devices"))
+def test_gradients_are_cleared_as_in_the_plain_program(devices, clear):
+    assert_equal_to_the_plain_program(devices, clip_by_norm, clear)
+    assert_equal_to_the_plain_program(devices, accumulate_without_reduction, clear)
+
+
+@pytest.mark.parametrize("lines", slow_but(LINES, clip_by_norm, write_rows), ids=lambda lines: lines.__name__)
+def test_lines_equal_the_plain_program_with_whole_parameters(lines):
+    assert_equal_to_the_plain_program("four devices", lines, "net", torch.optim.AdamW, "parameters", lr=0.1)
+
+
+def test_an_operation_gathers_one_gradient():
+    with simulate(4) as cluster:
+        net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).float()
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        size = net[0].weight.nbytes
+        model(torch.ones(8, 64, dtype=torch.float32)).gather("cpu").sum().backward()
+        before = cluster.live[0]
+        cluster.reset_peak()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        assert cluster.peak[0] <= before + 3 * size
+        optimizer.step()
+
+
+def test_gradients_do_not_keep_their_parameters_alive():
+    with simulate(3):
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        model(torch.randn(6, 4)).gather("cpu").sum().backward()
+        optimizer.step()
+        parameter, gradient = (weakref.ref(each) for each in (model.module[0].weight, model.module[0].weight.grad))
+        del model, optimizer
+        gc.collect()
+        assert parameter() is None
+        assert gradient() is None
+
+
+def test_operators_that_change_the_shape_in_place_are_an_error():
+    with simulate(3):
+        loop = Loop(DEVICES["four devices"][:3], lr=0.1)
+        loop.backward()
+        with pytest.raises(TypeError, match=r"t_.* would change the shape of parameter.grad.*optimizer.gradient\(parameter\)"):
+            loop.parameters[0].grad.t_()
+
+
+def test_a_model_may_be_frozen_for_a_while():
+    """The discriminator of a GAN in the step of its generator."""
+
+    def train(devices):
+        nets = build_net(4), build_net(1)
+        if devices is None:
+            models, criterion = nets, nn.MSELoss()
+            optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+        else:
+            models = [DataParallelModel(net, devices) for net in nets]
+            criterion = DataParallelCriterion(nn.MSELoss())
+            optimizers = [BalancedOptimizer(model, torch.optim.SGD, lr=0.1) for model in models]
+        x, y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0)), torch.ones(9, 1)
+        for is_frozen in (True, False, True):
+            nets[1].requires_grad_(not is_frozen)
+            optimizers[is_frozen - 1].zero_grad()
+            criterion(models[1](models[0](x)), y).backward()
+            nn.utils.clip_grad_norm_(nets[not is_frozen].parameters(), 0.2)
+            optimizers[not is_frozen].step()
+            optimizers[not is_frozen].zero_grad()
+        return [parameter.detach().cpu() for net in nets for parameter in net.parameters()]
+
+    expected = train(None)
+    with simulate(3):
+        torch.testing.assert_close(train([0, 1, 2]), expected)
+
+
+def test_parameters_without_elements_do_not_hinder_an_optimizer():
+    """Adafactor divides by the number of elements."""
+    with simulate(2):
+        net = build_net()
+        net.register_parameter("empty", nn.Parameter(torch.zeros(0, 3)))
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.Adafactor, lr=0.1)
+        before = net[0].weight.detach().cpu()
+        model(torch.randn(6, 4)).gather("cpu").sum().backward()
+        optimizer.step()
+        assert not net[0].weight.cpu().equal(before)
