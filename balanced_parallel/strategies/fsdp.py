@@ -133,6 +133,8 @@ class ShardedModel(RankModel):
             self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
+            # This moves it once: the host would wait for each copy.
+            example = self._examples[method] = move_leaves(example, self.devices[0])
             with (
                 self.gradients.of_dummy(),
                 self._random_numbers(),
@@ -213,7 +215,7 @@ class ShardedModel(RankModel):
                 else None
             ]
             dist.broadcast_object_list(shared, group=self.group, group_src=source)
-            row = row or move_leaves(shared[0], self.devices[0])
+            row = row or shared[0]
         self._examples[method] = row
 
 

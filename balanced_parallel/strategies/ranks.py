@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batch.containers import Dims, map_tensors, tensors_in
+from ..batch.containers import Dims, map_leaves, map_tensors, tensors_in
 from ..batch.outputs import PerReplica
 from ..batch.rows import (
     Arguments,
@@ -167,8 +167,12 @@ class RankModel(ParallelModel):
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
-        row: Arguments = move_leaves(take(arguments, range(1), self.dim), self.devices[0])
-        return map_tensors(lambda tensor: tensor.detach().clone(), row)
+        row = map_leaves(
+            lambda leaf: leaf[0] if isinstance(leaf, PerReplica) else leaf,
+            take(arguments, range(1), self.dim),
+        )
+        copy: Arguments = move_leaves(row, None)
+        return map_tensors(lambda tensor: tensor.detach().clone(), copy)
 
     def _copied_row(self, row: Arguments, inputs: Arguments | None) -> Arguments:
         """Returns a copy of a row, whose tensors lead to those inputs without rows that require a
