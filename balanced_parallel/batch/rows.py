@@ -732,7 +732,8 @@ def scatter(
         with one structure.
 
     Raises:
-        ValueError: inputs have different numbers of rows.
+        ValueError: inputs have different numbers of rows, or the entries of a list or a tuple may be
+            rows.
 
     Example:
         >>> shards = scatter({"x": torch.zeros(9, 5), "scale": 2.0}, ["cpu"] * 4)

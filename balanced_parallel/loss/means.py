@@ -12,7 +12,8 @@ terms are recorded::
 A result must be a linear combination of such means, with coefficients that are numbers, parameters
 or buffers of the criterion. Any other result is refused: nothing tells how that of the whole batch
 follows from those of the shards. The rows of a mean may still depend on each other, as in a
-contrastive loss. So the terms of some batches are compared with those of halves.
+contrastive loss. So the terms of halves of some shards are compared with those of all of them
+together.
 """
 
 import dataclasses

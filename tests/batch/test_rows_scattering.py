@@ -11,7 +11,7 @@ from helpers.traffic import NAMES, devices_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, scatter, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, TrainStep, Whole, gather, scatter, simulate
 from balanced_parallel.batch.plan import split_sizes
 
 CPUS = ["cpu"] * 4
@@ -137,3 +137,55 @@ def test_an_empty_list_goes_to_every_replica():
     step, target = TrainStep(model, criterion, optimizer, micro_batch_size=1), torch.randn(7, 3)
     expected = torch.nn.functional.mse_loss(net(x, [], extra={"hints": []}), target).detach()
     torch.testing.assert_close(step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected)
+
+
+class Pair(NamedTuple):
+    x: Any
+    numbers: Any
+
+
+SCALARS = {"numbers": (0.5, 1.5, 2.5, 3.5, 4.5), "tensors": tuple(torch.arange(5.0)), "boxes": ((1, 2),) * 5}
+PLACES = {
+    r"inputs\[1\]": lambda x, numbers: (x, numbers),
+    r"inputs\[0\]\['n'\]": lambda x, numbers: {"x": x, "n": numbers},
+    r"inputs\[0\]\.numbers": lambda x, numbers: Pair(x, numbers),
+    r"inputs\[1\]\[1\]": lambda x, numbers: (x, [x[:, 0], numbers]),
+}
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tuple_with_a_value_for_each_row_is_an_error(place, kind):
+    """``tuple(zip(*samples))`` makes it. It went whole to every replica."""
+    x, numbers = torch.zeros(5, 2), SCALARS[kind]
+    message = place + r" is a tuple of 5 entries .*: each entry may be a row, .* Rows\(\.\.\.\) .* Whole\(\.\.\.\)"
+    with pytest.raises(ValueError, match=message):
+        scatter(PLACES[place](x, numbers), CPUS)
+    with pytest.raises(ValueError, match=message.replace("5 entries", "6 entries")):
+        scatter(PLACES[place](x, (*numbers, numbers[0])), CPUS)
+    assert len(scatter(PLACES[place](x, Rows(numbers)), CPUS)) == len(CPUS)
+    scatter(PLACES[place](x, Whole(numbers)), CPUS)
+    scatter(PLACES[place](x, numbers[:2]), CPUS)  # such as height and width
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x, numbers=(1.0,)):
+        return super().forward(x) * sum(numbers)
+
+
+def test_values_of_rows_are_errors_in_keyword_arguments_and_targets():
+    x, labels, numbers = torch.zeros(5, 2), torch.zeros(5, dtype=torch.long), (0.1, 0.2, 0.3, 0.4, 0.5)
+    model = DataParallelModel(Scaled(2, 3), CPUS)
+    with pytest.raises(ValueError, match=r"kwargs\['numbers'\] is a tuple of 5 entries .* float 0\.1"):
+        model(x, numbers=numbers)
+
+    def loss(output, labels, *numbers):
+        return torch.nn.functional.cross_entropy(output, labels)
+
+    criterion = DataParallelCriterion(loss)
+    with pytest.raises(ValueError, match=r"targets\[1\] is a tuple of 5 entries"):
+        criterion(model(x), labels, numbers)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters()), micro_batch_size=1)
+    with pytest.raises(ValueError, match=r"targets\[1\] is a tuple of 5 entries"):
+        step(x, (labels, numbers))
+    assert len(model(x[:1], (0.5, 0.5, 0.5))[0]) == 1  # nothing is split

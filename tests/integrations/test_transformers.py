@@ -321,3 +321,47 @@ def test_rank_whose_first_rows_have_no_labels():
     """It takes what the loss is made of from the other rank."""
     for rows, numbers in run_ranks(2, run_rank_without_labels, "masked words", fresh=True):
         check(numbers, train_plainly(make_model("masked words"), rows, 4))
+
+
+class Boxes(nn.Module):
+    """A detector: labels are a list with a dictionary for each image."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.reduce = nn.Linear(6, 4), reduce
+
+    def forward(self, x, labels):
+        boxes = [
+            F.l1_loss(row.expand_as(label["boxes"]), label["boxes"], reduction="none")
+            for row, label in zip(self.head(x), labels, strict=True)
+        ]
+        return {"loss": self.reduce(boxes)}
+
+
+def collate_boxes(samples):
+    return {"x": torch.stack([sample["x"] for sample in samples]), "labels": [{"boxes": sample["boxes"]} for sample in samples]}
+
+
+def train_boxes(reduce, folder, kind, rows, **settings):
+    torch.manual_seed(1)
+    samples = [{"x": torch.randn(6), "boxes": torch.randn(count % 3 + 1, 4)} for count in range(16)]
+    arguments = make_arguments(
+        folder, per_device_train_batch_size=rows, max_steps=2, remove_unused_columns=False, **settings.pop("arguments", {})
+    )
+    model = Boxes(reduce)
+    kind(model, arguments, train_dataset=samples, data_collator=collate_boxes, **settings).train()
+    return model.head.weight.detach()
+
+
+@pytest.mark.parametrize("settings", [{"device_ids": ["cpu"] * 2}, {"arguments": {"gradient_accumulation_steps": 2}}])
+def test_detectors_whose_labels_are_a_list_of_mappings(tmp_path, settings):
+    """It was an ``IndexError``, or an error that told of nan."""
+    expected = train_boxes(lambda boxes: torch.cat(boxes).mean(), tmp_path, Trainer, 8)
+    result = train_boxes(lambda boxes: torch.cat(boxes).mean(), tmp_path, BalancedTrainer, 4, **settings)
+    torch.testing.assert_close(result, expected)
+    with pytest.raises(
+        ValueError,
+        match="computes mean for some rows, and .*mean, .*mean for others|computes .*, .* for some rows, and mean for others",
+    ):
+        train_boxes(lambda boxes: torch.stack([each.mean() for each in boxes]).mean(), tmp_path, BalancedTrainer, 4, **settings)

@@ -12,6 +12,7 @@ from types import MethodType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import caches
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
@@ -302,3 +303,60 @@ def test_methods_of_the_module_are_bound_to_the_replica():
         torch.testing.assert_close(outputs.gather("cpu"), model.module(inputs.to("sim:0")).cpu())
         model.module.project = model.module.first.forward  # the same number of attributes
         assert [output.shape[1] for output in model(inputs)] == [3, 3]
+
+
+class Words(nn.Module):
+    """An embedding, or a bag of them, by a function of torch."""
+
+    def __init__(self, function, **settings):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 3))
+        self.function, self.settings = function, settings
+
+    def forward(self, tokens):
+        return self.function(tokens, self.weight, **self.settings).flatten(1)
+
+
+COUNTED = {
+    "embedding": lambda: nn.Sequential(nn.Embedding(7, 3, scale_grad_by_freq=True), nn.Flatten()),
+    "bag": lambda: nn.EmbeddingBag(7, 3, scale_grad_by_freq=True),
+    "function": lambda: Words(F.embedding, scale_grad_by_freq=True),
+    "function of a bag": lambda: Words(F.embedding_bag, scale_grad_by_freq=True),
+}
+COUNTS = "an embedding has scale_grad_by_freq=True, so its gradient is divided by the counts of one forward, expected False"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_gradients_that_are_divided_by_counts_of_a_forward_are_refused(kind, devices):
+    """The counts were those of a replica or a micro-batch: gradients were up to twice too large."""
+    tokens = torch.randint(7, (5, 2))
+    model = DataParallelModel(COUNTED[kind](), ["cpu"] * devices)
+    with torch.no_grad():
+        model(tokens)
+    with pytest.raises(ValueError, match=COUNTS):
+        model(tokens)
+    model = DataParallelModel(COUNTED[kind]().requires_grad_(False), ["cpu"] * devices)
+    assert model(tokens)
+
+
+def rank_texts(rank, strategy):
+    """Returns the errors of embeddings on this rank. The second rank has no rows for those with a largest norm."""
+    texts = []
+    tasks = (
+        (COUNTED["function"], 5),
+        *[(lambda each=each: Words(each, max_norm=1.0), 0) for each in (F.embedding, F.embedding_bag)],
+    )
+    for make, rows in tasks:
+        model = parallelize(make(), strategy=strategy)
+        with pytest.raises(ValueError, match="expected") as error:
+            model(torch.randint(7, (rows if rank else 5, 2)))
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_embeddings_of_functions_are_refused_on_several_ranks(strategy):
+    for counted, *rescaled in run_ranks(2, rank_texts, strategy):
+        assert counted.startswith(COUNTS)
+        assert all("F.embedding was given max_norm=, and each rank would rescale the rows" in text for text in rescaled)

@@ -376,3 +376,22 @@ class SumOf(nn.Module):
 
     def forward(self, logits, labels):
         return sum(self.means(logits, labels).values())
+
+
+def test_noise_of_a_criterion_needs_a_weight_where_rows_are_split():
+    """Its draws were unknown, and the error said that they depend on data or chance."""
+    words, labels = batch()
+    losses = []
+    for settings in ({}, {"weight": "rows"}):
+        torch.manual_seed(5)
+        losses.append(
+            make_step_of(Net().double(), DataParallelCriterion(NoisyLabels(), **settings), devices=1, reproducible=True)(
+                words, labels
+            )
+        )
+    torch.testing.assert_close(*losses)
+    for devices, micro_batch_size in ((3, None), (1, 2)):
+        criterion = DataParallelCriterion(NoisyLabels())
+        step = make_step_of(Net().double(), criterion, devices=devices, micro_batch_size=micro_batch_size, reproducible=True)
+        with pytest.raises(ValueError, match="or it draws random numbers: .* weight="):
+            step(words, labels)
