@@ -173,6 +173,7 @@ class ShardedGradient(Tensor):
                 "an operator that keeps it: change a copy, optimizer.gradient(parameter)"
             )
         wholes: dict[int, Tensor] = {}  # Keys are the ids of their parts.
+        pairs: list[tuple[Tensor, Tensor]] = []
         gradients: dict[int, ShardedGradient] = {}  # Keys are the ids of arguments.
 
         def gathered(tensor: Tensor) -> Tensor:
@@ -182,15 +183,22 @@ class ShardedGradient(Tensor):
                 wholes[key] = tensor._gather("meta" if function.is_view else tensor.device)
             views = tensor.source[1]
             value: Tensor = functools.reduce(lambda whole, view: view(whole), views, wholes[key])
-            gradients[id(value)] = tensor
-            return value
+            # The operator would not see that it is to be conjugated.
+            plain = value if function.is_view else value.resolve_conj().resolve_neg()
+            pairs.append((value, plain))
+            gradients[id(plain)] = tensor
+            return plain
 
         values, named = map_tensors(gathered, (arguments, settings or {}))
         result = function(*values, **named)
         if function.is_view:
             rest = values[1:]
             return arguments[0]._viewed(result, lambda whole: function(whole, *rest, **named))
-        for gradient in gradients.values() if torch_private.writes(function) else ():
+        writes = torch_private.writes(function)
+        for value, plain in pairs if writes else ():
+            if plain is not value:
+                value.copy_(plain)
+        for gradient in gradients.values() if writes else ():
             whole = wholes[id(gradient.parts)]
             for piece, part in zip(gradient.source[0].pieces, gradient.parts, strict=True):
                 transport.copy(part, piece.cut(whole))

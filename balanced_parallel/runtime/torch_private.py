@@ -254,6 +254,7 @@ def new_wrapper(kind: type[Tree], like: Tensor, owned: Any, *arguments: object) 
         kind,
         like.shape,
         strides=like.stride(),
+        storage_size=0,
         dtype=like.dtype,
         device=owned.parameter().device,
     )

@@ -434,6 +434,22 @@ def test_gradients_do_not_keep_their_parameters_alive():
         assert gradient() is None
 
 
+def test_complex_gradients_may_be_conjugated():
+    with simulate(3):
+        net = nn.Linear(2, 4, dtype=torch.complex128)
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        model(torch.randn(6, 2, dtype=torch.complex128)).gather("cpu").abs().sum().backward()
+        gradient, expected = net.weight.grad, net.weight.grad.clone()
+        for each in (gradient, expected):
+            each.conj().add_(1j)
+            each.imag.mul_(2)
+            each.mul_(each.mT.conj().sum())
+        torch.testing.assert_close(gradient.clone(), expected)
+        torch.testing.assert_close(gradient.conj() * gradient, expected.conj() * expected)
+        optimizer.step()
+
+
 def test_operators_that_change_the_shape_in_place_are_an_error():
     with simulate(3):
         loop = Loop(DEVICES["four devices"][:3], lr=0.1)
