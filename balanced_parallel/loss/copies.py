@@ -182,13 +182,13 @@ def loss_of(result: object) -> Any:
     return Entries(zip(containers.entry_names(container), container.children, strict=True))
 
 
-class Entries(dict[str, Any]):
+class Entries(dict[str, object]):
     """The numbers of a named tuple or a dataclass, by name.
 
     Other ranks may not have its class.
     """
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         try:
             return self[name]
         except KeyError as error:

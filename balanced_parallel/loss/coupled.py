@@ -155,7 +155,7 @@ class CoupledLoss(abc.ABC):
         ]
         return derivatives
 
-    def _values_to_log(self, result: Any) -> LoggedMeans:
+    def _values_to_log(self, result: object) -> LoggedMeans:
         """Returns the values beside the loss of all rows, which each rank has."""
         values = dict(containers.leaves(result))
         logged: dict[str, Sequence[LossSum] | None] = {}

@@ -606,7 +606,7 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
     return result, _with_names(pairs, beside)
 
 
-def _terms_beside_loss(leaf: Any, terms: Form | None, rows: int) -> Form:
+def _terms_beside_loss(leaf: object, terms: Form | None, rows: int) -> Form:
     """Returns the terms of a value to log, which need not be a sum of means."""
     if isinstance(leaf, (int, float)):
         total = torch.tensor(float(leaf * rows))
@@ -633,7 +633,7 @@ _COUNTS = (
 )
 
 
-def _refuse_unknown(criterion: Any, has_unknown_count: bool, place: str) -> NoReturn:
+def _refuse_unknown(criterion: object, has_unknown_count: bool, place: str) -> NoReturn:
     refuse_coupled(criterion)
     if has_unknown_count:
         raise UnknownMeanError(
@@ -769,7 +769,7 @@ class LossOfMeans(LossOfSums):
             losses = [dataclasses.replace(loss, weight=0.0) for loss in losses]
         return losses
 
-    def _values_to_log(self, result: Any) -> LoggedMeans:
+    def _values_to_log(self, result: object) -> LoggedMeans:
         """Returns the values beside the loss of all rows.
 
         Without a graph, nothing tells losses from other entries: the second pass does.

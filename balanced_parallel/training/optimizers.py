@@ -61,8 +61,8 @@ class ParameterUpdate:
         for optimizer in optimizers:
             if optimizer not in _claims:
                 _claims[optimizer] = _FREE
-                # a wrapper of an optimizer may have no hooks
-                with contextlib.suppress(AttributeError):
+                # A wrapper of an optimizer may have no hooks, or a plain dict of them.
+                with contextlib.suppress(AttributeError, TypeError):
                     optimizer.register_step_pre_hook(_drop_claimed)
         owner: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):

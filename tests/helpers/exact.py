@@ -259,6 +259,8 @@ def draw_problem(seed, **changes):
         [(torch.float32, "fp32"), (torch.float64, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "fp32")], [5, 3, 2, 1]
     )[0]
     optimizer = numbers.choice(OPTIMIZERS)
+    if NETS[net] is Recurrent and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        precision = "fp32"  # oneDNN has no LSTM in bfloat16 for processors without AVX-512.
     if dtype == torch.bfloat16:
         net, optimizer = numbers.choice(["Perceptron", "Bag"]), numbers.choice(["SGD", "momentum", "AdamW"])
         loss = numbers.choice(["cross entropy", "sum"])
