@@ -228,7 +228,7 @@ all_buckets: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 
 def settle(parameter: Tensor) -> None:
     """Adds what replicas hold for a parameter to its ``grad``."""
-    wait_for_sums()
+    wait_for_sums(is_read=True)
     for bucket in filter(None, [reference() for reference in all_buckets.valuerefs()]):
         if bucket.held and id(parameter) in bucket.kinds:
             bucket.reduce()

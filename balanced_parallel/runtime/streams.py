@@ -70,12 +70,18 @@ def on_side_stream() -> bool:
 _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueDictionary()
 
 
-def wait_for_sums() -> None:
-    """Makes the current streams wait for the sums of all modules."""
+def wait_for_sums(*, is_read: bool = False) -> None:
+    """Makes the current streams wait for the sums of all modules that no stream waits for yet.
+
+    Before gradients are read or added to, they also wait for those that another stream waits for.
+    """
     others = [side for reference in _instances.valuerefs() if (side := reference()) is not None]
     for waits, _ in [entry for side in others for entry in side._pending.copy()]:
         for device, _, event in waits:
             torch.accelerator.current_stream(device).wait_event(event)
+    for device, stream in [pair for side in others for pair in side._streams.items()]:
+        if is_read:
+            torch.accelerator.current_stream(device).wait_stream(stream)
 
 
 class SideStreams:
@@ -144,6 +150,7 @@ class SideStreams:
             handle.remove()
             if gradients[0] is not None:
                 self.join()
+                wait_for_sums(is_read=True)
 
         handle = node.register_prehook(join)
 

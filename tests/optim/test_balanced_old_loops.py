@@ -402,6 +402,7 @@ def test_gradients_are_cleared_as_in_the_plain_program(devices, clear):
     assert_equal_to_the_plain_program(devices, accumulate_without_reduction, clear)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("lines", slow_but(LINES, clip_by_norm, write_rows), ids=lambda lines: lines.__name__)
 def test_lines_equal_the_plain_program_with_whole_parameters(lines):
     assert_equal_to_the_plain_program("four devices", lines, "net", torch.optim.AdamW, "parameters", lr=0.1)
