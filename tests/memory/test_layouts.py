@@ -162,7 +162,9 @@ def batch(rows=ROWS):
 def simulated_peak(criterion, devices, size):
     with simulate(devices) as cluster:
         step = make_step(build(), criterion, micro_batch_size=size)
-        return peak_of_updates(cluster, step, *batch(), updates=3)  # two compare rows with halves, which estimates do not count
+        return peak_of_updates(
+            cluster, step, *batch(), updates=7
+        )  # Earlier ones and the eighth compare rows, which estimates do not count.
 
 
 @released_at_once
