@@ -201,8 +201,8 @@ class LossOfSums(CoupledLoss):
         self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
         self._slopes: dict[Any, Tensor | None] = {}
-        # Shards of this update to compare: output and targets, marked; the statistics of their
-        # halves; the number of rows, the dimension of the output, and the most rows to join.
+        # Shards of this update to compare: output and targets, marked; the number of rows, the
+        # dimension of the output, and the most rows to join.
         self.samples: list[Any] = []
         self._rows_checked = 0
         self._most = ROWS_TOGETHER
@@ -287,16 +287,26 @@ class LossOfSums(CoupledLoss):
         """
         if not samples:
             return
-        pairs, halves, sizes, (dim, *_), (most, *_) = zip(*samples, strict=True)
+        pairs, sizes, (dim, *_), (most, *_) = zip(*samples, strict=True)
         rows = sum(sizes)
         join = functools.partial(_join_rows, device=device, padding="[0]")
+
+        def run(pair: Any, rows: int, *, halved: bool) -> list[dict[Any, Tensor]]:
+            output = containers.map_leaves(without_mark, pair[0])
+            whole = PerReplica([output], [rows], dim)
+            return self._run(_halves(whole) if halved else [whole], pair[1])
+
         try:
+            # The criterion may have advanced its state since the samples were taken.
+            halves = [
+                run(containers.zip_leaves(join, [pair]), size, halved=True)
+                for pair, size in zip(pairs, sizes, strict=True)
+            ]
             pair = containers.zip_leaves(join, pairs)
             while 2 * rows <= most and 2 * _size(pair) < BYTES_TOGETHER:
                 pair = containers.zip_leaves(join, [pair, pair])
                 rows *= 2
-            output = containers.map_leaves(without_mark, pair[0])
-            whole = self._run([PerReplica([output], [rows], dim)], pair[1])
+            whole = run(pair, rows, halved=False)
         except Exception:  # noqa: BLE001 - there may be too many rows
             return
         self.compare_sums([*whole, *itertools.chain(*halves)], rows // sum(sizes))
@@ -404,12 +414,11 @@ class LossOfSums(CoupledLoss):
             return []
         targets = mark(shard.targets, self.copies.dim, self.copies.criterion)
         whole = PerReplica(output, [rows], output.dim)
-        halves = [whole.narrow(0, rows // 2), whole.narrow(rows // 2, rows - rows // 2)]
         pair = mark_leaves(output[0], output.dim, "the output"), targets
-        statistics = self._run(halves, targets)
+        statistics = self._run(_halves(whole), targets)
         if _size(pair) * world_size() > BYTES_TOGETHER:
             return self._run([whole], targets) + statistics
-        sample = pair, statistics, rows, output.dim, self._most
+        sample = pair, rows, output.dim, self._most
         self.samples.append(map_marked(_on_host, sample))
         return []
 
@@ -437,14 +446,18 @@ class LossOfSums(CoupledLoss):
             total, *parts = [widen(each[place]).cpu() for each in samples]
             every = torch.stack([total, *(part * times for part in parts)])
             apart = every.sum(0) - total
-            # Counts are exact, and sums in half precision are rounded.
-            is_rounded = total.is_floating_point() and total.dtype != torch.float64
-            limit = every.abs().max() * (2e-2 if is_rounded else 1e-7)
+            limit = every.abs().max() * self._tolerance(samples[0][place])
             # The variance of one row is nan. Nan in the whole is the caller's.
             if total.isfinite().all() and not (total - apart).abs().max() <= limit:
                 name = self._name(number, place)
                 values = f"is {_shown(total)}, but {_shown(apart)} added up from their halves"
                 self._refuse(f"{name} of the first rows, {times} times, {values}")
+
+    def _tolerance(self, tensor: Tensor) -> float:
+        if tensor.dtype == torch.float64 or not tensor.is_floating_point():  # Counts are exact.
+            return 1e-7
+        is_half = self.copies.precision.name != "fp32" or tensor.itemsize < 4
+        return 2e-2 if is_half or torch.is_autocast_enabled(self.home.type) else 1e-3
 
     def _kind(self, place: Any) -> Hashable:
         """Returns a key of a statistic. New ones are compared with halves."""
@@ -719,6 +732,11 @@ def _join_rows(place: str, values: list[Any], device: torch.device, padding: str
         kind: Any = Rows if isinstance(first, Rows) else type(plain[0])
         return kind([*itertools.chain(*plain)])
     return move(first, device) if isinstance(first, Tensor) else first
+
+
+def _halves(whole: PerReplica) -> list[PerReplica]:
+    rows = whole.sizes[0] or 0
+    return [whole.narrow(0, rows // 2), whole.narrow(rows // 2, rows - rows // 2)]
 
 
 def _is_list(leaf: object) -> bool:

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # the common base class of batch norms
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormWithStatistics
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import StateDict
@@ -42,7 +43,14 @@ if TYPE_CHECKING:
 
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
 
-__all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
+__all__ = [
+    "BatchNorm",
+    "DeviceContext",
+    "Dropout",
+    "FakeTensorMode",
+    "NormWithStatistics",
+    "TorchDispatchMode",
+]
 
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private
 # functions.

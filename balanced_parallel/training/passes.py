@@ -72,6 +72,8 @@ class TwoPasses(Attempt):
                     self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once
                 )
                 return
+            if self._forwards.state is not None:
+                self._forwards.state.open()
             with self._undone():
                 for run in self._runs:
                     for shards in self._accumulation.plan(run):

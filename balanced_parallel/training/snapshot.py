@@ -1,5 +1,5 @@
-"""The state that forwards change: random numbers, buffers, and tensors that a model writes in
-place.
+"""The state that forwards change: random numbers, buffers, numbers in attributes, and tensors that
+a model writes in place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ from ..runtime.torch_private import buffers_of, parameters_of, versions
 
 
 class Snapshot:
-    """Copies of what the forwards of an update change, in the same memory each time: buffers of
-    modules, and random numbers.
+    """Copies of what the forwards of an update change, in the same memory each time: buffers and
+    numbers of modules, and random numbers.
 
     Copies of all parameters would take too much memory. ``uncopied`` are those without a copy, with
     their version counters: all, but for those that the forwards of an update have written before,
@@ -32,6 +32,7 @@ class Snapshot:
         ] = []  # The dictionary of each module, and a copy of it.
         self._copies: list[Tensor] = []
         self._kinds: list[tuple[Any, ...]] = []
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._random: RandomState | None = None
         self._written: dict[int, Tensor] = {}  # parameters, by id
         self.uncopied: list[tuple[Tensor, int]] = []
@@ -44,6 +45,7 @@ class Snapshot:
         self._random = RandomState(self._devices)
         parts = [part for module in self._modules for part in module.modules()]
         self._buffers = [(buffers_of(part), buffers_of(part).copy()) for part in parts]
+        self._numbers = [(vars(part), numbers_of(part)) for part in parts]
         # rescaling twice changes nothing
         stable = [parameters_of(part) for part in parts if not getattr(part, "max_norm", None)]
         parameters = [
@@ -77,6 +79,8 @@ class Snapshot:
         for part, before in self._buffers:
             part.clear()
             part.update(before)
+        for attributes, numbers in self._numbers:
+            attributes.update(numbers)
         with torch.no_grad():
             torch_private.foreach_copy_(self._tensors(), self._copies)
         if writes := explain_writes(self.uncopied):
@@ -115,6 +119,16 @@ class Snapshot:
             if buffer is not None
         ]
         return [*buffers, *self._written.values()]
+
+
+def numbers_of(part: nn.Module) -> dict[str, int | float]:
+    """Returns the attributes that are numbers, such as counters.
+
+    Those of torch's modules change in no forward.
+    """
+    if type(part).__module__.startswith(("torch.", "balanced_parallel.")):
+        return {}
+    return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
 
 
 def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:

@@ -45,6 +45,7 @@ from .exact import (
     own_memory,
     without_autocast_cache,
 )
+from .forward_state import ForwardState
 from .optimizers import (
     Optimizers,
     ParameterUpdate,
@@ -192,12 +193,14 @@ class TrainStep:
             prepare = own_memory
         elif any(map(is_compiled, model.modules())):
             prepare = without_views
+        state = ForwardState(model.module, criterion.module)
         self._forwards = Forwards(
             self.model,
             criterion.copies.without_notes(),
             self.precision,
             keeps_order=cut is not None,
             prepare=prepare,
+            state=None if state.is_empty else state,
         )
         # Batches may show another kind.
         self._kind = self._first_kind()

@@ -35,6 +35,7 @@ from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.devices import move, start_copy
 from ..runtime.values import Precision, scaled
+from .forward_state import ForwardState
 from .optimizers import ParameterUpdate
 from .settings import Settings
 from .sync import UpdateSync
@@ -120,6 +121,7 @@ class Forwards:
     keeps_order: bool  # notes the order of rows in the outputs
     # Gives shards memory of their own before a forward, if that is needed.
     prepare: Callable[[Shard], Shard] | None = None
+    state: ForwardState | None = None  # for modules that may have some
 
     def run(
         self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None
@@ -127,6 +129,9 @@ class Forwards:
         """Runs one forward. Returns a loss for each shard. ``collected`` receives the outputs."""
         if self.prepare is not None:
             shards = [self.prepare(shard) for shard in shards]
+        state = self.state if self.state and self.state.is_open else None
+        if state is not None:
+            state.begin_forward()
         try:
             with self.precision.autocast(self.model.devices):
                 outputs = self.model(MicroBatch(shards))
@@ -137,7 +142,10 @@ class Forwards:
                         else None
                     )
                     collected.append(detach_outputs(outputs, order))
-                return compute(Calls(self.copies, outputs, shards))
+                losses = compute(Calls(self.copies, outputs, shards))
+                if state is not None and any(outputs.sizes):
+                    state.end_forward()
+                return losses
         except (TypeError, AttributeError, RuntimeError) as error:
             _explain(error, shards[0])
             raise
@@ -181,6 +189,8 @@ class Accumulation(Attempt):
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # All gradients of this update are divided by it.
         self._logged: list[LoggedMeans] = []
+        if forwards.state is not None:
+            forwards.state.reset()
 
     @functools.cached_property
     def _total(self) -> Tensor:
@@ -205,6 +215,8 @@ class Accumulation(Attempt):
         returns.
         """
         before, last = (plan[:-1], plan[-1:]) if run.is_whole else (plan, [])
+        if before and self.forwards.state is not None:
+            self.forwards.state.open()
         with self.sync.accumulating():
             for number, shards in enumerate(before, start=1):
                 # No variable keeps the losses, and their graph, during the next forward.
@@ -235,6 +247,8 @@ class Accumulation(Attempt):
         """Reduces what is not reduced yet."""
         for zeros in self.sync.forwards_without_rows(is_reduced=self._is_reduced):
             self._backward([LossSum(zero, 0.0) for zero in zeros], 0, is_last=True)
+        if self.forwards.state is not None:
+            self.forwards.state.finish()
         whole = self.sync.finish(LossSum(self._total, self._weight), settings)
         kind = self.kind.learned(self.forwards.copies)
         counted = self._weight_on_host if whole.weight is self._weight else whole.weight

@@ -1,0 +1,126 @@
+"""State that the forward of a training module advances whatever its rows: counters, temperatures,
+and the power iteration of spectral norm.
+
+The plain program has one forward in an update. With several micro-batches, each of them begins with
+the state before the update, and that behind the first one stays::
+
+    state 7 | forward 0 | state 8     state 7 | forward 1 | state 8     ...     state 8
+
+Statistics of batch norm are left out: those of each micro-batch count.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.devices import move
+from ..runtime.torch_private import NormWithStatistics, buffers_of, versions
+from .snapshot import numbers_of
+
+
+class _Slot(NamedTuple):
+    """A buffer or a number of a module, as it was before the update."""
+
+    entries: dict[str, Any]
+    name: str
+    value: Any
+    copy: Any
+    version: int
+
+    def is_advanced(self) -> bool:
+        """Returns True if a forward has written it. A cache that grows is another one."""
+        present = self.entries.get(self.name)
+        if not isinstance(self.value, Tensor):
+            return present is not self.value
+        if present is self.value:
+            return versions([present]) != [self.version]
+        return isinstance(present, Tensor) and present.shape == self.value.shape
+
+    def put(self, copy: Any) -> None:
+        is_tensor = isinstance(self.value, Tensor)
+        self.entries[self.name] = self.value.copy_(copy) if is_tensor else copy
+
+
+class ForwardState:
+    """Buffers and numbers of modules, which advance once in an update of several forwards.
+
+    It copies the buffers that a forward has written, and all of them during the first forward.
+    """
+
+    def __init__(self, *modules: object) -> None:
+        roots = [module for module in modules if isinstance(module, nn.Module)]
+        names = {part: name for root in roots for name, part in root.named_modules()}
+        self._names = {part: name for part, name in names.items() if any(_slots(part))}
+        self.is_empty = not self._names
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins an update, which may have a single forward."""
+        self.is_open = False
+        self._slots: list[tuple[str, _Slot]] = []  # with the names of their modules
+        self._after: list[Any] | None = None
+        self._differs: list[tuple[str, Tensor]] = []
+
+    def open(self) -> None:
+        """Copies the state before the first forward of an update of several."""
+        if not self.is_open:
+            self.is_open = True
+            self._slots = [
+                (name, slot) for part, name in self._names.items() for slot in _slots(part)
+            ]
+
+    @torch.no_grad()
+    def begin_forward(self) -> None:
+        """Puts the state back, but for the first forward."""
+        if self._after is not None:
+            for _, slot in self._slots:
+                slot.put(slot.copy)
+
+    @torch.no_grad()
+    def end_forward(self) -> None:
+        """Keeps the state behind the first forward with rows, and compares that of others with it."""
+        if self._after is None:
+            self._slots = [(name, slot) for name, slot in self._slots if slot.is_advanced()]
+            self._after = [_copy(slot.entries[slot.name]) for _, slot in self._slots]
+            return
+        for (name, slot), after in zip(self._slots, self._after, strict=True):
+            if isinstance(after, Tensor):
+                present = move(slot.entries[slot.name], after.device)
+                is_close = torch.isclose(present, after, equal_nan=True)
+                self._differs.append((f"{name}.{slot.name}".lstrip("."), ~is_close.all()))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leaves the state behind the first forward.
+
+        Raises ``RuntimeError`` if other micro-batches have left other values in a buffer.
+        """
+        if self._after is None:
+            return
+        for (_, slot), after in zip(self._slots, self._after, strict=True):
+            slot.put(after)
+        compared = self._differs
+        self.reset()  # Nothing stays in memory.
+        for name, differs in compared:
+            if differs:
+                raise RuntimeError(
+                    f"the buffer {name} has other values after the forward of another micro-batch, expected a buffer that does "
+                    "not depend on the rows: write it once per update, after the step, or give micro_batch_size=None"
+                )
+
+
+def _slots(part: nn.Module) -> Iterable[_Slot]:
+    """Yields the state of a module, but for flags, which a forward sets once, and trained buffers."""
+    buffers = {} if isinstance(part, NormWithStatistics) else buffers_of(part)
+    for name, tensor in buffers.items():
+        if tensor is None or tensor.requires_grad or tensor.dtype in (torch.bool, torch.uint8):
+            continue
+        yield _Slot(buffers, name, tensor, _copy(tensor), versions([tensor])[0])
+    for name, number in numbers_of(part).items():
+        yield _Slot(vars(part), name, number, number, 0)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
