@@ -1,19 +1,13 @@
-"""The first operator whose bits differ between two runs of a program.
+"""The first module whose bits differ between two runs of a program.
 
-The runs are compared by digests of what the rows of each forward compute. A mode sees the operators
-of a forward. Hooks of autograd's nodes see the gradients. A node belongs to the module that made
-it::
-
-    before a module's forward   the nodes of its inputs go to the module that calls it
-    after it                    the nodes of its outputs go to it, but for those of others
+The runs are compared by digests of what the modules compute for the rows of each forward: hooks of
+modules see outputs, hooks of tensors the gradients that reach an output and leave an input.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,103 +15,58 @@ from torch import Tensor, nn
 from ..batch.containers import tensors_in
 from ..runtime import row_random
 from ..runtime.devices import Devices
-from ..runtime.torch_private import Node, TorchDispatchMode, current_backward_id
+from ..runtime.torch_private import current_backward_id
 from .reasons import errors_of_state
 from .recording import Program
 from .report import VerificationReport
 
-_OWNED = "belongs to a module"  # a key in the metadata of a node
-Record = tuple[str, list[int]]  # an operator or a gradient, with digests of its tensors
+Record = tuple[str, list[int]]  # an output or a gradient, with digests of its tensors
 Run = tuple[Program, Callable[[], Tensor]]  # a program, and a step of it that returns the loss
 
 
-class Group:
-    """Records of what the rows of one forward compute, in order."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.modules = ["the loss"]  # Forwards that run, the innermost last.
-
-    def note(self, part: str, value: object) -> None:
-        """Records what a part of the innermost module has computed."""
-        self.records.append((f"{part} in {self.modules[-1]}", _digests(value)))
-
-    def claim(self, value: object) -> None:
-        """Gives the nodes behind ``value`` to the innermost module, but for those of others."""
-        nodes = _nodes(value)
-        while nodes:
-            node = nodes.pop()
-            if node is None or _OWNED in node.metadata or "AccumulateGrad" in node.name():
-                continue
-            node.metadata[_OWNED] = True
-            place = f"{node.name()} in {self.modules[-1]}"
-            node.register_hook(partial(self._note_gradients, place))
-            nodes += [behind for behind, _ in node.next_functions]
-
-    def _note_gradients(self, place: str, results: object, arguments: object) -> None:
-        self.records += [
-            (f"gradient that reaches {place}", _digests(arguments)),
-            (f"gradient from {place}", _digests(results)),
-        ]
-
-
-class Recorder(TorchDispatchMode):
-    """Records a program while it runs in this mode: its last step, by the first row of a forward."""
-
-    supports_higher_order_operators = True
+class Recorder:
+    """Records the last step of a program, by the first row of a forward."""
 
     def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.groups: dict[int, Group] = {}
+        self._groups: dict[int, list[Record]] = {}
         for prefix, part in {"": program.module, "criterion.": program.criterion}.items():
             for name, layer in part.named_modules() if isinstance(part, nn.Module) else ():
                 label = f"{(prefix + name).strip('.') or 'the model'} ({type(layer).__name__})"
                 begin = partial(self._begin_module, label, layer is program.module)
                 layer.register_forward_pre_hook(begin, with_kwargs=True)
-                layer.register_forward_hook(self._end_module)
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> object:
-        """Calls an operator, and records its result. Views and new memory may have any values."""
-        result = func(*args, **(kwargs or {}))
-        group = self._running()
-        is_view = getattr(func, "is_view", False)
-        if group is not None and not is_view and "empty" not in func.name():
-            group.note(f"output of {func}", result)
-        return result
+                layer.register_forward_hook(partial(self._end_module, label))
 
     def records(self) -> Iterator[Record]:
         """Yields the records of all groups."""
-        for row, group in sorted(self.groups.items()):
+        for row, records in sorted(self._groups.items()):
             place = "" if row < 0 else f", in the group that begins with row {row}"
-            for text, digests in group.records:
+            for text, digests in records:
                 yield text + place, digests
-
-    def _running(self) -> Group | None:
-        """Returns the group of the forward that runs in this thread.
-
-        A backward may run parts of it again.
-        """
-        return self.groups.get(_first_row()) if current_backward_id() is None else None
 
     def _begin_module(
         self, label: str, is_model: bool, layer: nn.Module, inputs: object, kwargs: object
     ) -> None:
-        if is_model:
-            self.groups[_first_row()] = Group()
-        if (group := self._running()) is not None:
-            # Parameters of replicas have nodes that lead to those of the module.
-            for node in filter(None, _nodes([*layer.parameters()])):
-                node.metadata[_OWNED] = True
-            group.claim((inputs, kwargs))
-            group.modules.append(label)
+        if current_backward_id() is None:  # A backward may run parts of a forward again.
+            row = _first_row()
+            if is_model:
+                self._groups[row] = []
+            records = self._groups.get(row, [])
+            for tensor in tensors_in((inputs, kwargs)):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(partial(_note, records, f"gradient from {label}"))
 
-    def _end_module(self, layer: nn.Module, inputs: object, output: object) -> None:
-        if (group := self._running()) is not None:
-            group.claim(output)
-            group.note("output of the forward", output)
-            group.modules.pop()
+    def _end_module(self, label: str, layer: nn.Module, inputs: object, output: object) -> None:
+        if current_backward_id() is None:
+            records = self._groups.get(_first_row(), [])
+            _note(records, f"output of {label}", output)
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:  # Its hook runs behind those of the tensor.
+                    place = f"gradient that reaches {label}"
+                    tensor.grad_fn.register_prehook(partial(_note, records, place))
+
+
+def _note(records: list[Record], place: str, value: object) -> None:
+    records.append((place, _digests(value)))
 
 
 def _first_row() -> int:
@@ -126,14 +75,9 @@ def _first_row() -> int:
     return row
 
 
-def _nodes(value: object) -> list[Node]:
-    return [tensor.grad_fn for tensor in tensors_in(value)]
-
-
 def _digests(value: object) -> list[int]:
     """Returns a hash of the bits of each tensor."""
-    # Kernels return bytes as memory for their backwards, which may have any value.
-    return [_digest(tensor) for tensor in tensors_in(value) if tensor.dtype != torch.uint8]
+    return [*map(_digest, tensors_in(value))]
 
 
 def _digest(tensor: Tensor) -> int:
@@ -167,7 +111,7 @@ def _find_difference(recorders: Sequence[Recorder]) -> str | None:
 def compare_bits(make_runs: Callable[[], Sequence[Run]], devices: Devices) -> VerificationReport:
     """Compares the bits of two programs, which are made anew.
 
-    If they differ, others run with a record of each operator.
+    If they differ, others run with a record of each module.
     """
     report = _compare_runs(make_runs(), devices, is_recorded=False)
     if not report.equal:
@@ -188,16 +132,14 @@ def _compare_runs(
     difference = None
     while number < 2 and difference is None:
         number += 1
-        losses = []
-        for place, (_, step) in enumerate(runs):
-            with recorders[place] if is_recorded else nullcontext():
-                losses.append(step())
+        losses = [step() for _, step in runs]
         expected = {"": losses[0], **first.gradients()}
         values = {"": losses[1], **second.gradients()}
         errors = {name: _count_differing(values[name], expected[name]) for name in expected}
         difference = _find_difference(recorders)
         if difference is None and any(errors.values()):
-            difference = "in no operator: in a sum over groups, a hook of a parameter, or by chance"
+            outside = "in no module: in a sum over groups, a hook of a parameter, or by chance"
+            difference = "in the loss" if errors[""] else outside
     return VerificationReport(
         devices=tuple(map(str, devices)),
         micro_batches=second.rounds,

@@ -85,7 +85,7 @@ def verify(
         A :class:`VerificationReport` with the errors of loss and gradients, and of state that ends
         with other values. If they exceed the tolerance, it has the first module whose output
         differs, and the known reasons that apply. Errors of bits are numbers of elements, and the
-        first difference is that of an operator: its output, or a gradient in its backward.
+        first difference is that of a module: its output, or a gradient in its backward.
 
     Raises:
         ValueError: a ``tolerance`` for bits, or a program that cannot have the same bits.

@@ -7,9 +7,8 @@ element of the row::
     number j of it  =  word j % 4 of philox4x32-10(key = seed of the line, counter = j // 4)
 
 A line is the last dimension of a tensor. Coordinates of the other dimensions are separate, so a row
-that is padded to another length has the same numbers where it has data. Integer operators and the
-Triton kernel of ``dropout_kernel`` make the same bits, those of torch's stateless numbers
-(``torch.func._random`` of torch 2.14, pytorch#177229).
+that is padded to another length has the same numbers where it has data. Integer operators make the
+bits, those of torch's stateless numbers (``torch.func._random`` of torch 2.14, pytorch#177229).
 
 torch's kernels that draw are replaced during an update. They look for the forward that runs, so
 modules, functions, composites in C++ (``nn.LSTM``) and worker threads are covered. During a
@@ -315,11 +314,6 @@ def _integers_(seeds: Seeds, self: Tensor, low: int, high: int) -> Tensor:
 def _native_dropout(seeds: Seeds, input: Tensor, p: float, train: bool | None) -> object:
     if train is False:
         return NotImplemented
-    if input.is_cuda:
-        with contextlib.suppress(ImportError):  # no Triton
-            from .dropout_kernel import dropout
-
-            return dropout(input, p, *seeds(input))
     # the same elements as bernoulli_(1 - p), which the CPU calls
     mask = _uniform(seeds, input, torch.float32) < 1 - p
     return input * mask * (1 / (1 - p) if p < 1 else 0.0), mask

@@ -4,9 +4,9 @@ Under torchrun, ranks agree, and none of them waits forever.
 """
 
 import gc
-import operator
 import itertools
 import logging
+import operator
 import random
 
 import pytest
