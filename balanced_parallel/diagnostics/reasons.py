@@ -5,16 +5,18 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from ..batch.containers import is_plain, tensors_in
-from ..batch.rows import Batch, move_leaves
+from ..batch.rows import Batch, move_arguments, move_leaves
 from ..loss.copies import call_spread
 from ..replicas.all_rows import sums_rows
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
-from ..runtime.torch_private import BatchNorm
+from ..runtime.torch_private import BatchNorm, Node, nodes_behind
 from .recording import (
     TOLERANCES,
     Comparison,
@@ -85,9 +87,42 @@ def _last_reasons(comparison: Comparison, error_of_loss: float) -> list[str]:
     is_half = plain.dtype.itemsize < 4
     difference = first_difference(plain.calls[0], comparison.split.calls, model.dim, limit)
     if error_of_loss <= limit and difference is None and not is_half:
-        reason = "a hook or an autograd function changes gradients (docs/limits.md)"
+        functions = "".join(f", as {each}" for each in _autograd_functions(comparison))
+        reason = f"a hook or an autograd function changes gradients{functions} (docs/limits.md)"
         return [f"loss and outputs equal, gradients not: {reason}"]
     return []
+
+
+def _autograd_functions(comparison: Comparison) -> list[str]:
+    """Returns the custom autograd functions of a forward, each with the module that calls it."""
+    module = copy_of(comparison.module)
+    places = dict[str, None]()
+    seen = set[Node]()
+    calls = ["the model"]  # of modules that run, the innermost last
+
+    def claim(value: object) -> None:
+        """Gives the new nodes behind ``value`` to the innermost module."""
+        for node in nodes_behind(tensors_in(value), seen):
+            seen.add(node)
+            if isinstance(node, BackwardCFunction):
+                places[f"{type(node).__name__.removesuffix('Backward')} of {calls[-1]}"] = None
+
+    def begin(label: str, layer: nn.Module, inputs: object) -> None:
+        claim(inputs)
+        calls.append(label)
+
+    def end(layer: nn.Module, inputs: object, output: object) -> None:
+        claim(output)
+        calls.pop()
+
+    for name, layer in module.named_modules():
+        layer.register_forward_pre_hook(
+            partial(begin, f"{name or 'the model'} ({type(layer).__name__})")
+        )
+        layer.register_forward_hook(end)
+    inputs, kwargs = move_arguments(comparison.inputs, comparison.model.devices[0])
+    module(*inputs, **kwargs)
+    return [*places]
 
 
 def without_errors(reasons: Iterable[str]) -> list[str]:

@@ -138,6 +138,14 @@ class DataParallelCriterion(nn.Module):
         settings = self.devices, self.output_device, dim or 0, self.precision
         self.copies = CriterionCopies(criterion, *settings, self.replicas, collectives, halves)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute, but for the settings that the kind of the loss is made of."""
+        if name in ("weight", "minimum", "whole") and hasattr(self, name):
+            raise AttributeError(
+                f"{name} was assigned to a DataParallelCriterion, expected a new one: DataParallelCriterion(..., {name}=...)"
+            )
+        super().__setattr__(name, value)
+
     if TYPE_CHECKING:  # nn.Module has Any; a criterion that returns several losses returns these
 
         def __call__(self, outputs: object, *targets: object, **kwargs: object) -> torch.Tensor: ...

@@ -91,6 +91,7 @@ class ModuleTree:
 
     def _part(self, module: nn.Module) -> TreePart:
         refuse_script(module)
+        _refuse_lora_of_parameters(module)
         parameters = parameters_of(module)
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
         children = module.__dict__[CHILDREN].copy()
@@ -375,6 +376,15 @@ def refuse_script(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"{type(module).__name__} cannot be replicated: pass the module that it was made from"
+        )
+
+
+def _refuse_lora_of_parameters(module: nn.Module) -> None:
+    """Raises ``TypeError`` for an adapter of peft that changes the class of a module in its forward."""
+    if type(module).__name__ == "ParamWrapper" and hasattr(module, "get_delta_weight"):
+        raise TypeError(
+            "LoraConfig(target_parameters=...) registers a parametrization in each forward, which replicas cannot share: "
+            "expected target_modules=, one device, or a rank for each device (torchrun)"
         )
 
 

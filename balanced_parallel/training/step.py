@@ -90,7 +90,8 @@ class TrainStep:
     nan, with a warning. A step that failed before its update can be repeated.
 
     A loss whose rows depend on each other (``whole=True``, :class:`AdditiveLoss`) takes two
-    forwards for each of several micro-batches, and ``add`` keeps its rows until ``apply``.
+    forwards for each of several micro-batches, and ``add`` keeps its rows until ``apply``. A loss
+    that an autograd function adds in the backward counts once per shard: :func:`verify` finds it.
 
     Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make
     the same sequence of ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update.

@@ -293,10 +293,31 @@ def with_auxiliary_loss(output, features, target):
     return F.cross_entropy(output, target) + features.pow(2).mean()
 
 
+class Balanced(nn.Module):
+    """A mixture of experts, whose loss is injected in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(-1)
+        return AddsToGradient.apply(self.expert(x) * shares[:, :1], shares.mean(0).pow(2).sum())
+
+
+def test_the_module_that_injects_a_loss_is_named():
+    report = check(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Balanced()), nn.Linear(4, 5)))
+    assert report.reasons == (
+        "loss and outputs equal, gradients not: a hook or an autograd function changes gradients, as AddsToGradient of 1.0 "
+        "(Balanced) (docs/limits.md)",
+    )
+
+
 def test_gradients_that_the_backward_changes_are_named():
     report = check(Calls(functools.partial(route, injects=True)))
     assert report.loss_error <= 1e-10
     assert report.reasons == (
-        "loss and outputs equal, gradients not: a hook or an autograd function changes gradients (docs/limits.md)",
+        "loss and outputs equal, gradients not: a hook or an autograd function changes gradients, as AddsToGradient of the model "
+        "(Calls) (docs/limits.md)",
     )
     assert check(Calls(functools.partial(route, injects=False)), with_auxiliary_loss).equal

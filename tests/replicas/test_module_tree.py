@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import caches
-from helpers.problems import assert_same_gradients, gradients
+from helpers.problems import assert_same_gradients, build_net, gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
 from torch import nn
@@ -360,3 +360,13 @@ def test_embeddings_of_functions_are_refused_on_several_ranks(strategy):
     for counted, *rescaled in run_ranks(2, rank_texts, strategy):
         assert counted.startswith(COUNTS)
         assert all("F.embedding was given max_norm=, and each rank would rescale the rows" in text for text in rescaled)
+
+
+@pytest.mark.libraries
+def test_lora_of_parameters_is_refused():
+    """peft registers a parametrization in each forward, for which replicas have no class."""
+    peft = pytest.importorskip("peft")
+    net = peft.get_peft_model(build_net(), peft.LoraConfig(r=1, target_parameters=["0.weight"], target_modules=[]))
+    net(torch.randn(3, 4))
+    with pytest.raises(TypeError, match=r"LoraConfig\(target_parameters=...\) registers a parametrization in each forward"):
+        DataParallelModel(net, ["cpu"] * 2)(torch.randn(4, 4))

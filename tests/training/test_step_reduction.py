@@ -49,3 +49,10 @@ def test_a_reduction_that_is_set_later_is_followed(settings):
         assert criterion.reduction == loss.reduction
     for parameter, expected in zip(net.parameters(), parameters, strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight", "rows"), ("minimum", 1.0), ("whole", True)])
+def test_settings_that_are_assigned_later_are_refused(name, value):
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    with pytest.raises(AttributeError, match=rf"{name} was assigned to a DataParallelCriterion, expected a new one"):
+        setattr(criterion, name, value)
