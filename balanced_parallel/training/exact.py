@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch.containers import map_tensors
 from ..batch.rows import Cut, ParallelModel, Shard, move_leaves
@@ -45,7 +45,8 @@ from .sync import GroupReport, GroupSync
 from .update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
-_STEP = 8  # The exponents of the units are this far apart, and each element has as many bits.
+_LEAST_BITS = 12  # of each element; a smaller one has another unit
+_STEP = 8  # The exponents of the units are this far apart.
 _SMALLEST = -1020  # the smallest exponent: its inverse is a number of float64, too
 _NOT_FINITE = 2000  # stands for the unit of a gradient that is not finite
 _MOST_GROUPS = 2 ** (63 - _BITS)  # Sums of them fit into 64 bits.
@@ -63,25 +64,23 @@ class ExactSum:
     ) -> None:
         """Adds a gradient times a power of two. Parts of a unit are lost.
 
-        Its magnitudes are between ``largest`` and ``smallest``, but for zeros.
+        Magnitudes that are not 0 are between ``largest`` and ``smallest``.
         """
-        largest *= factor
-        if not math.isfinite(largest):
+        if not math.isfinite(largest * factor):
             self._add(_NOT_FINITE, torch.zeros_like(gradient, dtype=torch.int64))
             return
-        rest = gradient.double() * factor
+        rest = gradient
         while largest:
-            _, exponent = math.frexp(largest)
+            _, exponent = math.frexp(largest * factor)
             unit = max(-(-exponent // _STEP) * _STEP - _BITS, _SMALLEST)
-            least = 2.0 ** (unit + _STEP)
+            least = 2.0 ** (unit + _LEAST_BITS) / factor
             largest = 0.0
             large = rest
-            if smallest * factor < least and unit > _SMALLEST:
-                is_small = rest.abs() < least
-                large = rest.masked_fill(is_small, 0)
+            if smallest < least and unit > _SMALLEST:
+                large = rest.masked_fill(rest.abs() < least, 0)
                 rest = rest - large
                 largest = float(rest.abs().max())
-            counts = large * 2.0**-unit
+            counts = large.double() * factor * 2.0**-unit
             self._add(unit, counts.to(torch.int64, memory_format=torch.contiguous_format))
 
     def merge(self, other: "ExactSum", device: torch.device) -> None:
@@ -110,7 +109,7 @@ class ExactSum:
 
 
 def magnitudes_of(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Returns the largest magnitude in each tensor, and the smallest but zeros.
+    """Returns the largest magnitude in each tensor, and the smallest that is not 0.
 
     The host waits once.
     """
@@ -203,10 +202,23 @@ class ExactAccumulation(Accumulation):
             raise RuntimeError(
                 "parameters have gradients of another backward, expected none before apply(): call optimizer.zero_grad()"
             )
+        before = {name: buffer.detach().clone() for name, buffer in self._buffers()}
         with self._groups.accumulating():
             for shards in plan:
                 # No variable keeps the losses, and their graph, during the next forward.
                 self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
+        for name, buffer in self._buffers():
+            copy = before.get(name)
+            if copy is None or not torch.equal(buffer.to(copy), copy):
+                raise ValueError(
+                    f"reproducible='bits' with a forward that writes the buffer {name}, expected none, such as group norm in "
+                    "place of batch norm, or a buffer made before: each device would have values of its own rows"
+                )
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for part in (self.forwards.model.module, self.forwards.copies.criterion):
+            if isinstance(part, nn.Module):
+                yield from part.named_buffers()
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns groups of rows, one for each device at a time."""

@@ -206,11 +206,7 @@ class TrainStep:
         self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
         # Forwards without a graph are undone.
         self._before_pass = Snapshot([model, criterion], devices)
-        self._by_row = (
-            RandomByRow(self.model, self._before_pass, is_exact=self._is_exact)
-            if reproducible
-            else None
-        )
+        self._by_row = RandomByRow(self.model, self._before_pass) if reproducible else None
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
