@@ -45,7 +45,7 @@ from .sync import GroupReport, GroupSync
 from .update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
-_LEAST_BITS = 12  # of each element; a smaller one has another unit
+_LEAST_BITS = 12  # Each element has as many. A smaller one has another unit.
 _STEP = 8  # The exponents of the units are this far apart.
 _SMALLEST = -1020  # the smallest exponent: its inverse is a number of float64, too
 _NOT_FINITE = 2000  # stands for the unit of a gradient that is not finite
@@ -298,8 +298,9 @@ class ExactAccumulation(Accumulation):
         for device, pairs in by_device.items():
             sums = self._sums.setdefault(device, {})
             magnitudes = magnitudes_of([gradient for _, gradient in pairs])
-            for (parameter, gradient), ends in zip(pairs, magnitudes, strict=True):
-                sums.setdefault(parameter, ExactSum()).add(gradient, *ends, factors[device])
+            for (parameter, gradient), (largest, smallest) in zip(pairs, magnitudes, strict=True):
+                total = sums.setdefault(parameter, ExactSum())
+                total.add(gradient, largest, smallest, factors[device])
 
     @torch.no_grad()
     def _join_devices(self) -> list[ExactSum | None]:

@@ -469,7 +469,8 @@ def test_sums_over_all_rows_are_refused():
 
 
 def test_statistics_that_a_forward_writes_are_refused():
-    refused("reproducible='bits' with a forward that writes the buffer", nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+    refused("reproducible='bits' with a forward that writes the buffer", net, rows=batch(rows=12))
 
 
 def test_sparse_gradients_are_refused():
