@@ -59,6 +59,7 @@ class CoupledLoss(abc.ABC):
         self.copies = copies
         self.home = home
         self.is_split = is_split
+        self.is_shared = False  # Ranks have exchanged their parts.
         self._loss = torch.zeros(())  # The loss of all ranks. A part hands it back once.
         self._is_reporter = False
         self._logged: LoggedMeans = {}  # The values beside it, likewise.
@@ -225,6 +226,7 @@ class LossOfSums(CoupledLoss):
         """Computes the loss of all statistics, and its derivative at each of them."""
         has_rows = bool(self._total)
         ranks = self._sum_over_ranks(torch.zeros((), device=self.home))
+        self.is_shared = True
         if has_rows:
             slopes = self._derivatives(self._finish, [*self._total.values()], ranks, scaler)
             self._slopes = dict(zip(self._total, slopes, strict=True))
@@ -528,6 +530,7 @@ class WholeLoss(CoupledLoss):
         """Computes the loss of all outputs, and its derivative at each of them."""
         pieces = self.pieces
         rows = self._gather()
+        self.is_shared = True
         if not pieces:
             return
         leaves = _output_leaves(rows.batch, self._outputs)

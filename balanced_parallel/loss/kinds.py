@@ -83,6 +83,7 @@ class Kind(abc.ABC):
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
     least: float = 0.0  # the smallest divisor
     weight: Weight = 0.0  # The weight of a batch on this process. Zero if the parts have it.
+    asks: bool = False  # Ranks sum the divisors of a batch.
 
     @abc.abstractmethod
     def value(self, calls: Calls) -> Any:
@@ -332,6 +333,11 @@ class WeighedMean(_Mean):
     """A mean, or several, with weights that a function of a shard returns, in the same structure."""
 
     divisors: Sequence[float] = ()  # The divisors of several means of a batch on all ranks.
+
+    @property
+    def asks(self) -> bool:  # type: ignore[override]
+        """True for several means."""
+        return is_structure(self.settings.weight)
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
         """Returns the kind of one batch."""

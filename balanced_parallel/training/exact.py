@@ -50,6 +50,10 @@ _STEP = 8  # The exponents of the units are this far apart.
 _SMALLEST = -1020  # the smallest exponent: its inverse is a number of float64, too
 _NOT_FINITE = 2000  # stands for the unit of a gradient that is not finite
 _MOST_GROUPS = 2 ** (63 - _BITS)  # Sums of them fit into 64 bits.
+_COMMUNICATES = (
+    "reproducible='bits' with a module or a criterion that communicates with other ranks, expected one that does not: leave out "
+    "its collectives"
+)
 _ELEMENTS = 2**22  # of a gradient, whose squares are in memory at a time
 
 
@@ -192,6 +196,7 @@ class ExactAccumulation(Accumulation):
         shards = itertools.chain(*plan)
         targets = [move_leaves(shard.targets.inputs, None) for shard in shards]
         kind = self.kind.of_batch(targets or run.batch.counted_targets, is_whole=run.is_whole)
+        self._has_kind = True
         self._weights.append(kind.weight)
         self._is_mean = self._is_mean and kind.is_mean
         self.run(run, plan, kind.sums)
@@ -250,17 +255,19 @@ class ExactAccumulation(Accumulation):
             scaled(torch.zeros((), device=self._device), self._scaler)
         reports = self._groups.gather(self._report(sums, present.digest()))
         _check_reports(reports)
+        digests = zip(*(report.digest for report in reports), strict=True)
+        present.check(*map(sum, digests))
         total = add_numbers([loss for report in reports for loss in report.losses])
         weight = add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
         divisor = weight if self._is_mean and weight else 1.0
-        self._set_gradients(sums, [report.units for report in reports], divisor)
-        digests = zip(*(report.digest for report in reports), strict=True)
-        present.check(*map(sum, digests))
         mean = total / divisor if weight else math.nan
         loss = torch.tensor(mean, dtype=self._dtype)
         loss = loss.to(self._device)
-        return Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
+        reduced = Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
+        self._set_gradients(sums, [report.units for report in reports], divisor)
+        self._groups.confirm()
+        return reduced
 
     reduce = finish
 
@@ -324,7 +331,7 @@ class ExactAccumulation(Accumulation):
             [*map(float, self._weights)],
             [None if each is None else [*each.integers] for each in sums],
             digest,
-            "" if is_alone else "the module or the criterion communicates with other ranks",
+            "" if is_alone else _COMMUNICATES,
         )
 
     @torch.no_grad()
@@ -335,23 +342,24 @@ class ExactAccumulation(Accumulation):
         divisor: float,
     ) -> None:
         """Adds the sums of all ranks, and makes them gradients, one after the other."""
-        totals: list[tuple[Tensor, ExactSum]] = []
+        totals: list[tuple[Tensor, ExactSum, set[int]]] = []
+        sizes: list[int] = []
         for number, parameter in enumerate(self._trained):
             of_ranks = [of_rank[number] for of_rank in units]
-            if all(each is None for each in of_ranks):
-                continue  # No rank has a gradient.
-            total = sums[number] or ExactSum()
-            everywhere = set(itertools.chain(*filter(None, of_ranks)))
-            total.complete(everywhere, _real(parameter))
-            totals.append((parameter, total))
+            if any(each is not None for each in of_ranks):
+                everywhere = set(itertools.chain(*filter(None, of_ranks)))
+                totals.append((parameter, sums[number] or ExactSum(), everywhere))
+                sizes += [_real(parameter).numel()] * len(everywhere)
         sums.clear()
-        integers: list[Tensor] = []
-        for _, total in totals:
-            integers += total.integers.values()
-        self._groups.reduce(integers)
-        integers.clear()
+
+        def integers() -> Iterator[Tensor]:
+            for parameter, total, everywhere in totals:
+                total.complete(everywhere, _real(parameter))
+                yield from total.integers.values()
+
+        self._groups.reduce(sizes, integers())
         while totals:  # Integers are freed as gradients take their place.
-            parameter, total = totals.pop()
+            parameter, total, _ = totals.pop()
             gradient = torch.empty_like(parameter)
             real = _real(gradient)
             quotient = torch.zeros_like(real, dtype=torch.float64)
@@ -362,15 +370,9 @@ class ExactAccumulation(Accumulation):
 
 
 def _check_reports(reports: Sequence[GroupReport]) -> None:
-    """Raises an error on all ranks if one has failed, or if there are too many groups."""
-    failures = [report for report in reports if report.failure]
-    if failures:
-        first = failures[0]
-        kind = torch.OutOfMemoryError if first.is_out_of_memory else RuntimeError
-        raise kind(
-            f"{len(failures)} of {len(reports)} ranks failed ({first.failure}), expected none: repeat the step, nothing was "
-            "updated"
-        )
+    """Raises an error on all ranks if one is refused, or if there are too many groups."""
+    for refusal in filter(None, [report.refusal for report in reports]):
+        raise RuntimeError(refusal)
     groups = sum(len(report.losses) for report in reports)
     if groups > _MOST_GROUPS:
         raise ValueError(

@@ -20,7 +20,13 @@ from torch import Tensor
 from ..batch import containers
 from ..batch.rows import Batch, ParallelModel, Shard
 from ..loss.kinds import Kind
-from ..runtime.collectives import gather_objects, rank, world_size
+from ..runtime.collectives import (
+    ElsewhereFailure,
+    gather_objects,
+    rank,
+    tell_failure,
+    world_size,
+)
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
 from .settings import Settings
@@ -164,16 +170,18 @@ class NumberedRows:
             self._update.end()
         return reduced
 
-    def discard(self, error: BaseException) -> None:
-        """Drops all gradients.
+    def discard(self, error: BaseException) -> bool:
+        """Drops all gradients. Other ranks may wait for the number of rows.
 
         The CPU's generator is where it was before the update, for a repetition.
         """
-        if self._work is not None:
-            self._work.discard(error)
+        torch.set_rng_state(self._state_before)
         if self._update is not None:
             self._update.end()
-            torch.set_rng_state(self._state_before)
+            return self._opened().discard(error)
+        if not isinstance(error, ElsewhereFailure):
+            tell_failure(error)
+        return False
 
     def _check_groups(self, counts: Sequence[int]) -> None:
         """Raises ``ValueError`` if rows of several ranks or batches would be in one group."""

@@ -347,8 +347,14 @@ class TrainStep:
         with hooks, window(self.model, self.criterion, in_step=True), names, around:
             update = self._update or self._begin()
             self._update = None
-            with update.dropped_by_errors():
-                yield update, hooks
+            try:
+                with update.dropped_by_errors():
+                    yield update, hooks
+            except BaseException as error:
+                if update.has_parted:  # The other ranks learn of it in the next reduction.
+                    failure = f"failed with {type(error).__name__}: {error}"
+                    self._last = self._last._replace(failure=failure)
+                raise
         if not is_last:
             self._update = update
 
@@ -436,8 +442,6 @@ class TrainStep:
                     norm = norm or math.inf  # It is computed.
                 optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, norm)
         except BaseException as error:
-            # The other ranks learn of it in the next reduction.
-            self._last = self._last._replace(failure=f"failed with {type(error).__name__}: {error}")
             error.add_note(
                 "This was the optimizer's step, which may have changed some parameters and not others: go on from a checkpoint. "
                 "If memory ran out, BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
