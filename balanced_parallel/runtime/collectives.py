@@ -136,7 +136,7 @@ def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
     sent = _to_backend_device(torch.tensor(numbers, dtype=torch.float64), group)
     gathered = sent.new_empty(ranks, len(numbers))
     dist.all_gather([*gathered], sent, group=group or _batch_group)
-    return numbers._make(gathered.sum(0).tolist())
+    return numbers._make(map(sum, zip(*gathered.tolist(), strict=True)))
 
 
 def max_over_ranks(number: Number, group: Group = None) -> Number:
@@ -174,7 +174,12 @@ class _Failure(NamedTuple):
 
 
 def tell_failure(error: BaseException, group: Group = None) -> None:
-    """Sends an error to ranks that wait in :func:`gather_objects`, and raise it there."""
+    """Sends an error to ranks that wait in :func:`gather_objects`, and raise it there.
+
+    It is not one that all of them know.
+    """
+    if isinstance(error, ElsewhereFailure):
+        return
     is_memory = isinstance(error, torch.OutOfMemoryError)
     with contextlib.suppress(ElsewhereFailure):
         gather_objects(_Failure(is_memory, f" ({type(error).__name__}: {error})"), group)

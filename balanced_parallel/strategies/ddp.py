@@ -68,7 +68,6 @@ from ..runtime.torch_private import (
     run_after_backward,
 )
 from ..runtime.values import check_type, forget_gradients, take_gradients
-from ..training.settings import Settings
 from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -209,7 +208,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
-        self.require_forward_param_sync = reduces and is_watched
+        self.require_forward_param_sync = reduces and is_watched and not in_step
         return PerReplica([output], [rows], self.out_dims)
 
     def _row_in_place(
@@ -528,14 +527,12 @@ class _DDPUpdate(RankUpdate):
             collectives.raise_failure(failures, self._ranks, not sums.failed)
         return sums
 
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        whole = super().finish(local, settings)
+    def settle(self) -> None:
         if not self._model.record.buckets:
             # The collectives of this would wait in the next forward, if a rank ran out of memory
             # before.
             torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
-        return whole
 
     def tell(self, error: BaseException, *, has_begun: bool) -> None:
         if has_begun and self._sync.meets_ranks:
@@ -598,6 +595,7 @@ class _DDPGroups(_DDPUpdate, GroupSync):
 
     def gather(self, report: GroupReport) -> list[GroupReport]:
         reports = collectives.gather_objects(report, self._record.group)
+        self._model.share_buffers()
         self._is_reduced = True
         return reports
 

@@ -257,6 +257,7 @@ class ExactAccumulation(Accumulation):
         _check_reports(reports)
         digests = zip(*(report.digest for report in reports), strict=True)
         present.check(*map(sum, digests))
+        totals = self._sum(sums, [report.units for report in reports])
         total = add_numbers([loss for report in reports for loss in report.losses])
         weight = add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
@@ -265,7 +266,7 @@ class ExactAccumulation(Accumulation):
         loss = torch.tensor(mean, dtype=self._dtype)
         loss = loss.to(self._device)
         reduced = Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
-        self._set_gradients(sums, [report.units for report in reports], divisor)
+        self._set_gradients(totals, divisor)
         self._groups.confirm()
         return reduced
 
@@ -335,31 +336,34 @@ class ExactAccumulation(Accumulation):
         )
 
     @torch.no_grad()
-    def _set_gradients(
-        self,
-        sums: list[ExactSum | None],
-        units: Sequence[Sequence[Sequence[int] | None]],
-        divisor: float,
-    ) -> None:
-        """Adds the sums of all ranks, and makes them gradients, one after the other."""
-        totals: list[tuple[Tensor, ExactSum, set[int]]] = []
+    def _sum(
+        self, sums: list[ExactSum | None], units: Sequence[Sequence[Sequence[int] | None]]
+    ) -> list[tuple[Tensor, ExactSum]]:
+        """Returns the sum over all ranks for each parameter with a gradient."""
+        totals: list[tuple[Tensor, ExactSum]] = []
+        units_of_totals: list[set[int]] = []
         sizes: list[int] = []
         for number, parameter in enumerate(self._trained):
             of_ranks = [of_rank[number] for of_rank in units]
             if any(each is not None for each in of_ranks):
-                everywhere = set(itertools.chain(*filter(None, of_ranks)))
-                totals.append((parameter, sums[number] or ExactSum(), everywhere))
-                sizes += [_real(parameter).numel()] * len(everywhere)
+                totals.append((parameter, sums[number] or ExactSum()))
+                units_of_totals.append(set(itertools.chain(*filter(None, of_ranks))))
+                sizes += [_real(parameter).numel()] * len(units_of_totals[-1])
         sums.clear()
 
         def integers() -> Iterator[Tensor]:
-            for parameter, total, everywhere in totals:
+            for (parameter, total), everywhere in zip(totals, units_of_totals, strict=True):
                 total.complete(everywhere, _real(parameter))
                 yield from total.integers.values()
 
         self._groups.reduce(sizes, integers())
-        while totals:  # Integers are freed as gradients take their place.
-            parameter, total, _ = totals.pop()
+        return totals
+
+    @torch.no_grad()
+    def _set_gradients(self, totals: list[tuple[Tensor, ExactSum]], divisor: float) -> None:
+        """Makes sums gradients, one after the other. Integers are freed as these take their place."""
+        while totals:
+            parameter, total = totals.pop()
             gradient = torch.empty_like(parameter)
             real = _real(gradient)
             quotient = torch.zeros_like(real, dtype=torch.float64)

@@ -45,6 +45,7 @@ class TwoPasses(Attempt):
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
         self._has_begun = False  # The ranks have agreed on the number of passes.
+        self._has_run = False  # The forwards of the first pass are over.
 
     def add(self, run: BatchRun) -> None:
         """Keeps a batch."""
@@ -124,6 +125,7 @@ class TwoPasses(Attempt):
         """Computes the derivatives of the loss of all ranks, after all of them have run their
         forwards.
         """
+        self._has_run = True
         devices = self._forwards.model.devices
         precision = self._forwards.precision
         # The others cannot be told of a failure here, until they have all parts.
@@ -133,10 +135,10 @@ class TwoPasses(Attempt):
     def discard(self, error: BaseException) -> bool:
         """Drops the gradients of this rank. Others wait for its part of the loss, if it has none."""
         is_shared = self._loss is not None and self._loss.is_shared
-        if not is_shared and not isinstance(error, ElsewhereFailure):
-            if self._runs or not self._forwards.copies.collectives.asks:
-                self.sync.tell(error, has_begun=self._has_begun)
-            else:
-                tell_failure(error)
-            error = ElsewhereFailure()
-        return self.sync.discard(error)
+        if is_shared or isinstance(error, ElsewhereFailure):
+            return self.sync.discard(error)
+        if self._has_run or (self._forwards.copies.collectives.asks and not self._runs):
+            tell_failure(error)
+        else:
+            self.sync.tell(error, has_begun=self._has_begun)
+        return self.sync.discard(ElsewhereFailure())

@@ -20,13 +20,7 @@ from torch import Tensor
 from ..batch import containers
 from ..batch.rows import Batch, ParallelModel, Shard
 from ..loss.kinds import Kind
-from ..runtime.collectives import (
-    ElsewhereFailure,
-    gather_objects,
-    rank,
-    tell_failure,
-    world_size,
-)
+from ..runtime.collectives import gather_objects, rank, tell_failure, world_size
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
 from .settings import Settings
@@ -179,8 +173,7 @@ class NumberedRows:
         if self._update is not None:
             self._update.end()
             return self._opened().discard(error)
-        if not isinstance(error, ElsewhereFailure):
-            tell_failure(error)
+        tell_failure(error)
         return False
 
     def _check_groups(self, counts: Sequence[int]) -> None:

@@ -332,7 +332,7 @@ class TrainStep:
         """
         if not self._has_compared:
             if self._has_ranks:
-                self._settings().compare()
+                self._compare_settings()
             if self._may_split or not is_last:
                 _warn_of_hooks(self.model)
             self._has_compared = True
@@ -357,6 +357,13 @@ class TrainStep:
                 raise
         if not is_last:
             self._update = update
+
+    def _compare_settings(self) -> None:
+        try:
+            self._settings().compare()
+        except BaseException as error:
+            collectives.tell_failure(error)
+            raise
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""

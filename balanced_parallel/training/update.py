@@ -252,7 +252,7 @@ class Accumulation(Attempt):
     def discard(self, error: BaseException) -> bool:
         """Drops the gradients of this rank. Others may wait for its part in the kind of the loss."""
         asks = self.kind.asks or self.forwards.copies.collectives.asks
-        if asks and not self._has_kind and not isinstance(error, ElsewhereFailure):
+        if asks and not self._has_kind:
             tell_failure(error)
             error = ElsewhereFailure()
         return self.sync.discard(error, self._divide)
