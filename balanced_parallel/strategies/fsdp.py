@@ -319,13 +319,13 @@ class _FSDPUpdate(RankUpdate):
                 yield [self._forward_without_rows()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
+        if local is not None:
+            self.start(local)
         if self._ran == 0:
             self._model.gradients.begin_update()
         self._ran = self._ran + 1
         self._left = self._left - 1
         self._divisor = divisor
-        if local is not None:
-            self.start(local)
         keeps_whole = self._sync.keeps_whole and self._ran < self._end
         self._model.run_backward(
             functools.partial(run_backward, losses, divisor), keeps_whole=keeps_whole

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import balanced_parallel
 from balanced_parallel import DiceLoss, TrainStep, parallelize
 from balanced_parallel.training.optimizers import ParameterUpdate
+from balanced_parallel.training.settings import Settings
 from balanced_parallel.training.update import Update
 
 PACKAGE = str(Path(balanced_parallel.__file__).parent)
@@ -50,7 +51,8 @@ CRITERIA = {"known": nn.MSELoss, "own": lambda: own_loss, "several": lambda: two
 class Injector(TorchDispatchMode):
     """Raises an error in place of an operator, and notes the lines of the package that call operators.
 
-    Those are left out that begin a collective of torch itself, in its reducer or in a block of FSDP2: nobody can be told.
+    Those are left out behind which nobody can be told: in the reducer, in a block of FSDP2, and between sums of the statistics of
+    a loss.
     """
 
     def __init__(self, place=None, error=ValueError):
@@ -78,8 +80,12 @@ class Injector(TorchDispatchMode):
                 lines.append(f"{code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno} {code.co_name}")
             frame = frame.f_back
         in_block = any("strategies/fsdp" in line and line.split()[-1] in ("_call", "run_backward") for line in lines)
-        in_reducer = "c10d" in str(function) and any(line.endswith(" run_backward") for line in lines)
-        return None if in_block or in_reducer else (str(function) if "c10d" in str(function) else "", *lines[:3])
+        is_exchange = "c10d" in str(function)
+        in_reducer = is_exchange and any(line.endswith((" run_backward", " rebuild_buckets")) for line in lines)
+        in_sums = any(line.endswith(" _sum_over_ranks") for line in lines[:4]) and str(function) != "aten.detach.default"
+        if in_block or in_reducer or (in_sums and not any(line.endswith(" gather_objects") for line in lines)):
+            return None
+        return (str(function) if is_exchange else "", *lines[:3])
 
 
 def batch(number, rank):
@@ -95,11 +101,15 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2, reproducible=reproducible, max_grad_norm=1.0)
     values, errors = [], []
-    begin, run = Update.dropped_by_errors, ParameterUpdate.run
+    begin, check, run = Update.dropped_by_errors, Settings.check, ParameterUpdate.run
 
     def begun(self):
         injector.is_on = True
         return begin(self)
+
+    def agreed(*args):
+        injector.is_on = strategy == "ddp"  # The clipping of FSDP2 is a collective of torch.
+        return check(*args)
 
     def ended(*args):
         injector.is_on = False
@@ -109,6 +119,7 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         with monkeypatch.context() as patch:
             if number == update and injector is not None:
                 patch.setattr(Update, "dropped_by_errors", begun)
+                patch.setattr(Settings, "check", agreed)
                 patch.setattr(ParameterUpdate, "run", ended)
                 try:
                     with injector:
@@ -145,10 +156,11 @@ def check_failures(rank, strategy, loss, reproducible, update, error):
             assert "the ranks differ" in errors[-1], (place, errors)
             assert "failed with" in errors[-1], (place, errors)
             continue
-        assert len(errors) == 1, (place, errors)
-        assert "injected" in errors[0] or "1 of 2 ranks" in errors[0], (place, errors)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=lambda text, place=place: f"{place}: {text}")
+        # Comparisons of a loss with parts of it are left out if memory is too small for them.
+        assert len(errors) == 1 or any("compare" in line for line in place), (place, errors)
+        assert all("injected" in error or "1 of 2 ranks" in error for error in errors), (place, errors)
+        for tensor, undisturbed in zip(found, expected, strict=True):
+            assert torch.allclose(tensor, undisturbed, rtol=tolerance, atol=tolerance), place
     return places[0]
 
 
