@@ -94,7 +94,8 @@ class TrainStep:
     Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make
     the same sequence of ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update.
     Shards (FSDP) are reduced in every micro-batch where whole gradients do not fit. A failure of
-    DDP raises on every rank.
+    one rank raises on every rank, and the step can be repeated, but not one inside of a block of
+    FSDP2: the others wait for it.
 
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
@@ -331,11 +332,7 @@ class TrainStep:
         gradients are of.
         """
         if not self._has_compared:
-            if self._has_ranks:
-                self._compare_settings()
-            if self._may_split or not is_last:
-                _warn_of_hooks(self.model)
-            self._has_compared = True
+            self._compare(is_last=is_last)
         around: AbstractContextManager[None] = nullcontext()
         if self._by_row is None:
             around = self._strategy.random_numbers(is_last=is_last)
@@ -358,12 +355,17 @@ class TrainStep:
         if not is_last:
             self._update = update
 
-    def _compare_settings(self) -> None:
+    def _compare(self, *, is_last: bool) -> None:
+        """Compares the settings of the ranks, before the first update."""
         try:
-            self._settings().compare()
+            if self._has_ranks:
+                self._settings().compare()
         except BaseException as error:
             collectives.tell_failure(error)
             raise
+        if self._may_split or not is_last:
+            _warn_of_hooks(self.model)
+        self._has_compared = True
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
@@ -615,7 +617,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
         warnings.warn(
             f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
             "expected a hook that changes nothing, or one of a parameter, called once per update (docs/limits.md)",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
