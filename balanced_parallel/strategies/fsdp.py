@@ -353,7 +353,7 @@ class _FSDPUpdate(RankUpdate):
         return sums
 
     def tell(self, error: BaseException, *, has_begun: bool) -> None:
-        if not has_begun:  # Otherwise they wait in the blocks of a forward.
+        if not has_begun:  # Later they wait in the blocks of a forward.
             collectives.tell_failure(error, self._group)
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
