@@ -161,11 +161,9 @@ class _TrainerSync(RankUpdate):
         sums = self.agree(RankReport(*self.start(local)().tolist()))
         return LossSum(torch.full_like(local.total, sums.total), sums.weight)
 
-    def abandon(self) -> None:
-        """Returns None: no rank can be told."""
-
-    def discard(self, error: BaseException) -> None:
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Leaves the gradients: Trainer drops them."""
+        return False
 
 
 class BalancedTrainer(Trainer):
@@ -484,7 +482,7 @@ class BalancedTrainer(Trainer):
                 if run.is_whole:
                     return self._finish(work)
             except BaseException as error:
-                work.discard(error)
+                work.sync.discard(error)
                 raise
         self._work = work
         return torch.zeros((), device=self.args.device, requires_grad=True)

@@ -59,6 +59,7 @@ class CoupledLoss(abc.ABC):
         self.copies = copies
         self.home = home
         self.is_split = is_split
+        self.is_shared = False  # Ranks have exchanged their parts.
         self._loss = torch.zeros(())  # The loss of all ranks. A part hands it back once.
         self._is_reporter = False
         self._logged: LoggedMeans = {}  # The values beside it, likewise.
@@ -219,12 +220,15 @@ class LossOfSums(CoupledLoss):
             raise ValueError(
                 "the batch has no rows, expected one at least: there are no statistics"
             )
+        self.compare(self.samples, nothing.device)
         return self._finish()
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all statistics, and its derivative at each of them."""
         has_rows = bool(self._total)
         ranks = self._sum_over_ranks(torch.zeros((), device=self.home))
+        self.is_shared = True
+        self.compare(self.samples, self.home)
         if has_rows:
             slopes = self._derivatives(self._finish, [*self._total.values()], ranks, scaler)
             self._slopes = dict(zip(self._total, slopes, strict=True))
@@ -350,7 +354,7 @@ class LossOfSums(CoupledLoss):
             self._structure,
             {place: tensor.detach().to("meta") for place, tensor in local.items()},
         )
-        layouts = enumerate(self._gather(layout if local else None, nothing.device))
+        layouts = enumerate(self._gather(layout if local else None))
         by_rank = {number: layout for number, layout in layouts if layout is not None}
         self._check_shapes([tensors for _, tensors in by_rank.values()])
         if world_size() == 1 or not by_rank:
@@ -367,10 +371,10 @@ class LossOfSums(CoupledLoss):
             self._total[place] = SumOverRanks.apply(ours, None)
         return [*by_rank]
 
-    def _gather(self, value: T, device: torch.device) -> list[T]:
-        """Returns the value of each rank. The samples of all ranks are compared on each."""
+    def _gather(self, value: T) -> list[T]:
+        """Returns the value of each rank. Each has the samples of all ranks."""
         values, samples = zip(*gather_objects((value, self.samples)), strict=True)
-        self.compare([*itertools.chain(*samples)], device)
+        self.samples = [*itertools.chain(*samples)]
         return [*values]
 
     def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
@@ -541,6 +545,7 @@ class WholeLoss(CoupledLoss):
         """Computes the loss of all outputs, and its derivative at each of them."""
         pieces = self.pieces
         rows = self._gather()
+        self.is_shared = True
         if not pieces:
             return
         leaves = _output_leaves(rows.batch, self._outputs)

@@ -83,6 +83,7 @@ class Kind(abc.ABC):
     is_mean: bool = False  # the sum of all parts is divided by the sum of their weights
     least: float = 0.0  # the smallest divisor
     weight: Weight = 0.0  # The weight of a batch on this process. Zero if the parts have it.
+    asks: bool = False  # Ranks sum the divisors of a batch.
 
     @abc.abstractmethod
     def value(self, calls: Calls) -> Any:
@@ -270,6 +271,10 @@ class KnownMean(_Mean):
     weight: Weight = 0.0
     is_counted: bool = False  # The weight is that of a batch.
 
+    def exact(self) -> Kind:
+        """Returns the kind whose parts have their weights."""
+        return ExactKnownMean(self.settings, self.reduction, self.least)
+
     def weight_of(self, targets: tuple[Any, ...]) -> Weight | None:
         """Returns the number of targets that count, or None."""
         target = targets[0] if len(targets) == 1 else None
@@ -315,11 +320,24 @@ class KnownMean(_Mean):
         return LossSum(check_loss(shard.call(_reducing(shard.criterion, "sum"))), weight)
 
 
+class ExactKnownMean(KnownMean):
+    """A mean that torch computes, whose weight is never that of a batch."""
+
+    def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
+        """Returns the same kind."""
+        return self
+
+
 @dataclass(frozen=True, eq=False)
 class WeighedMean(_Mean):
     """A mean, or several, with weights that a function of a shard returns, in the same structure."""
 
     divisors: Sequence[float] = ()  # The divisors of several means of a batch on all ranks.
+
+    @property
+    def asks(self) -> bool:  # type: ignore[override]
+        """True for several means."""
+        return is_structure(self.settings.weight)
 
     def of_batch(self, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> Kind:
         """Returns the kind of one batch."""

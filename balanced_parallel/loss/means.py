@@ -925,7 +925,7 @@ class ExactLossOfMeans(LossOfMeans):
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}
         numbers = {place: [*map(float, parts)] for place, parts in self._numbers.items()}
-        everywhere = enumerate(self._gather((self._structure, form, numbers), self.home))
+        everywhere = enumerate(self._gather((self._structure, form, numbers)))
         by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
         self._check_shapes([form for _, form, _ in by_rank.values()])
         for self._structure, form, _ in [*by_rank.values()][-1:]:

@@ -136,7 +136,7 @@ def sum_numbers(numbers: Fields, group: Group = None) -> Fields:
     sent = _to_backend_device(torch.tensor(numbers, dtype=torch.float64), group)
     gathered = sent.new_empty(ranks, len(numbers))
     dist.all_gather([*gathered], sent, group=group or _batch_group)
-    return numbers._make(gathered.sum(0).tolist())
+    return numbers._make(map(sum, zip(*gathered.tolist(), strict=True)))
 
 
 def max_over_ranks(number: Number, group: Group = None) -> Number:
@@ -145,11 +145,54 @@ def max_over_ranks(number: Number, group: Group = None) -> Number:
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:
-    """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
+    """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable.
+
+    Raises the failure of a rank that :func:`tell_failure` has sent.
+    """
     values = [value] * world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group or _batch_group)
+    failures = [each for each in values if isinstance(each, _Failure)]
+    if failures:
+        raise_failure(len(failures), len(values), *failures[0])
     return values
+
+
+class ElsewhereFailure(RuntimeError):
+    """Ranks have failed, which all of them know."""
+
+
+class ElsewhereOutOfMemory(ElsewhereFailure, torch.OutOfMemoryError):
+    """Ranks are out of memory, which all of them know."""
+
+
+class _Failure(NamedTuple):
+    """The failure of a rank, which it sends in place of a value."""
+
+    is_memory: bool
+    text: str
+
+
+def tell_failure(error: BaseException, group: Group = None) -> None:
+    """Sends an error to ranks that wait in :func:`gather_objects`, and raise it there.
+
+    It is not one that all of them know.
+    """
+    if isinstance(error, ElsewhereFailure):
+        return
+    is_memory = isinstance(error, torch.OutOfMemoryError)
+    with contextlib.suppress(ElsewhereFailure):
+        gather_objects(_Failure(is_memory, f" ({type(error).__name__}: {error})"), group)
+
+
+def raise_failure(count: float, ranks: int, is_memory: bool, text: str = "") -> None:
+    """Raises an error on all ranks, of which ``count`` have failed."""
+    kind = ElsewhereOutOfMemory if is_memory else ElsewhereFailure
+    event = "ran out of memory" if is_memory else "failed"
+    raise kind(
+        f"{count:.0f} of {ranks} ranks {event}{text}, expected none: look for their errors in the log, or repeat the step, since "
+        "nothing was updated"
+    )
 
 
 def gather_rows(tensor: Tensor, sizes: list[int], dim: int, group: Group = None) -> Tensor:

@@ -42,6 +42,7 @@ of a small model 4 % slower.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Unpack
 
@@ -56,6 +57,7 @@ from ..loss.copies import Criterion
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, hand_back, run_backward, zero_of
 from ..runtime import collectives, torch_private, transport
+from ..runtime.collectives import ElsewhereFailure
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import (
     CHILDREN,
@@ -206,7 +208,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
-        self.require_forward_param_sync = reduces and is_watched
+        self.require_forward_param_sync = reduces and is_watched and not in_step
         return PerReplica([output], [rows], self.out_dims)
 
     def _row_in_place(
@@ -468,21 +470,19 @@ class _DDPSync(RankSync):
 class _DDPUpdate(RankUpdate):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch.
 
-    They are in the reducer's buckets.
-
-    ``is_abandoned`` is True if this rank was out of memory before, and has to tell the others.
+    They are in the reducer's buckets. A rank that fails takes part in what the others wait for, and
+    tells them in the end.
     """
 
     place = "the module or of the criterion"
 
-    def __init__(
-        self, sync: RankSync, model: DistributedModel, *, is_abandoned: bool = False
-    ) -> None:
+    def __init__(self, sync: RankSync, model: DistributedModel) -> None:
         super().__init__(model, model.record)
         self._sync = sync
         self._model = model
-        self._is_abandoned = is_abandoned
         self._has_begun = False  # A step forgets the gradients before it runs a batch.
+        self._is_prepared = False  # The reducer waits for a backward.
+        self._is_reduced = False
         self._sums: RankReport | None = None  # The sums over all ranks.
 
     def count_micro_batches(self, count: int) -> int:
@@ -509,79 +509,84 @@ class _DDPUpdate(RankUpdate):
         if local is None:
             run_backward(losses, divisor)
             return
-        collectives.begin_reduction()
         self.start(local)
+        collectives.begin_reduction()
         if not self._has_begun:
             self._model.record.begin()
         roots = [loss for loss in losses if loss.requires_grad]
         torch_private.prepare_reduction(self._model)
+        self._is_prepared = True
         self._model.record.run_step(
             functools.partial(run_backward, roots or [self._model.zero()], divisor)
         )
+        self._is_reduced = True
 
     def agree(self, report: RankReport) -> RankReport:
-        sums = self._exchange(report._replace(out_of_memory=self._is_abandoned))
-        self._refuse_failures(sums)
+        sums = self._exchange(report)
+        if failures := sums.failed or sums.out_of_memory:
+            collectives.raise_failure(failures, self._ranks, not sums.failed)
+        return sums
+
+    def settle(self) -> None:
         if not self._model.record.buckets:
             # The collectives of this would wait in the next forward, if a rank ran out of memory
             # before.
             torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
-        return sums
 
-    def abandon(self) -> UpdateSync | None:
-        """Returns an update that tells the other ranks that this one is out of memory, unless they
-        know.
-        """
-        if self._sums is None:
-            return _DDPUpdate(self._sync, self._model, is_abandoned=True)
-        self._refuse_failures(self._sums, but_memory=True)
-        return None
+    def tell(self, error: BaseException, *, has_begun: bool) -> None:
+        if has_begun and self._sync.meets_ranks:
+            return  # The others wait in a layer.
+        if has_begun:  # They share their buffers in a forward.
+            self._model.forward_without_rows()
+        collectives.tell_failure(error)
 
-    def discard(self, error: BaseException) -> None:
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Forgets the gradients of this rank.
 
-        Tells ranks that wait for them, but not those in the backward of a layer.
+        Tells the other ranks, but not those that wait in a layer.
         """
-        is_awaited = self._local is not None and self._sums is None
-        if is_awaited and not self._sync.meets_ranks:
+        is_known = isinstance(error, ElsewhereFailure) or self._sums is not None
+        can_tell = self._is_reduced or not self._sync.meets_ranks
+        if can_tell and not (is_known or self._has_agreed):
+            self._take_part(divide)
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
+        self._model.share_buffers()
+        forget_gradients(self._model.record.parameters)
+        return self._has_agreed
+
+    def _take_part(self, divide: Callable[[], object]) -> None:
+        """Takes part in the reduction of the others, which nobody uses."""
+        if not self._is_prepared:
+            with torch.enable_grad():
+                divide()
+                zero = self._model.forward_without_rows()
+                self.backward([zero], 1.0, LossSum(zero.detach(), 0.0))
+        if not self._is_reduced:
             self._model.begin_sparse_gradients()
             # A failed backward has not run hooks that other ranks wait for.
             for parameter in self._model.record.parameters:
                 # It has been reached.
                 with contextlib.suppress(RuntimeError), _requiring([parameter], True):
                     zero_of(parameter).backward()
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
-        forget_gradients(self._model.record.parameters)
 
     def _exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks."""
-        self._sums = report  # Nobody waits for another exchange, even if it fails.
+        self._sums = sums = self.exchange(report)
         self._model.share_buffers()
-        self._sums = self.exchange(report)
-        if (self._sums.out_of_memory or self._sums.failed) and not self._model.record.buckets:
+        if (sums.out_of_memory or sums.failed) and not self._model.record.buckets:
             # The next forward would wait for ranks that do not.
             torch_private.forget_order(self._model)
-        return self._sums
-
-    def _refuse_failures(self, sums: RankReport, *, but_memory: bool = False) -> None:
-        last = "expected none: look for their errors in the log, or repeat the step, since nothing was updated"
-        if sums.failed:
-            raise RuntimeError(
-                f"{sums.failed:.0f} of {self._ranks} ranks failed in the backward, {last}"
-            )
-        if sums.out_of_memory and not but_memory:
-            raise torch.OutOfMemoryError(
-                f"{sums.out_of_memory:.0f} of {self._ranks} ranks ran out of memory, {last}"
-            )
+        return sums
 
 
 class _DDPGroups(_DDPUpdate, GroupSync):
     """Sums integers over ranks at the end of an update. The reducer does not run."""
 
+    _sizes: list[int] = []  # noqa: RUF012 - Elements of tensors that are not summed yet.
+
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        self._has_begun = True
         no_sync: contextlib.AbstractContextManager[None] = self._model.no_sync()
         return no_sync
 
@@ -589,30 +594,44 @@ class _DDPGroups(_DDPUpdate, GroupSync):
         return take_gradients(parameters)
 
     def gather(self, report: GroupReport) -> list[GroupReport]:
-        self._has_begun = False
+        reports = collectives.gather_objects(report, self._record.group)
         self._model.share_buffers()
-        return collectives.gather_objects(report, self._record.group)
+        self._is_reduced = True
+        return reports
 
-    def reduce(self, tensors: Sequence[Tensor]) -> None:
-        for chunk in transport.chunks(tensors, transport.BUFFER_BYTES):
-            parts = [tensors[number] for number in chunk]
-            sizes = [part.numel() for part in parts]
-            flat = torch.cat([part.flatten() for part in parts])
-            total = collectives.sum_over_ranks(flat, self._record.group)
-            for part, summed in zip(parts, total.split(sizes), strict=True):
-                part.copy_(summed.view(part.shape))
+    def reduce(self, sizes: Sequence[int], tensors: Iterator[Tensor]) -> None:
+        self._sizes = [*sizes]
+        while self._sizes:
+            self._reduce(tensors)
+
+    def _reduce(self, tensors: Iterator[Tensor]) -> None:
+        """Sums the next integers, of at most the bytes of a buffer, or of one tensor."""
+        ends = itertools.accumulate(self._sizes)
+        count = max(1, sum(8 * end <= transport.BUFFER_BYTES for end in ends))
+        sizes = self._sizes[:count]
+        parts = [*itertools.islice(tensors, count)]
+        flat = torch.cat([part.flatten() for part in parts])
+        total = collectives.sum_over_ranks(flat, self._record.group)
+        del self._sizes[:count]
+        for part, summed in zip(parts, total.split(sizes), strict=True):
+            part.copy_(summed.view(part.shape))
+
+    def confirm(self) -> None:
+        collectives.gather_objects(True, self._record.group)
+        self._has_agreed = True
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the gradients by the factor: they were not averaged."""
-        torch_private.foreach_multiply_(self._shared_gradients(tensors), factor)
+        """Checks the gradients, which are those of the loss."""
+        self._shared_gradients(tensors)
 
-    def discard(self, error: BaseException) -> None:
-        """Forgets the gradients of this rank. Tells the others, which wait at the end of the update."""
-        if self._has_begun:
-            failure = f"{type(error).__name__}: {error}"
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            self.gather(GroupReport(failure=failure, is_out_of_memory=is_memory))
-        forget_gradients(self._record.parameters)
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
+        if not (self._has_agreed or isinstance(error, ElsewhereFailure)):
+            while self._sizes:
+                zeros = functools.partial(torch.zeros, dtype=torch.int64, device=self._device)
+                self._reduce(map(zeros, self._sizes))
+            self.tell(error, has_begun=not self._is_reduced)
+            error = ElsewhereFailure()
+        return super().discard(error)
 
 
 @gradient_sync.register

@@ -43,7 +43,7 @@ from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, run_backward, widen, zero_of
 from ..runtime import collectives, torch_private
-from ..runtime.collectives import gather_objects
+from ..runtime.collectives import ElsewhereFailure, gather_objects
 from ..runtime.devices import free_bytes, is_accelerator
 from ..runtime.torch_private import (
     BatchNorm,
@@ -55,6 +55,7 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision, forget_gradients
 from ..savings.checkpointing import find_blocks
+from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -93,6 +94,8 @@ class ShardedModel(RankModel):
         self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
         self.gradients = ShardedGradients(self.group)
+        # The outputs of a forward that has had no backward, None during both: others wait for it.
+        self.outputs: list[TensorWeakRef] | None = []
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
@@ -113,8 +116,15 @@ class ShardedModel(RankModel):
             return torch.zeros(())
         return zero_of(*[tensor for tensor in tensors_in(list(outputs)) if tensor.requires_grad])
 
+    def run_backward(self, backward: Callable[[], None], *, keeps_whole: bool) -> None:
+        """Runs a backward of a step."""
+        self.outputs = None
+        self.gradients.run_step(backward, keeps_whole=keeps_whole)
+        self.outputs = []
+
     def forget_gradients(self) -> None:
         """Forgets all gradients, after a failure."""
+        self.outputs = []
         forget_gradients(self.gradients.parameters)
         # newer than torch 2.11
         if self.gradients.has_run and hasattr(self.units[-1], "reset_iter_state"):
@@ -154,6 +164,7 @@ class ShardedModel(RankModel):
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
+        self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
@@ -161,7 +172,10 @@ class ShardedModel(RankModel):
             self.gradients.compare_blocks()
         zero = None if in_step else zero_of(self._sentinel, *self.gradients.parameters)
         begin = functools.partial(self._begin_backward, in_step, self.gradients.is_dummy)
-        return watch_output(output, zero, begin)
+        watched = watch_output(output, zero, begin)
+        learned = [tensor for tensor in tensors_of(watched) if in_step and tensor.requires_grad]
+        self.outputs = [*map(TensorWeakRef, learned)]
+        return watched
 
     def _begin_backward(self, in_step: bool, is_dummy: bool) -> None:
         if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
@@ -292,9 +306,9 @@ class _FSDPUpdate(RankUpdate):
 
     def count_micro_batches(self, count: int) -> int:
         if self._asks:
-            return collectives.max_over_ranks(count, self._group)
+            count = collectives.max_over_ranks(count, self._group)
         self._left = count
-        if count and self._ran == self._end:
+        if count and not self._asks and self._ran == self._end:
             self._begin_round(count)
         return count
 
@@ -305,43 +319,88 @@ class _FSDPUpdate(RankUpdate):
                 yield [self._forward_without_rows()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
+        if local is not None:
+            self.start(local)
         if self._ran == 0:
             self._model.gradients.begin_update()
         self._ran = self._ran + 1
         self._left = self._left - 1
         self._divisor = divisor
-        if local is not None:
-            self.start(local)
         keeps_whole = self._sync.keeps_whole and self._ran < self._end
-        self._model.gradients.run_step(
+        self._model.run_backward(
             functools.partial(run_backward, losses, divisor), keeps_whole=keeps_whole
         )
-        if self._left > 0 and self._ran == self._end:
+        if not self._asks and self._left > 0 and self._ran == self._end:
             self._begin_round(self._left)
+
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        if self._asks:
+            self._asks = False
+            self._end = self._ran
+        return super().finish(local, settings)
 
     def agree(self, report: RankReport) -> RankReport:
         fits = self._sync.fits()
         while True:
-            sums = self.exchange(report._replace(is_full=self._without_rows == 0, fits=fits))
+            sums = self._exchange(report._replace(is_full=self._without_rows == 0, fits=fits))
             if not sums.needs_more:
                 break
             for _ in range(self._extend(0)):
                 self.backward([self._forward_without_rows()], self._divisor, None)
         self._model.gradients.average_scalars()
         self._sync.learn(self._ran if sums.is_full else 0, all_fit=sums.fits == self._ranks)
-        self._ran = 0  # A failure after this may be of one rank.
+        self._ran = self._end = 0  # Nothing is left to run.
         return sums
 
-    def abandon(self) -> UpdateSync | None:
-        raise RuntimeError(
-            "this rank ran out of memory where other ranks wait for its shards, so the batch cannot run again in smaller pieces: "
-            "give micro_batch_size a smaller number, as memory.fit finds it"
-        )
+    def tell(self, error: BaseException, *, has_begun: bool) -> None:
+        if not has_begun:  # Later they wait in the blocks of a forward.
+            collectives.tell_failure(error, self._group)
 
-    def discard(self, error: BaseException) -> None:
-        if self._ran:  # The failure is of all ranks, since the others would wait.
-            self._sync.ask()
-        self._model.forget_gradients()
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
+        """Forgets the gradients of this rank.
+
+        Tells the other ranks, but not those that wait in the blocks of a forward or a backward.
+        """
+        is_known = self._has_agreed or isinstance(error, ElsewhereFailure)
+        is_in_block = not is_known and self._model.outputs is None
+        try:
+            if not self._has_agreed:
+                self._sync.ask()
+            if not (is_known or is_in_block):
+                self._take_part(error, divide)
+        finally:
+            self._model.forget_gradients()
+        if is_in_block and isinstance(error, torch.OutOfMemoryError):
+            raise RuntimeError(
+                "this rank ran out of memory where other ranks wait for its shards, so the batch cannot run again in smaller "
+                "pieces: give micro_batch_size a smaller number, as memory.fit finds it"
+            )
+        return self._has_agreed
+
+    def _take_part(self, error: BaseException, divide: Callable[[], object]) -> None:
+        """Takes part in what the other ranks run, without rows, and tells them in the end."""
+        present = [reference() for reference in self._model.outputs or ()]
+        outputs = [output for output in present if output is not None]
+        left = max(self._left if self._asks else self._end - self._ran, 0)
+        with torch.enable_grad():
+            for _ in range(left):
+                zero = zero_of(*outputs) if outputs else self._forward_without_rows()
+                outputs = []
+                divide()
+                divide = bool
+                self.backward([zero], self._divisor, None)
+        if self._asks:
+            collectives.tell_failure(error, self._group)
+        else:
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
+
+    def _exchange(self, report: RankReport) -> RankReport:
+        """Returns the sums of the reports of all ranks. Raises an error if one has failed."""
+        sums = self.exchange(report)
+        if failures := sums.failed or sums.out_of_memory:
+            collectives.raise_failure(failures, self._ranks, not sums.failed)
+        return sums
 
     def _forward_without_rows(self) -> Tensor:
         self._without_rows += 1
@@ -352,7 +411,7 @@ class _FSDPUpdate(RankUpdate):
 
         Ranks that are at the end of theirs learn of it.
         """
-        collectives.sum_numbers(RankReport(needs_more=1), self._group)
+        self._exchange(RankReport(needs_more=1))
         self._extend(count)
 
     def _extend(self, count: int) -> int:

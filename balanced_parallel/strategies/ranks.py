@@ -296,6 +296,7 @@ class RankUpdate(UpdateSync):
         self._ranks = collectives.world_size(record.group)
         # Returns loss and weight of this rank, on the host.
         self._local: Callable[[], Tensor] | None = None
+        self._has_agreed = False  # All ranks go on to their optimizers.
 
     @abc.abstractmethod
     def agree(self, report: RankReport) -> RankReport:
@@ -303,6 +304,10 @@ class RankUpdate(UpdateSync):
 
         Returns the sums of the reports of all ranks.
         """
+
+    def settle(self) -> None:
+        """Ends the update of all ranks, after their agreement."""
+        return
 
     def exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, which tell if a rank has unused parameters."""
@@ -315,11 +320,14 @@ class RankUpdate(UpdateSync):
         # No micro-batch may have been known to be the last.
         read = self._local or self.start(local)
         present = settings()
+        total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
+        present.check(sums.digest, sums.square)
+        self._has_agreed = True
+        self.settle()
         if sums.has_unused:
             self._record.forget_unused()
-        present.check(sums.digest, sums.square)
-        return LossSum(torch.full_like(local.total, sums.total), sums.weight)
+        return LossSum(total.fill_(sums.total), sums.weight)
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
         """Starts to copy loss and weight to the host."""

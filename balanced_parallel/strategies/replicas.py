@@ -54,8 +54,10 @@ class _ReplicaSync(GradientSync, GroupSync):
     def gather(self, report: GroupReport) -> list[GroupReport]:
         return [report]
 
-    def reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Does nothing: there is one process."""
+    def reduce(self, sizes: Sequence[int], tensors: Iterator[Tensor]) -> None:
+        """Makes the tensors: there is one process."""
+        for _ in tensors:
+            pass
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it.
@@ -115,12 +117,10 @@ class _ReplicaSync(GradientSync, GroupSync):
     def smallest(self, number: float) -> float:
         return number
 
-    def abandon(self) -> None:
-        """Returns None: nobody waits."""
-
-    def discard(self, error: BaseException) -> None:
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         for replicas in (self._criterion.replicas, self._model.replicas):
             replicas.gradients.drop()
+        return False
 
 
 @gradient_sync.register

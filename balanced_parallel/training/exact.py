@@ -8,9 +8,14 @@ wherever it runs. The sums over groups are exact, so no order of them matters::
     group 1   forward, backward ---> gradients ---> integers --+--> sum ---> gradients of the batch
     group 2   forward, backward ---> gradients ---> integers --+
 
-A gradient is counted in units, powers of two that follow from its own largest element. Gradients of
-one unit add up as integers of 64 bits. Most gradients of a parameter have one unit, and few have
-two. Nothing is agreed on before, and no group runs again.
+A gradient is counted in units, powers of two that follow from its own largest element. Elements
+that are too small for its unit have another one. Gradients of one unit add up as integers of 64
+bits. Most gradients of a parameter have one unit, and few have two. Nothing is agreed on before,
+and no group runs again.
+
+The gradient of a group is that of its mean, nearly: the loss is divided by the power of two next to
+the weight of the group, so half precision does not overflow. The exact sum is multiplied back, and
+divided by the weight of the batch in float64. Then it is rounded, once.
 
 Losses and weights are added by ``math.fsum``, which rounds once.
 """
@@ -22,27 +27,33 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch.containers import map_tensors
 from ..batch.rows import Cut, ParallelModel, Shard, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import Kind
-from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward, widen
+from ..loss.sums import LossSum, Weight, add_numbers, power_of_two, run_backward
 from ..optim.balanced import BalancedOptimizer, is_elementwise
 from ..replicas.batchnorm import meets_others
 from ..replicas.buckets import accumulate
 from ..runtime.devices import Devices
+from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import scaled
 from .settings import Settings
 from .sync import GroupReport, GroupSync
 from .update import Accumulation, BatchRun, Compute, Forwards, Limit, Reduced
 
 _BITS = 52  # of the largest element of a gradient, and at least 44
+_LEAST_BITS = 12  # Each element has as many. A smaller one has another unit.
 _STEP = 8  # The exponents of the units are this far apart.
-_SMALLEST = -124  # the smallest exponent: float32 has no smaller normal number
+_SMALLEST = -1020  # the smallest exponent: its inverse is a number of float64, too
 _NOT_FINITE = 2000  # stands for the unit of a gradient that is not finite
 _MOST_GROUPS = 2 ** (63 - _BITS)  # Sums of them fit into 64 bits.
+_COMMUNICATES = (
+    "reproducible='bits' with a module or a criterion that communicates with other ranks, expected one that does not: leave out "
+    "its collectives"
+)
 _ELEMENTS = 2**22  # of a gradient, whose squares are in memory at a time
 
 
@@ -52,14 +63,28 @@ class ExactSum:
     def __init__(self) -> None:
         self.integers: dict[int, Tensor] = {}
 
-    def add(self, gradient: Tensor, largest: float) -> None:
-        """Adds a gradient whose largest magnitude is ``largest``. Parts of a unit are lost."""
-        if not math.isfinite(largest):
+    def add(
+        self, gradient: Tensor, largest: float, smallest: float = math.inf, factor: float = 1.0
+    ) -> None:
+        """Adds a gradient times a power of two. Parts of a unit are lost.
+
+        Magnitudes that are not 0 are between ``largest`` and ``smallest``.
+        """
+        if not math.isfinite(largest * factor):
             self._add(_NOT_FINITE, torch.zeros_like(gradient, dtype=torch.int64))
-        elif largest:
-            _, exponent = math.frexp(largest)
+            return
+        rest = gradient
+        while largest:
+            _, exponent = math.frexp(largest * factor)
             unit = max(-(-exponent // _STEP) * _STEP - _BITS, _SMALLEST)
-            counts = widen(gradient) * 2.0**-unit
+            least = 2.0 ** (unit + _LEAST_BITS) / factor
+            largest = 0.0
+            large = rest
+            if smallest < least and unit > _SMALLEST:
+                large = rest.masked_fill(rest.abs() < least, 0)
+                rest = rest - large
+                largest = float(rest.abs().max())
+            counts = large.double() * factor * 2.0**-unit
             self._add(unit, counts.to(torch.int64, memory_format=torch.contiguous_format))
 
     def merge(self, other: "ExactSum", device: torch.device) -> None:
@@ -74,13 +99,11 @@ class ExactSum:
                 self.integers[unit] = torch.zeros_like(like, dtype=torch.int64)
         self.integers = dict(sorted(self.integers.items(), reverse=True))
 
-    def write(self, gradient: Tensor) -> None:
-        """Writes the sum to a tensor: nan if a gradient was not finite."""
-        total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
+    def write(self, total: Tensor) -> None:
+        """Adds the sum to a tensor of float64: nan if a gradient was not finite."""
         for unit, integers in self.integers.items():
             size = math.nan if unit == _NOT_FINITE else 2.0**unit
             total.add_(integers, alpha=size)
-        gradient.copy_(total)
 
     def _add(self, unit: int, integers: Tensor) -> None:
         if unit in self.integers:
@@ -89,36 +112,40 @@ class ExactSum:
             self.integers[unit] = integers
 
 
-def largest_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Returns the largest magnitude in each tensor. The host waits once."""
+def magnitudes_of(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Returns the largest magnitude in each tensor, and the smallest that is not 0.
+
+    The host waits once.
+    """
     if not tensors:
         return []
     home = tensors[0].device
-    norms = []
+    ends = []
     for tensor in tensors:
-        norm = torch.zeros((), dtype=torch.float64)
-        if tensor.numel():
-            norm = torch.linalg.vector_norm(tensor, math.inf).double()
-        norms.append(norm.to(home))
-    return torch.stack(norms).tolist()
+        magnitudes = tensor.abs() if tensor.numel() else tensor.new_zeros(1)
+        smallest = magnitudes.masked_fill(magnitudes == 0, math.inf).min()
+        ends.append(torch.stack([magnitudes.max(), smallest]).double().to(home))
+    numbers: list[list[float]] = torch.stack(ends).tolist()
+    return numbers
 
 
 def clip_exactly(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Clips gradients as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Clips gradients as ``torch.nn.utils.clip_grad_norm_`` does, and returns their norm in float64.
 
-    Their norm is the same for any cut of them into tensors, and for any order.
+    It is the same for any cut of them into tensors, and for any order.
     """
-    gradients = [_real(each.grad) for each in parameters if each.grad is not None]
-    norm = torch.tensor(_norm(gradients), dtype=torch.float64)
-    if gradients:
-        norm = norm.to(gradients[0])
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norm = _norm([*map(_real, gradients)])
+    factor = max_norm / (norm + 1e-6)  # nan if the norm is
+    if not factor >= 1:
+        foreach_multiply_(gradients, factor)
+    home = gradients[0].device if gradients else None
+    return torch.tensor(norm, dtype=torch.float64, device=home)
 
 
 def _norm(gradients: Sequence[Tensor]) -> float:
     """Returns the norm. Squares, over that of the largest element, are integers of 62 bits."""
-    magnitudes = largest_of(gradients)
+    magnitudes = [largest for largest, _ in magnitudes_of(gradients)]
     largest = max(magnitudes, default=0.0)
     if not all(map(math.isfinite, magnitudes)):
         return sum(magnitudes)
@@ -157,7 +184,6 @@ class ExactAccumulation(Accumulation):
         self._groups = sync
         self._rows = int(limit.value or 1)  # of a group
         self._trained = list(trained.values())
-        self._factor = power_of_two(weight_before) if kind.is_mean else 1.0
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []
         self._weights: list[Weight] = []
@@ -170,6 +196,7 @@ class ExactAccumulation(Accumulation):
         shards = itertools.chain(*plan)
         targets = [move_leaves(shard.targets.inputs, None) for shard in shards]
         kind = self.kind.of_batch(targets or run.batch.counted_targets, is_whole=run.is_whole)
+        self._has_kind = True
         self._weights.append(kind.weight)
         self._is_mean = self._is_mean and kind.is_mean
         self.run(run, plan, kind.sums)
@@ -180,10 +207,23 @@ class ExactAccumulation(Accumulation):
             raise RuntimeError(
                 "parameters have gradients of another backward, expected none before apply(): call optimizer.zero_grad()"
             )
+        before = {name: buffer.detach().clone() for name, buffer in self._buffers()}
         with self._groups.accumulating():
             for shards in plan:
                 # No variable keeps the losses, and their graph, during the next forward.
                 self._run_backwards(shards, self.forwards.run(shards, compute, run.outputs))
+        for name, buffer in self._buffers():
+            copy = before.get(name)
+            if copy is None or not torch.equal(buffer.to(copy), copy):
+                raise ValueError(
+                    f"reproducible='bits' with a forward that writes the buffer {name}, expected none, such as group norm in "
+                    "place of batch norm, or a buffer made before: each device would have values of its own rows"
+                )
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for part in (self.forwards.model.module, self.forwards.copies.criterion):
+            if isinstance(part, nn.Module):
+                yield from part.named_buffers()
 
     def plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns groups of rows, one for each device at a time."""
@@ -211,52 +251,64 @@ class ExactAccumulation(Accumulation):
             run_backward([], 1.0)  # raises an error that says what is missing
         present = settings()
         sums = self._join_devices()
+        if self._scaler is not None:  # It makes its tensors, also without rows.
+            scaled(torch.zeros((), device=self._device), self._scaler)
         reports = self._groups.gather(self._report(sums, present.digest()))
         _check_reports(reports)
-        self._set_gradients(sums, [report.units for report in reports])
         digests = zip(*(report.digest for report in reports), strict=True)
         present.check(*map(sum, digests))
+        totals = self._sum(sums, [report.units for report in reports])
         total = add_numbers([loss for report in reports for loss in report.losses])
         weight = add_numbers([weight for report in reports for weight in report.weights])
         weight = max(weight, self.kind.least)
-        true_divisor = weight if self._is_mean and weight else 1.0
-        mean = total / true_divisor if weight else math.nan
+        divisor = weight if self._is_mean and weight else 1.0
+        mean = total / divisor if weight else math.nan
         loss = torch.tensor(mean, dtype=self._dtype)
-        factor = self._factor / true_divisor
         loss = loss.to(self._device)
-        return Reduced(loss, weight, factor, self.sync, self.kind, self._logged)
+        reduced = Reduced(loss, weight, 1.0, self.sync, self.kind, self._logged)
+        self._set_gradients(totals, divisor)
+        self._groups.confirm()
+        return reduced
 
     reduce = finish
 
     def _run_backwards(self, shards: Sequence[Shard], losses: list[LossSum]) -> None:
         """Runs the backward of each group. Those of one device run one after the other."""
-        by_device: dict[torch.device, list[Tensor]] = {}
+        by_device: dict[torch.device, list[tuple[Tensor, float]]] = {}
         for shard, loss in zip(shards, losses, strict=True):
-            by_device.setdefault(shard.device, []).append(loss.total)
             if loss.logged:
                 self._logged.append(loss.logged)
-            self._losses.append(loss.total.detach())
             # A sum counts, but is not divided.
-            self._weights.append(1.0 if loss.weight is None else loss.weight)
+            weight = 1.0 if loss.weight is None else float(loss.weight)
+            divisor = float(power_of_two(weight)) if self._is_mean else 1.0
+            by_device.setdefault(shard.device, []).append((loss.total, divisor))
+            self._losses.append(loss.total.detach())
+            self._weights.append(weight)
         for turn in itertools.zip_longest(*by_device.values()):
-            roots = [loss for loss in turn if loss is not None and loss.requires_grad]
+            present = dict(zip(by_device, turn, strict=True))
+            groups = {device: group for device, group in present.items() if group is not None}
+            roots = [
+                scaled(loss / divisor, self._scaler)
+                for loss, divisor in groups.values()
+                if loss.requires_grad
+            ]
             if roots:
                 self._has_graph = True
-                roots = [scaled(root, self._scaler) for root in roots]
-                self._groups.backward(roots, self._factor, None)
-                self._count_gradients()
+                self._groups.backward(roots, 1.0, None)
+                self._count_gradients({device: factor for device, (_, factor) in groups.items()})
 
     @torch.no_grad()
-    def _count_gradients(self) -> None:
-        """Adds the gradients of one group on each device."""
+    def _count_gradients(self, factors: Mapping[torch.device, float]) -> None:
+        """Adds the gradients of one group on each device, times its factor."""
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for parameter, gradient in self._groups.take(self._trained):
             by_device.setdefault(gradient.device, []).append((parameter, _real(gradient)))
         for device, pairs in by_device.items():
             sums = self._sums.setdefault(device, {})
-            magnitudes = largest_of([gradient for _, gradient in pairs])
-            for (parameter, gradient), largest in zip(pairs, magnitudes, strict=True):
-                sums.setdefault(parameter, ExactSum()).add(gradient, largest)
+            magnitudes = magnitudes_of([gradient for _, gradient in pairs])
+            for (parameter, gradient), (largest, smallest) in zip(pairs, magnitudes, strict=True):
+                total = sums.setdefault(parameter, ExactSum())
+                total.add(gradient, largest, smallest, factors[device])
 
     @torch.no_grad()
     def _join_devices(self) -> list[ExactSum | None]:
@@ -280,47 +332,51 @@ class ExactAccumulation(Accumulation):
             [*map(float, self._weights)],
             [None if each is None else [*each.integers] for each in sums],
             digest,
-            "" if is_alone else "the module or the criterion communicates with other ranks",
+            "" if is_alone else _COMMUNICATES,
         )
 
     @torch.no_grad()
-    def _set_gradients(
+    def _sum(
         self, sums: list[ExactSum | None], units: Sequence[Sequence[Sequence[int] | None]]
-    ) -> None:
-        """Adds the sums of all ranks, and makes them gradients, one after the other."""
+    ) -> list[tuple[Tensor, ExactSum]]:
+        """Returns the sum over all ranks for each parameter with a gradient."""
         totals: list[tuple[Tensor, ExactSum]] = []
+        units_of_totals: list[set[int]] = []
+        sizes: list[int] = []
         for number, parameter in enumerate(self._trained):
             of_ranks = [of_rank[number] for of_rank in units]
-            if all(each is None for each in of_ranks):
-                continue  # No rank has a gradient.
-            total = sums[number] or ExactSum()
-            everywhere = set(itertools.chain(*filter(None, of_ranks)))
-            total.complete(everywhere, _real(parameter))
-            totals.append((parameter, total))
+            if any(each is not None for each in of_ranks):
+                totals.append((parameter, sums[number] or ExactSum()))
+                units_of_totals.append(set(itertools.chain(*filter(None, of_ranks))))
+                sizes += [_real(parameter).numel()] * len(units_of_totals[-1])
         sums.clear()
-        integers: list[Tensor] = []
-        for _, total in totals:
-            integers += total.integers.values()
-        self._groups.reduce(integers)
-        integers.clear()
-        while totals:  # Integers are freed as gradients take their place.
+
+        def integers() -> Iterator[Tensor]:
+            for (parameter, total), everywhere in zip(totals, units_of_totals, strict=True):
+                total.complete(everywhere, _real(parameter))
+                yield from total.integers.values()
+
+        self._groups.reduce(sizes, integers())
+        return totals
+
+    @torch.no_grad()
+    def _set_gradients(self, totals: list[tuple[Tensor, ExactSum]], divisor: float) -> None:
+        """Makes sums gradients, one after the other. Integers are freed as these take their place."""
+        while totals:
             parameter, total = totals.pop()
             gradient = torch.empty_like(parameter)
-            total.write(_real(gradient))
+            real = _real(gradient)
+            quotient = torch.zeros_like(real, dtype=torch.float64)
+            total.write(quotient)
+            real.copy_(quotient.div_(divisor))
             accumulate([parameter], {0: gradient})
             del total
 
 
 def _check_reports(reports: Sequence[GroupReport]) -> None:
-    """Raises an error on all ranks if one has failed, or if there are too many groups."""
-    failures = [report for report in reports if report.failure]
-    if failures:
-        first = failures[0]
-        kind = torch.OutOfMemoryError if first.is_out_of_memory else RuntimeError
-        raise kind(
-            f"{len(failures)} of {len(reports)} ranks failed ({first.failure}), expected none: repeat the step, nothing was "
-            "updated"
-        )
+    """Raises an error on all ranks if one is refused, or if there are too many groups."""
+    for refusal in filter(None, [report.refusal for report in reports]):
+        raise RuntimeError(refusal)
     groups = sum(len(report.losses) for report in reports)
     if groups > _MOST_GROUPS:
         raise ValueError(

@@ -16,7 +16,8 @@ import torch
 from ..loss.copies import Calls
 from ..loss.coupled import CoupledLoss
 from ..loss.sums import LossSum
-from .recovery import ElsewhereOutOfMemory, retrying_allocations
+from ..runtime.collectives import ElsewhereFailure, tell_failure
+from .recovery import retrying_allocations
 from .settings import Settings
 from .snapshot import Snapshot, explain_writes, record_versions
 from .update import Accumulation, Attempt, BatchRun, Reduced
@@ -43,8 +44,8 @@ class TwoPasses(Attempt):
         self._may_split = may_split
         self._runs: list[BatchRun] = []
         self._loss: CoupledLoss | None = None
-        self._is_single = False  # there is one pass
-        self._has_agreed = False  # The ranks go on, or all of them run again.
+        self._has_begun = False  # The ranks have agreed on the number of passes.
+        self._has_run = False  # The forwards of the first pass are over.
 
     def add(self, run: BatchRun) -> None:
         """Keeps a batch."""
@@ -57,28 +58,28 @@ class TwoPasses(Attempt):
         """
         kind = self._accumulation.kind
         home = self._forwards.model.devices[0]
-        with self._telling_ranks():
-            is_single = (
-                len(self._runs) == 1
-                and self._runs[0].is_whole
-                and len(self._accumulation.plan(self._runs[0])) == 1
+        is_single = (
+            len(self._runs) == 1
+            and self._runs[0].is_whole
+            and len(self._accumulation.plan(self._runs[0])) == 1
+        )
+        self._loss = loss = kind.loss(
+            self._forwards.copies, home, is_split=self._may_split or not is_single
+        )
+        is_single = bool(self.sync.smallest(is_single))
+        self._has_begun = True
+        if is_single:
+            self._accumulation.run(
+                self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once
             )
-            self._loss = loss = kind.loss(
-                self._forwards.copies, home, is_split=self._may_split or not is_single
-            )
-            self._is_single = bool(self.sync.smallest(is_single))
-            if self._is_single:
-                self._accumulation.run(
-                    self._runs[0], self._accumulation.plan(self._runs[0]), self._losses_at_once
-                )
-                return
-            if self._forwards.state is not None:
-                self._forwards.state.open()
-            with self._undone():
-                for run in self._runs:
-                    for shards in self._accumulation.plan(run):
-                        self._forwards.run(shards, loss.collect)
-            self._differentiate(loss)
+            return
+        if self._forwards.state is not None:
+            self._forwards.state.open()
+        with self._undone():
+            for run in self._runs:
+                for shards in self._accumulation.plan(run):
+                    self._forwards.run(shards, loss.collect)
+        self._differentiate(loss)
         for run in self._runs:
             self._accumulation.run(run, self._accumulation.plan(run), loss.hand_back)
 
@@ -126,38 +127,20 @@ class TwoPasses(Attempt):
         """Computes the derivatives of the loss of all ranks, after all of them have run their
         forwards.
         """
-        self._agree("")
+        self._has_run = True
         devices = self._forwards.model.devices
         precision = self._forwards.precision
-        # Ranks have agreed to go on, so none of them must fail from here on.
+        # The others cannot be told of a failure here, until they have all parts.
         with retrying_allocations(devices if self._is_auto else ()), precision.autocast(devices):
             loss.differentiate(precision.scaler)
 
-    @contextlib.contextmanager
-    def _telling_ranks(self) -> Iterator[None]:
-        """Tells the other ranks if this one runs out of memory in the block, before they
-        differentiate.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if self._is_auto and not self._has_agreed:
-                self.sync.abandon()  # raises if the other ranks cannot be told
-                # others may wait for this rank in their first forward
-                with torch.set_grad_enabled(self._is_single):
-                    for _ in self.sync.forwards_without_rows(is_reduced=False):
-                        pass
-                self._agree(str(error))
-            raise
-
-    def _agree(self, failure: str) -> None:
-        """Raises ``torch.OutOfMemoryError`` on all ranks if one has run out of memory, and would
-        run its batches again.
-        """
-        self._has_agreed = True
-        if self._is_auto and not self.sync.smallest(0 if failure else 1):
-            raise (
-                torch.OutOfMemoryError(failure)
-                if failure
-                else ElsewhereOutOfMemory("another rank ran out of memory")
-            )
+    def discard(self, error: BaseException) -> bool:
+        """Drops the gradients of this rank. Others wait for its part of the loss, if it has none."""
+        is_shared = self._loss is not None and self._loss.is_shared
+        if is_shared or isinstance(error, ElsewhereFailure):
+            return self.sync.discard(error)
+        if self._has_run or (self._forwards.copies.collectives.asks and not self._runs):
+            tell_failure(error)
+        else:
+            self.sync.tell(error, has_begun=self._has_begun)
+        return self.sync.discard(ElsewhereFailure())

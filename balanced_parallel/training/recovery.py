@@ -1,6 +1,6 @@
 """Recovery from an out of memory: the same effective batch runs again in smaller micro-batches::
 
-    rank 0   forward | backward | out of memory      abandon | put back | forward | backward | ...
+    rank 0   forward | backward | out of memory      discard | put back | forward | backward | ...
     rank 1   forward | backward | forward | backward  finish | put back | forward | backward | ...
 
 All ranks learn of it in the all-reduce of their losses. Nothing is updated before.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.collectives import rank
+from ..runtime.collectives import ElsewhereOutOfMemory, rank
 from ..runtime.devices import accelerators
 from ..runtime.torch_private import TorchDispatchMode
 from ..savings.saving import advice
@@ -28,10 +28,6 @@ from .update import Attempt, BatchRun, Forwards, Limit, Reduced
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
-
-
-class ElsewhereOutOfMemory(torch.OutOfMemoryError):
-    """Another rank is out of memory."""
 
 
 class Recovery:
@@ -95,9 +91,9 @@ class Recovery:
             )
         return reduced
 
-    def discard(self, error: BaseException) -> None:
+    def discard(self, error: BaseException) -> bool:
         """Drops all gradients."""
-        self._sync.discard(error)
+        return (self._work or self._sync).discard(error)
 
     def _add(self, run: BatchRun) -> None:
         self._try(lambda attempt: attempt.add(run))
@@ -112,23 +108,20 @@ class Recovery:
                 work(self._opened())
             except torch.OutOfMemoryError as error:
                 self._is_local = not isinstance(error, ElsewhereOutOfMemory)
-                self._keep(error)
+                if self._keep(error):
+                    raise
 
     def _reduce(self, settings: Callable[[], Settings]) -> Reduced | None:
-        """Reduces all gradients, or tells the other ranks that memory was too small, and returns
-        None.
-        """
+        """Reduces all gradients, or returns None if memory was too small on any rank."""
         if self._reason:
-            sync = self._sync.abandon()
-            if sync is None:
-                return None
-            self._sync = sync
+            return None
         try:
             # None of the ranks must fail after their agreement.
             with retrying_allocations(self._devices):
                 return self._opened().reduce(settings)
         except torch.OutOfMemoryError as error:
-            self._keep(error)
+            if self._keep(error):
+                raise
             return None
 
     def _opened(self) -> Attempt:
@@ -136,14 +129,15 @@ class Recovery:
             self._work = self._attempt(self._sync)
         return self._work
 
-    def _keep(self, error: torch.OutOfMemoryError) -> None:
+    def _keep(self, error: torch.OutOfMemoryError) -> bool:
         """Keeps the reason of an out of memory, without its traceback, which holds memory.
 
-        Drops all gradients.
+        Drops all gradients, and tells the other ranks. Returns True if they have agreed to update.
         """
         self._reason = self._reason or str(error) or type(error).__name__
+        has_agreed = self.discard(error)
         self._work = None
-        self._sync.discard(error)
+        return has_agreed
 
     def _restart(self) -> None:
         """Puts everything back, and runs all batches with a smaller limit, the same on all ranks."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..batch import containers
 from ..batch.rows import Batch, ParallelModel, Shard
 from ..loss.kinds import Kind
-from ..runtime.collectives import gather_objects, rank, world_size
+from ..runtime.collectives import gather_objects, rank, tell_failure, world_size
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
 from .settings import Settings
@@ -31,11 +31,10 @@ from .update import BatchRun, Compute, Forwards, Reduced, Work
 class RandomByRow:
     """The random numbers of a :class:`TrainStep` with ``reproducible=True``.
 
-    ``before`` is for what the small forwards change. If the step ``is_exact``, no buffer may change
-    in a forward: each device would have its own.
+    ``before`` is for what the small forwards change.
     """
 
-    def __init__(self, model: ParallelModel, before: Snapshot, *, is_exact: bool) -> None:
+    def __init__(self, model: ParallelModel, before: Snapshot) -> None:
         if draws_in_compiled_code(model.module):
             raise ValueError(
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
@@ -43,7 +42,6 @@ class RandomByRow:
             )
         self._device = model.devices[0]
         self._before = before
-        self._is_exact = is_exact
         # walked once: a thousand modules take almost a millisecond
         self._modules = list(model.modules())
         self.draws: dict[Hashable, list[Draw]] = {}  # the draws of each kind of batch that has run
@@ -70,12 +68,6 @@ class RandomByRow:
                     # One row is repeated where rows have lengths of their own.
                     distinct = 1 if batch.pads else batch.rows or 0
                     run(batch.shard([row % distinct for row in range(count)], self._device))
-            buffer = self._before.find_changed_buffer() if self._is_exact else ""
-            if buffer:
-                raise ValueError(
-                    f"reproducible='bits' with a forward that writes the buffer {buffer}, expected none, such as group norm in "
-                    "place of batch norm: each device would have values of its own rows"
-                )
         except torch.OutOfMemoryError as error:
             error.add_note(
                 "reproducible=True runs two and three rows of its first batch without gradients, expected memory for them on the "
@@ -172,16 +164,17 @@ class NumberedRows:
             self._update.end()
         return reduced
 
-    def discard(self, error: BaseException) -> None:
-        """Drops all gradients.
+    def discard(self, error: BaseException) -> bool:
+        """Drops all gradients. Other ranks may wait for the number of rows.
 
         The CPU's generator is where it was before the update, for a repetition.
         """
-        if self._work is not None:
-            self._work.discard(error)
+        torch.set_rng_state(self._state_before)
         if self._update is not None:
             self._update.end()
-            torch.set_rng_state(self._state_before)
+            return self._opened().discard(error)
+        tell_failure(error)
+        return False
 
     def _check_groups(self, counts: Sequence[int]) -> None:
         """Raises ``ValueError`` if rows of several ranks or batches would be in one group."""

@@ -86,22 +86,6 @@ class Snapshot:
         if writes := explain_writes(self.uncopied):
             raise RuntimeError(writes)
 
-    def find_changed_buffer(self) -> str:
-        """Returns the name of a buffer with other values than at :meth:`take`, or nothing."""
-        copies = iter(self._copies)
-        for part, before in self._buffers:
-            for name, buffer in before.items():
-                present = part.get(name)
-                if buffer is None:
-                    is_same = present is None
-                else:
-                    copy = next(copies)
-                    # It may be on another device, as the weights of a criterion.
-                    is_same = present is not None and torch.equal(present.to(copy), copy)
-                if not is_same:
-                    return name
-        return ""
-
     def learn(self) -> None:
         """Notes the parameters that were written since :meth:`take`, which copies them from now on."""
         now = versions([parameter for parameter, _ in self.uncopied])

@@ -96,7 +96,8 @@ class TrainStep:
     Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make
     the same sequence of ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update.
     Shards (FSDP) are reduced in every micro-batch where whole gradients do not fit. A failure of
-    DDP raises on every rank.
+    one rank raises on every rank, and the step can be repeated, but not one inside of a block of
+    FSDP2: the others wait for it.
 
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
@@ -210,11 +211,7 @@ class TrainStep:
         self._before_update = Snapshot([model, criterion], devices)  # An update may run again.
         # Forwards without a graph are undone.
         self._before_pass = Snapshot([model, criterion], devices)
-        self._by_row = (
-            RandomByRow(self.model, self._before_pass, is_exact=self._is_exact)
-            if reproducible
-            else None
-        )
+        self._by_row = RandomByRow(self.model, self._before_pass) if reproducible else None
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
@@ -339,11 +336,7 @@ class TrainStep:
         gradients are of.
         """
         if not self._has_compared:
-            if self._has_ranks:
-                self._settings().compare()
-            if self._may_split or not is_last:
-                _warn_of_hooks(self.model)
-            self._has_compared = True
+            self._compare(is_last=is_last)
         around: AbstractContextManager[None] = nullcontext()
         if self._by_row is None:
             around = self._strategy.random_numbers(is_last=is_last)
@@ -355,10 +348,28 @@ class TrainStep:
         with hooks, window(self.model, self.criterion, in_step=True), names, around:
             update = self._update or self._begin()
             self._update = None
-            with update.dropped_by_errors():
-                yield update, hooks
+            try:
+                with update.dropped_by_errors():
+                    yield update, hooks
+            except BaseException as error:
+                if update.has_parted:  # The other ranks learn of it in the next reduction.
+                    failure = f"failed with {type(error).__name__}: {error}"
+                    self._last = self._last._replace(failure=failure)
+                raise
         if not is_last:
             self._update = update
+
+    def _compare(self, *, is_last: bool) -> None:
+        """Compares the settings of the ranks, before the first update."""
+        try:
+            if self._has_ranks:
+                self._settings().compare()
+        except BaseException as error:
+            collectives.tell_failure(error)
+            raise
+        if self._may_split or not is_last:
+            _warn_of_hooks(self.model)
+        self._has_compared = True
 
     def _begin(self) -> Update:
         """Returns a new update. The work on its batches is chosen from the settings."""
@@ -444,8 +455,6 @@ class TrainStep:
                     norm = norm or math.inf  # It is computed.
                 optimizers.run(reduced.sync, reduced.factor, self.precision.scaler, norm)
         except BaseException as error:
-            # The other ranks learn of it in the next reduction.
-            self._last = self._last._replace(failure=f"failed with {type(error).__name__}: {error}")
             error.add_note(
                 "This was the optimizer's step, which may have changed some parameters and not others: go on from a checkpoint. "
                 "If memory ran out, BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
@@ -612,7 +621,7 @@ def _warn_of_hooks(model: ParallelModel) -> None:
         warnings.warn(
             f"{names[0] or 'the model'} has a hook of its backward, which gets gradients of one micro-batch, replica or rank, "
             "expected a hook that changes nothing, or one of a parameter, called once per update (docs/limits.md)",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -94,18 +94,20 @@ class UpdateSync(Protocol):
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
 
-    def abandon(self) -> "UpdateSync | None":
-        """Gives the update up, after this process ran out of memory and :meth:`discard` was called.
+    def tell(self, error: BaseException, *, has_begun: bool) -> None:
+        """Tells other processes of a failure, which wait in :func:`gather_objects`.
 
-        If other processes wait in their reduction, the result takes part in it, tells them, and
-        raises in :meth:`finish`.
+        They have run forwards before, if this ``has_begun``.
         """
+        return
 
-    def discard(self, error: BaseException) -> None:
+    def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
         """Forgets the gradients that are not reduced yet, after a failure.
 
-        Processes that wait for them are told.
+        Processes that do not know of it are told. Returns True if they have agreed to update.
+        ``divide`` takes part in their :meth:`divisor`, unless this process has.
         """
+        return False
 
 
 class GroupReport(NamedTuple):
@@ -116,8 +118,7 @@ class GroupReport(NamedTuple):
     # The units of the gradients of each parameter; None for an unused parameter.
     units: Sequence[Sequence[int] | None] = ()
     digest: Sequence[float] = ()  # The settings.
-    failure: str = ""
-    is_out_of_memory: bool = False  # the kind of the failure
+    refusal: str = ""
 
 
 class GroupSync(UpdateSync, Protocol):
@@ -129,8 +130,12 @@ class GroupSync(UpdateSync, Protocol):
     def gather(self, report: GroupReport) -> list[GroupReport]:
         """Returns the reports of all processes."""
 
-    def reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Sums tensors of integers over all processes, in place."""
+    def reduce(self, sizes: Sequence[int], tensors: Iterator[Tensor]) -> None:
+        """Sums tensors of integers, with these numbers of elements, over all processes, in place."""
+
+    def confirm(self) -> None:
+        """Tells that this process has its gradients. Raises an error if another one has not."""
+        return
 
 
 @functools.singledispatch

@@ -33,6 +33,7 @@ from ..loss.copies import Calls, CriterionCopies
 from ..loss.entries import LoggedMeans
 from ..loss.kinds import Kind
 from ..loss.sums import LossSum, Weight, add_up
+from ..runtime.collectives import ElsewhereFailure, tell_failure
 from ..runtime.devices import move, start_copy
 from ..runtime.values import Precision, scaled
 from .forward_state import ForwardState
@@ -91,8 +92,12 @@ class Work(Protocol):
         ``settings`` returns those of this rank, which the ranks compare.
         """
 
-    def discard(self, error: BaseException) -> None:
-        """Drops all gradients, after an error."""
+    def discard(self, error: BaseException) -> bool:
+        """Drops all gradients, after an error. Other ranks are told.
+
+        Returns True if they have agreed to update.
+        """
+        return False
 
 
 class Attempt(Work, Protocol):
@@ -105,10 +110,6 @@ class Attempt(Work, Protocol):
 
     def reduce(self, settings: Callable[[], Settings]) -> Reduced:
         """Reduces all gradients, the second part of :meth:`finish`. All ranks call this."""
-
-    def discard(self, error: BaseException) -> None:
-        """Drops the gradients of this rank. Ranks that wait for them are told."""
-        self.sync.discard(error)
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class Accumulation(Attempt):
         self._weight: Weight = 0.0
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self._is_reduced = False  # over replicas and ranks: nothing can be added
+        self._has_kind = False  # Ranks have agreed on the kind of the loss.
         self._is_mean = kind.is_mean
         self._scaler = forwards.precision.scaler
         autocasts = (
@@ -206,6 +208,7 @@ class Accumulation(Attempt):
         kind = self.kind.of_batch(run.batch.counted_targets, is_whole=run.is_whole)
         if run.batch.pads:
             run.batch.check_weight(lambda *targets: kind.weight_of(targets))
+        self._has_kind = True
         self._add_weight(kind.weight)
         self._is_mean = self._is_mean and kind.is_mean
         self.run(run, plan, kind.sums)
@@ -260,6 +263,19 @@ class Accumulation(Attempt):
 
     reduce = finish  # nothing was kept
 
+    def discard(self, error: BaseException) -> bool:
+        """Drops the gradients of this rank. Others may wait for its part in the kind of the loss."""
+        asks = self.kind.asks or self.forwards.copies.collectives.asks
+        if asks and not self._has_kind:
+            tell_failure(error)
+            error = ElsewhereFailure()
+        return self.sync.discard(error, self._divide)
+
+    def _divide(self) -> None:
+        """Takes part in the choice of the divisor, unless it is chosen."""
+        if self._divisor is None and self._is_mean:
+            self.sync.divisor(0.0, self._weight_before, self._in_float16)
+
     def _backward(self, losses: Sequence[LossSum], followers: int, *, is_last: bool) -> None:
         """Counts the losses of a micro-batch, one for each replica, and runs its backward.
 
@@ -306,6 +322,7 @@ class Update:
     def __init__(self, work: Work, optimizers: ParameterUpdate) -> None:
         self.optimizers = optimizers
         self.has_rows = False  # batches were added
+        self.has_parted = False  # It has failed here, and other ranks have made it.
         self._work: Work | None = work  # None after it has finished: optimizers may need its memory
         self._discard = work.discard
 
@@ -341,7 +358,7 @@ class Update:
                 )
             # Ranks that have ended cannot be told.
             with contextlib.suppress(RuntimeError):
-                self._discard(error)
+                self.has_parted = self._discard(error)
             self.optimizers.forget_gradients()
             raise
 

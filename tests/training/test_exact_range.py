@@ -1,0 +1,227 @@
+"""``TrainStep(reproducible="bits")``: the range of gradients, half precision, and buffers that a forward writes."""
+
+import pytest
+import torch
+from helpers.problems import build_net, class_targets
+from helpers.ranks import run_ranks
+from helpers.steps import make_step
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize, simulate
+from balanced_parallel.training import exact
+
+ROWS = 11
+BITS = {"micro_batch_size": 2, "reproducible": "bits"}
+
+
+def batch(rows=ROWS):
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(3)), class_targets(rows)
+
+
+# Range
+
+
+def column_updates(scales, reproducible, dtype=torch.float32, optimizer=torch.optim.Adam):
+    """Returns what three updates change in a weight whose columns have gradients of these sizes."""
+    torch.manual_seed(0)
+    net = nn.Linear(len(scales), 3, bias=False).to(dtype)
+    nn.init.zeros_(net.weight)
+    model, criterion = parallelize(net, nn.MSELoss(), ["cpu"] * 2)
+    step = TrainStep(model, criterion, optimizer(net.parameters(), lr=0.01), micro_batch_size=2, reproducible=reproducible)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        rows = torch.rand(ROWS, len(scales), generator=generator, dtype=torch.float64) + 0.5
+        step((rows * torch.tensor(scales, dtype=torch.float64)).to(dtype), torch.ones(ROWS, 3, dtype=dtype))
+    return net.weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [
+        (torch.float32, [1.0, 1e-8, 1e-14, 1e-18]),
+        (torch.float64, [1e30, 1.0, 1e-14, 1e-30]),
+        (torch.float64, [1e-36, 1e-40]),
+    ],
+)
+def test_small_elements_beside_large_ones_are_trained(dtype, scales):
+    def sgd(parameters, lr):
+        # The weights stay near 0, so the gradients are those of the rows.
+        return torch.optim.SGD(parameters, lr=1e-70)
+
+    for optimizer in (sgd,) if dtype == torch.float64 else (sgd, torch.optim.Adam):
+        expected = column_updates(scales, False, dtype, optimizer)
+        assert expected.all() or dtype == torch.float32
+        torch.testing.assert_close(column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0)
+
+
+def test_an_element_has_twelve_bits_at_least():
+    exponents = torch.arange(0, -1000, -1, dtype=torch.float64)
+    for gradient in (1.5 * 2.0**exponents, 1.99999 * 2.0**exponents):
+        total, result = exact.ExactSum(), torch.zeros_like(gradient)
+        total.add(gradient, *exact.magnitudes_of([gradient])[0])
+        total.write(result)
+        torch.testing.assert_close(result, gradient, rtol=2.0**-11, atol=0)
+
+
+# Half precision
+
+
+def test_the_first_update_of_fp16_is_made():
+    """Gradients of a sum of 4,096 rows would be infinite in float16."""
+    changes = []
+    for reproducible in (False, "bits"):
+        net = build_net()
+        before = net[0].weight.detach().clone()
+        model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        settings = {"precision": "fp16", "micro_batch_size": 512, "reproducible": reproducible}
+        step = TrainStep(model, criterion, optimizer, **settings)
+        step(*batch(4096))
+        changes.append(net[0].weight.detach() - before)
+    assert changes[1].abs().max() > 1e-3
+    torch.testing.assert_close(changes[1], changes[0], rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_half_precision_have_the_gradients_of_the_mean(dtype):
+    """The sum of the gradients, and the square of their norm, are above 65504."""
+    results = []
+    for kind in (torch.float64, dtype):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3, bias=False)
+        with torch.no_grad():
+            net.weight.copy_(net.weight.to(dtype))
+        net = net.to(kind)
+        step = make_step(net, nn.MSELoss(), lr=0.0, max_grad_norm=500.0, **BITS)
+        inputs = torch.linspace(-1, 3, 4096 * 4, dtype=torch.float64).view(4096, 4).to(dtype).to(kind) * 16
+        step.micro_batch_size = 64
+        step(inputs, torch.full((4096, 3), -64.0, dtype=kind))
+        results.append((net.weight.grad.double(), step.grad_norm))
+    (expected, norm), (found, found_norm) = results
+    assert norm > 500
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=1)
+    torch.testing.assert_close(found_norm.double(), norm.double(), rtol=0.02, atol=0)
+
+
+def train_with_an_empty_rank(rank):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 5)
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16", **BITS)
+    rows = slice(0, 0 if rank else ROWS)
+    losses = [step(*(part[rows] for part in batch())).item() for _ in range(3)]
+    return losses, step.digest()
+
+
+def test_a_rank_without_rows_in_the_first_update_of_fp16_updates_too():
+    first, second = run_ranks(2, train_with_an_empty_rank)
+    assert first == second
+    assert first[0][2] < first[0][0]
+
+
+# Buffers
+
+
+class Writing(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.layer, self.write = nn.Linear(4, 5), write
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("later", None)
+
+    def forward(self, rows):
+        output = self.layer(rows)
+        self.write(self, output.detach())
+        return output - self.mean
+
+
+def write_with_gradients(module, output):
+    if torch.is_grad_enabled():
+        module.mean.mul_(0.9).add_(output.mean(0), alpha=0.1)
+
+
+def write_data_with_gradients(module, output):
+    if torch.is_grad_enabled():
+        module.mean.data.add_(output.mean(0))
+
+
+def write_from_four_rows(module, output):
+    if len(output) > 3:
+        module.mean.add_(output.mean(0))
+
+
+def replace(module, output):
+    if torch.is_grad_enabled():
+        module.mean = module.mean + output.mean(0)
+
+
+def register(module, output):
+    if not hasattr(module, "first"):
+        module.register_buffer("first", output.mean(0))
+
+
+def fill(module, output):
+    if module.later is None:
+        module.later = output.mean(0)
+
+
+WRITES = [write_with_gradients, write_data_with_gradients, write_from_four_rows, replace, register, fill]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_buffers_that_groups_write_are_refused(write):
+    with simulate(3):
+        step = make_step(Writing(write), devices=["sim:0", "sim:1", "sim:2"], micro_batch_size=4, reproducible="bits")
+        before = [each.detach().clone() for each in step.model.parameters()]
+        with pytest.raises(ValueError, match="with a forward that writes the buffer (mean|first|later), expected"):
+            step(*batch(14))
+        assert all(map(torch.equal, before, step.model.parameters()))
+
+
+def test_buffers_that_a_criterion_writes_are_refused():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, output, labels):
+            if torch.is_grad_enabled():
+                self.count += 1
+            return nn.functional.cross_entropy(output, labels)
+
+    step = make_step(build_net(), Loss(), **BITS)
+    with pytest.raises(ValueError, match="writes the buffer count"):
+        step(*batch())
+
+
+def test_buffers_that_are_read_or_written_with_their_values_are_not_refused():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, rows):
+            self.scale = torch.tensor(2.0, device=rows.device)
+            return self.layer(rows) * self.scale
+
+    step = make_step(Cached(), **BITS)
+    losses = [step(*batch()) for _ in range(3)]
+    assert losses[2] < losses[0]
+
+
+def write_on_ranks(rank):
+    model, criterion = parallelize(Writing(write_with_gradients), nn.CrossEntropyLoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)
+    rows = slice(0, 4) if rank == 0 else slice(4, ROWS)
+    with pytest.raises((ValueError, RuntimeError), match="writes the buffer mean"):
+        step(*(part[rows] for part in batch()))
+    model, criterion = parallelize(Writing(lambda *_: None), nn.CrossEntropyLoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **BITS)
+    step(*(part[rows] for part in batch()))
+    return step.digest()
+
+
+def test_buffers_that_groups_of_ranks_write_are_refused():
+    first, second = run_ranks(2, write_on_ranks)
+    assert first == second
