@@ -50,7 +50,10 @@ from ..runtime.torch_private import (
     base_of,
     current_backward_id,
     is_sharded,
+    parameters_of,
     run_after_backward,
+    storage_id,
+    versions,
     without_compilation,
 )
 from ..runtime.values import Precision, forget_gradients
@@ -156,17 +159,18 @@ class ShardedModel(RankModel):
         function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
+        self.gradients.refuse_writes()
         if not torch.is_grad_enabled():
-            self.units[-1].reshard()  # The module has its shards again after an evaluation.
+            if not in_step:  # The module has its shards again after an evaluation.
+                self.units[-1].reshard()
             self.gradients.compare_blocks()
         zero = None if in_step else zero_of(self._sentinel, *self.gradients.parameters)
-        begin = functools.partial(self._begin_backward, in_step, self.gradients.is_dummy)
-        return watch_output(output, zero, begin)
+        return watch_output(output, zero, functools.partial(self._begin_backward, in_step))
 
-    def _begin_backward(self, in_step: bool, is_dummy: bool) -> None:
+    def _begin_backward(self, in_step: bool) -> None:
         if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
             self.gradients.refuse_requests()
-        self.gradients.begin(is_dummy=is_dummy)
+        self.gradients.begin()
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
@@ -379,6 +383,11 @@ def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
 
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
 
+WRITTEN = (
+    "{} was written while FSDP2 had gathered it, as by a forward, so the write is lost: expected a parametrization "
+    "(torch.nn.utils.parametrize), or a write after the update, in torch.no_grad()"
+)
+
 
 class ShardedGradients(GradientRecord):
     """Completes the gradients of sharded modules in every backward.
@@ -393,8 +402,14 @@ class ShardedGradients(GradientRecord):
     def __init__(self, group: collectives.Group) -> None:
         super().__init__([], group)
         self.has_run = False  # FSDP2 has begun
-        # The present forward has no rows of this rank: its gradients are zeros.
-        self.is_dummy = False
+        # The present forward has no rows of this rank.
+        self._is_dummy = False
+        # Places of parameters in such a forward: module, name, parameter, and the copy there.
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._names: dict[int, str] = {}  # of all parameters, by id
+        # Gathered parameters by name, and what a write changes of each: version and memory.
+        self._whole: dict[str, Tensor] = {}
+        self._unwritten: list[tuple[int, int]] = []
         self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
         # Blocks in the order in which they began to run, since the last backward or evaluation.
         self._ran: list[str] = []
@@ -402,7 +417,6 @@ class ShardedGradients(GradientRecord):
         self._units: list[list[Slot]] = []  # the parameters of each sharded module
         self._scalars: list[int] = []  # Parameters that each rank has whole.
         self._root: Any = None  # The last sharded module, which contains the others.
-        self._is_dummy = False  # The forwards of the running backward had no rows.
         self.begin_update()
 
     def begin_update(self) -> None:
@@ -427,25 +441,50 @@ class ShardedGradients(GradientRecord):
 
     @contextlib.contextmanager
     def of_dummy(self) -> Iterator[None]:
-        """Surrounds a forward that has no rows of this rank."""
-        self.is_dummy = True
+        """Surrounds a forward that has no rows of this rank.
+
+        It runs with copies of the parameters in the same memory, whose gradients nobody reads. So a
+        penalty on a parameter has its gradient on this rank too.
+        """
+        self._is_dummy = True
         try:
             yield
         finally:
-            self.is_dummy = False
+            self._is_dummy = False
+            for part, name, parameter, copy in self._replaced:
+                if getattr(part, name) is copy:  # not resharded
+                    setattr(part, name, parameter)
+            self._replaced = []
+
+    def _replace_parameters(self, unit: nn.Module) -> None:
+        copies: dict[int, nn.Parameter] = {}
+        for part in unit.modules():
+            for name, parameter in [*parameters_of(part).items()]:
+                if parameter is None or not parameter.requires_grad or is_sharded(parameter):
+                    continue
+                copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach()))
+                copy.register_post_accumulate_grad_hook(lambda each: forget_gradients([each]))
+                self._replaced.append((part, name, parameter, copy))
+                setattr(part, name, copy)
 
     def add(self, unit: Any, block: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were
         added before.
         """
-        others = set(map(id, self.parameters))
         slots = []
+        places: dict[str, tuple[nn.Module, str]] = {}
         for path, parameter in unit.named_parameters():
-            if parameter.requires_grad and id(parameter) not in others:
-                parent, _, name = path.rpartition(".")
+            if id(parameter) in self._names:
+                continue
+            parent, _, name = path.rpartition(".")
+            place = unit.get_submodule(parent), name
+            full_name = self._names[id(parameter)] = path if block == "root" else f"{block}.{path}"
+            if parameter.dim():
+                places[full_name] = place
+            if parameter.requires_grad:
                 number = len(self.parameters)
                 if parameter.dim():
-                    slots.append((number, unit.get_submodule(parent), name))
+                    slots.append((number, *place))
                 else:
                     self._scalars.append(number)
                 self.parameters.append(parameter)
@@ -453,13 +492,17 @@ class ShardedGradients(GradientRecord):
         self._root = unit
 
         def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
-            self.has_run = True
+            self.has_run = self.has_run or unit is self._root
             self._ran.append(block)
+            for name, place in places.items() if not places.keys() <= self._whole.keys() else ():
+                self._whole[name] = getattr(*place)
+                self._unwritten += _marks_of([self._whole[name]])
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a
             # checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
                 return
-            is_dummy = self.is_dummy
+            if self._is_dummy:
+                self._replace_parameters(unit)
             nested = torch_private.leaves_of_tree((inputs, kwargs))
             learned = [
                 value for value in nested if isinstance(value, Tensor) and value.requires_grad
@@ -468,19 +511,18 @@ class ShardedGradients(GradientRecord):
             # unit.
             if learned:
                 node: torch_private.Node = learned[0].grad_fn
-                node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
+                node.register_prehook(lambda gradients: self.complete(slots))
 
         # The hook of FSDP2 comes first. torch.compile leaves both out.
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
-    def begin(self, *, is_dummy: bool) -> None:
+    def begin(self) -> None:
         """Begins a backward.
 
         This runs before the hooks of FSDP2, so its callback at the end runs before theirs.
         """
         if self.begins_backward():
             self.compare_blocks()
-            self._is_dummy = True
             if self.is_by_hand:
                 self.begin_update()
                 self.used.update(
@@ -489,7 +531,6 @@ class ShardedGradients(GradientRecord):
                     if parameter.grad is not None
                 )
             run_after_backward(self._end)
-        self._is_dummy = self._is_dummy and is_dummy
 
     def compare_blocks(self) -> None:
         """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""
@@ -519,8 +560,15 @@ class ShardedGradients(GradientRecord):
                     "backward: call loss.backward(retain_graph=True) and read parameter.grad, which is right with each strategy"
                 )
 
-    def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
-        """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
+    def refuse_writes(self) -> None:
+        """Raises ``RuntimeError`` if a parameter was written where it is whole."""
+        marks = zip(self._whole, self._unwritten, _marks_of([*self._whole.values()]), strict=True)
+        for name, before, after in marks:
+            if before != after:
+                raise RuntimeError(WRITTEN.format(name))
+
+    def complete(self, slots: Sequence[Slot]) -> None:
+        """Sets the missing gradients of a unit to zeros."""
         if not slots or is_sharded(getattr(*slots[0][1:])):
             return  # This unit has not run, or is reduced already: it has shards.
         gradients: list[Tensor] = []
@@ -531,24 +579,20 @@ class ShardedGradients(GradientRecord):
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
                 gradient = _gradient_of(parameter)
-            elif is_dummy:
-                if not is_kept:
-                    gradient.zero_()
-            elif not is_kept or torch_private.versions([gradient]) != [version]:
+            elif not is_kept or versions([gradient]) != [version]:
                 self.used.add(number)
             gradients.append(gradient)
         if self._keeps_whole:
-            versions = torch_private.versions(gradients)
-            for (number, _, _), gradient, version in zip(slots, gradients, versions, strict=True):
+            marks = zip(slots, gradients, versions(gradients), strict=True)
+            for (number, _, _), gradient, version in marks:
                 self._whole_gradients[number] = TensorWeakRef(gradient), version
 
     def _end(self) -> None:
         for slots in self._units:  # FSDP2 reduces some at the end of the backward.
-            self.complete(slots, is_dummy=self._is_dummy)
-        if not self._is_dummy:
-            self.used.update(
-                number for number in self._scalars if self.parameters[number].grad is not None
-            )
+            self.complete(slots)
+        self.used.update(
+            number for number in self._scalars if self.parameters[number].grad is not None
+        )
         if self.is_by_hand:
             run_after_backward(self._end_by_hand)  # FSDP2's callback comes first.
 
@@ -568,6 +612,11 @@ class ShardedGradients(GradientRecord):
             total = collectives.sum_over_ranks(torch.stack([*map(widen, gradients)]))
             for gradient, mean in zip(gradients, total / collectives.world_size(), strict=True):
                 gradient.copy_(mean)
+
+
+def _marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    memories = [storage_id(tensor.untyped_storage()) for tensor in tensors]
+    return [*zip(versions(tensors), memories, strict=True)]
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:
