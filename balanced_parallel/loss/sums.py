@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..batch import containers
 from ..batch.containers import Leaf
-from ..runtime.collectives import explain_unwatched, sum_over_ranks, world_size
+from ..runtime.collectives import explain_unwatched, refuse_shards, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, widest_float
 from ..runtime.values import check_number, check_type
 
@@ -160,7 +160,10 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     local = divide(total * world_size(), divisor.to(total.dtype))
     loss = divide(whole, divisor).to(total.dtype)
     # whose gradient is that of this rank's part
-    return hand_back(loss, [torch.ones_like(local)], [local])
+    result = hand_back(loss, [torch.ones_like(local)], [local])
+    if result.requires_grad:
+        result.register_hook(refuse_shards)
+    return result
 
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:

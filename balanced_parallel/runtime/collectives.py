@@ -227,7 +227,10 @@ class OnCollective(torch_private.TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
-        """Runs an operator."""
+        """Runs an operator. Sharded parameters are refused: they may wait for other ranks."""
+        for value in args:
+            if isinstance(value, torch.nn.Parameter):
+                refuse_shards(value)
         if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
             self._act(function.__name__.partition(".")[0])
         return function(*args, **(kwargs or {}))
@@ -294,6 +297,15 @@ def refuse_unshared(parameters: Iterable[Tensor]) -> None:
                 f"the criterion has a parameter of shape {tuple(parameter.shape)} to train, whose gradient the ranks would not "
                 "share: pass the criterion to parallelize, beside the module; with strategy='fsdp' make it part of the module"
             )
+
+
+def refuse_shards(tensor: Tensor) -> None:
+    """Raises ``RuntimeError`` for a shard in a loss, or for its gradient."""
+    if torch_private.is_sharded(tensor):
+        raise RuntimeError(
+            "a loss uses sharded parameters, as in a penalty, expected a backward of its own for them, which is right with each "
+            "strategy: loss.backward(), then penalty(model.module).backward(); for TrainStep, return the penalty from forward"
+        )
 
 
 def explain_unwatched(tensors: Iterable[object]) -> str | None:

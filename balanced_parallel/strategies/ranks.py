@@ -353,6 +353,8 @@ class _Watch(torch.autograd.Function):
         if ctx.at_backward is not None:
             ctx.at_backward()
         present = [gradient for gradient in gradients if gradient is not None]
+        for gradient in present:
+            collectives.refuse_shards(gradient)
         if not torch.is_grad_enabled() or ctx.first is None or not present:
             return None, None, *gradients
         # A penalty of gradients has a backward that reaches parameters too: create_graph=True.
