@@ -216,13 +216,19 @@ _LINES = "the first difference"
 
 
 class OnCollective(torch_private.TorchDispatchMode):
-    """Calls a function with the name of each collective in its block, before it runs."""
+    """Calls a function with the name of each collective in its block, before it runs.
+
+    Calls another one with the tensor of each operator in place.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, act: Callable[[str], None]) -> None:
+    def __init__(
+        self, act: Callable[[str], None], write: Callable[[Tensor], None] | None = None
+    ) -> None:
         super().__init__()
         self._act = act
+        self._write = write
 
     def __torch_dispatch__(
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
@@ -233,6 +239,8 @@ class OnCollective(torch_private.TorchDispatchMode):
                 refuse_shards(value)
         if getattr(function, "namespace", None) in ("c10d", "_c10d_functional"):
             self._act(function.__name__.partition(".")[0])
+        elif self._write is not None and torch_private.is_in_place(function):
+            self._write(args[0])
         return function(*args, **(kwargs or {}))
 
 

@@ -179,6 +179,18 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def marks_of_writes(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Returns version counters and memory, which another ``tensor.data`` changes."""
+    memory = [storage_id(tensor.untyped_storage()) for tensor in tensors]
+    return [*zip(versions(tensors), memory, strict=True)]
+
+
+def is_in_place(function: Any) -> bool:
+    """Returns True for an operator that writes to its first argument."""
+    schema = getattr(function, "_schema", None)  # A higher-order operator has none.
+    return schema is not None and schema.is_mutable and schema.name.endswith("_")
+
+
 # Version counter, address, shape, dtype, and requires_grad.
 ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]
 

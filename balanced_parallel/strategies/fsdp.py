@@ -50,7 +50,7 @@ from ..runtime.torch_private import (
     base_of,
     current_backward_id,
     is_sharded,
-    parameters_of,
+    marks_of_writes,
     run_after_backward,
     storage_id,
     versions,
@@ -96,7 +96,7 @@ class ShardedModel(RankModel):
         self.module = module
         self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
-        self.gradients = ShardedGradients(self.group)
+        self.record = self.gradients = ShardedGradients(self.group)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
@@ -383,11 +383,6 @@ def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
 
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
 
-WRITTEN = (
-    "{} was written while FSDP2 had gathered it, as by a forward, so the write is lost: expected a parametrization "
-    "(torch.nn.utils.parametrize), or a write after the update, in torch.no_grad()"
-)
-
 
 class ShardedGradients(GradientRecord):
     """Completes the gradients of sharded modules in every backward.
@@ -404,12 +399,11 @@ class ShardedGradients(GradientRecord):
         self.has_run = False  # FSDP2 has begun
         # The present forward has no rows of this rank.
         self._is_dummy = False
-        # Places of parameters in such a forward: module, name, parameter, and the copy there.
-        self._replaced: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        self._names: dict[int, str] = {}  # of all parameters, by id
-        # Gathered parameters by name, and what a write changes of each: version and memory.
-        self._whole: dict[str, Tensor] = {}
-        self._unwritten: list[tuple[int, int]] = []
+        # Parameters that have copies in such a forward, with their places.
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        # Parameters as FSDP2 gathers them, and marks that a write changes.
+        self._whole: list[Tensor] = []
+        self._marks: list[tuple[int, int]] = []
         self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
         # Blocks in the order in which they began to run, since the last backward or evaluation.
         self._ran: list[str] = []
@@ -451,52 +445,45 @@ class ShardedGradients(GradientRecord):
             yield
         finally:
             self._is_dummy = False
-            for part, name, parameter, copy in self._replaced:
-                if getattr(part, name) is copy:  # not resharded
+            for part, name, parameter in self._replaced:
+                if not is_sharded(getattr(part, name)):
                     setattr(part, name, parameter)
             self._replaced = []
 
     def _replace_parameters(self, unit: nn.Module) -> None:
-        copies: dict[int, nn.Parameter] = {}
         for part in unit.modules():
-            for name, parameter in [*parameters_of(part).items()]:
-                if parameter is None or not parameter.requires_grad or is_sharded(parameter):
-                    continue
-                copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach()))
-                copy.register_post_accumulate_grad_hook(lambda each: forget_gradients([each]))
-                self._replaced.append((part, name, parameter, copy))
-                setattr(part, name, copy)
+            for name, parameter in [*part.named_parameters(recurse=False)]:
+                if parameter.requires_grad and not is_sharded(parameter):
+                    copy = nn.Parameter(parameter.detach())
+                    copy.register_post_accumulate_grad_hook(lambda each: forget_gradients([each]))
+                    setattr(part, name, copy)
+                    self._replaced.append((part, name, parameter))
 
     def add(self, unit: Any, block: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were
         added before.
         """
         slots = []
-        places: dict[str, tuple[nn.Module, str]] = {}
         for path, parameter in unit.named_parameters():
-            if id(parameter) in self._names:
-                continue
-            parent, _, name = path.rpartition(".")
-            place = unit.get_submodule(parent), name
-            full_name = self._names[id(parameter)] = path if block == "root" else f"{block}.{path}"
-            if parameter.dim():
-                places[full_name] = place
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in self.names:
+                parent, _, name = path.rpartition(".")
                 number = len(self.parameters)
                 if parameter.dim():
-                    slots.append((number, *place))
+                    slots.append((number, unit.get_submodule(parent), name))
                 else:
                     self._scalars.append(number)
                 self.parameters.append(parameter)
+                self.names[id(parameter)] = path
         self._units.append(slots)
         self._root = unit
+
+        firsts = [unit]
 
         def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
             self.has_run = self.has_run or unit is self._root
             self._ran.append(block)
-            for name, place in places.items() if not places.keys() <= self._whole.keys() else ():
-                self._whole[name] = getattr(*place)
-                self._unwritten += _marks_of([self._whole[name]])
+            while firsts:
+                self._note_gathered(firsts.pop(), block)
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a
             # checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
@@ -515,6 +502,14 @@ class ShardedGradients(GradientRecord):
 
         # The hook of FSDP2 comes first. torch.compile leaves both out.
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
+
+    def _note_gathered(self, unit: nn.Module, block: str) -> None:
+        """Notes the parameters of a unit in its first run, as FSDP2 has gathered them."""
+        for path, parameter in unit.named_parameters():
+            if not is_sharded(parameter) and parameter.dim():
+                self.names[id(parameter)] = f"{path} of {block}"
+                self._whole.append(parameter)
+                self._marks += marks_of_writes([parameter])
 
     def begin(self) -> None:
         """Begins a backward.
@@ -562,10 +557,22 @@ class ShardedGradients(GradientRecord):
 
     def refuse_writes(self) -> None:
         """Raises ``RuntimeError`` if a parameter was written where it is whole."""
-        marks = zip(self._whole, self._unwritten, _marks_of([*self._whole.values()]), strict=True)
-        for name, before, after in marks:
-            if before != after:
-                raise RuntimeError(WRITTEN.format(name))
+        marks = zip(self._whole, self._marks, marks_of_writes(self._whole), strict=True)
+        for parameter in [parameter for parameter, before, after in marks if before != after]:
+            self.refuse_write(parameter)
+
+    def refuse_write(self, tensor: Tensor) -> None:
+        """Raises ``RuntimeError`` if a parameter that FSDP2 has gathered has the memory of a tensor.
+
+        A write to it is lost.
+        """
+        memory = storage_id(tensor.untyped_storage())
+        for parameter in self._whole:
+            if storage_id(parameter.untyped_storage()) == memory:
+                raise RuntimeError(
+                    f"{self.names[id(parameter)]} was written while it was gathered by FSDP2, as by a forward, and that is lost: "
+                    "expected a parametrization (torch.nn.utils.parametrize), or a write after the update, in torch.no_grad()"
+                )
 
     def complete(self, slots: Sequence[Slot]) -> None:
         """Sets the missing gradients of a unit to zeros."""
@@ -612,11 +619,6 @@ class ShardedGradients(GradientRecord):
             total = collectives.sum_over_ranks(torch.stack([*map(widen, gradients)]))
             for gradient, mean in zip(gradients, total / collectives.world_size(), strict=True):
                 gradient.copy_(mean)
-
-
-def _marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    memories = [storage_id(tensor.untyped_storage()) for tensor in tensors]
-    return [*zip(versions(tensors), memories, strict=True)]
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

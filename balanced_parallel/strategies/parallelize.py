@@ -181,6 +181,11 @@ def _rank_model(
     strategy: Strategy,
     mesh: DeviceMesh | None,
 ) -> ParallelModel:
+    if any(hasattr(part, "unshard") for part in module.modules()):
+        raise ValueError(
+            "the module was sharded by an earlier parallelize, expected a plain one: add parameters before it is sharded, or "
+            "build the module anew, and load the state of the sharded one"
+        )
     is_frozen = criterion is None and not any(
         parameter.requires_grad for parameter in module.parameters()
     )

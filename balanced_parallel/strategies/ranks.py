@@ -49,6 +49,8 @@ class RankModel(ParallelModel):
     It returns a list with this rank's output, as :class:`DataParallelModel` does.
     """
 
+    record: "GradientRecord"
+
     def _set_rows(
         self,
         device: torch.device,
@@ -81,6 +83,12 @@ class RankModel(ParallelModel):
             return self._watched_run(None, shard.inputs, rows, in_step=True)
 
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
+        for name, parameter in self.module.named_parameters() if torch.is_grad_enabled() else ():
+            if parameter.requires_grad and id(parameter) not in self.record.names:
+                raise ValueError(
+                    f"{name} came after parallelize, so the ranks would not share its gradient, expected all parameters before "
+                    "it: call parallelize again; with strategy='fsdp', add them to the module before it is sharded"
+                )
         marked = self.mark(arguments, method)
         return self._watched_run(method, marked, count_rows(marked, self.dim))
 
@@ -102,14 +110,13 @@ class RankModel(ParallelModel):
         if kind in self.runs:
             return self._run(method, arguments, rows, in_step=in_step)
         names: set[str] = set()
-        is_plain = (
-            not self.meets_ranks
-            and isinstance(self, DistributedDataParallel)
-            and not any(map(is_compiled, self.modules()))
-        )
-        with OnCollective(names.add) if is_plain else contextlib.nullcontext():
+        is_plain = not self.meets_ranks and not any(map(is_compiled, self.modules()))
+        watch = OnCollective(names.add, self.record.refuse_write)
+        with watch if is_plain else contextlib.nullcontext():
             output = self._run(method, arguments, rows, in_step=in_step)
-        self.runs[kind] = bool(names - {"broadcast_"})  # torch broadcasts buffers
+        # torch broadcasts buffers
+        is_ddp = isinstance(self, DistributedDataParallel)
+        self.runs[kind] = is_ddp and bool(names - {"broadcast_"})
         if self.runs[kind]:
             self.meets_ranks = True
             warnings.warn(
@@ -187,11 +194,15 @@ class GradientRecord:
     def __init__(self, parameters: list[Tensor], group: collectives.Group = None) -> None:
         self.parameters = parameters
         self.group = group
+        self.names = dict.fromkeys(map(id, parameters), "")  # by the id of a parameter
         self.used: set[int] = set()  # Numbers of parameters.
         # By hand, ranks agree on unused parameters after each backward; in TrainStep, after
         # several.
         self.is_by_hand = True
         self._backward: int | None = None
+
+    def refuse_write(self, tensor: Tensor) -> None:
+        """Raises an error if a forward must not write to a tensor."""
 
     def run_step(self, backward: Callable[[], None]) -> None:
         """Runs the backward of a step. The ranks do not agree on unused parameters at its end."""
@@ -291,10 +302,9 @@ class RankUpdate(UpdateSync):
     def _shared_gradients(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Returns the gradients of parameters of the optimizers. All of them must be reduced."""
         gradients = []
-        reduced = set(map(id, self._record.parameters))
         for parameter in tensors:
             if parameter.grad is not None:
-                if id(parameter) not in reduced:
+                if id(parameter) not in self._record.names:
                     raise ValueError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that "
                         f"the ranks would not share: make it part of {self.place} that parallelize is given"

@@ -200,6 +200,7 @@ class TrainStep:
         )
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
+        self._updates = 0
         self._last = LastUpdate()
         # the first sample of an earlier batch, for a rank that has none
         self._example: Sequence[object] = ()
@@ -410,6 +411,7 @@ class TrainStep:
             )
             raise
         self.grad_norm = optimizers.grad_norm
+        self._updates += 1
         if self._has_ranks:
             states = [optimizer.state for optimizer in optimizers.optimizers]
             self._last = LastUpdate("", states, versions([*self._trained.values()]))
@@ -434,6 +436,7 @@ class TrainStep:
             "micro_batch_size='auto'": self._is_auto,
             "unit of the micro-batches": self._limit.unit,
             "reproducible": self._reproducible,
+            "number of updates": self._updates,
         }
         if self._is_exact:
             arguments |= self._machine()
@@ -486,6 +489,7 @@ class TrainStep:
             )
         state = self._state().save()
         state["weight_before"] = self._weight_before
+        state["updates"] = self._updates
         state["limit"] = {self._limit.unit: self._limit.value}
         if self._is_exact:
             state["bits"] = self._machine()
@@ -515,6 +519,7 @@ class TrainStep:
             state_dict["weight_before"],
             self._last._replace(failure=""),
         )
+        self._updates = state_dict.get("updates", 0)
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
             self._limit.set(self._limit.unit, state_dict["limit"].get(self._limit.unit))
 
