@@ -8,7 +8,7 @@ its issues about that.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -183,6 +183,21 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 # Returns the version counter of a tensor.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
+
+def written_by(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+    """Returns the tensors that an operator of torch writes to: its first argument, or ``out=``."""
+    schema = getattr(function, "_schema", None)  # A higher-order operator has none.
+    if schema is None or schema.name[:6] != "aten::" or not schema.is_mutable:
+        return []
+    return leaves_of_tree(keywords.get("out", arguments[:1]))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Returns a number that tensors in the same memory share."""
+    is_dense = tensor.layout == torch.strided
+    return storage_id(tensor.untyped_storage()) if is_dense else id(tensor)
+
+
 # Version counter, address, shape, dtype, and requires_grad.
 ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]
 
@@ -221,6 +236,12 @@ def divides_by_counts(node: "Node") -> bool:
 def is_output_of_ddp(value: object) -> bool:
     """Returns True for a copy that ``DistributedDataParallel`` has made of an output."""
     return type(getattr(value, "grad_fn", None)).__name__ == "_DDPSinkBackward"
+
+
+def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
+    """Broadcasts tensors from a rank of a group. No version counter tells of it."""
+    places = [tensor.data for tensor in tensors]
+    torch._C._distributed_c10d._broadcast_coalesced(group, places, 2**28, source)
 
 
 def is_sharded(tensor: object) -> "TypeGuard[DTensor]":

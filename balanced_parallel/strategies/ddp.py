@@ -115,26 +115,14 @@ class DistributedModel(RankModel, DistributedDataParallel):
         }
         self._begin(module)
         self._set_rows(device, **rows)
+        self.broadcast_buffers = False  # They are shared after each update.
 
     def _begin(self, module: nn.Module) -> None:
         """Begins to record the gradients of the reducer, which is a new one."""
         self.module = module
         self.record = BucketRecord(self._wrapped[0].trained)
-        self._requested = RequestedGradients(self.record.parameters)
+        self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
         collectives.mark_shared(self.record.parameters)
-
-    def share_buffers(self) -> None:
-        """Makes the next forward share the buffers of rank 0 again, with or without rows."""
-        # torch has unset it if the last forward had no graph
-        self.require_forward_param_sync = True
-
-    def forward_without_rows(self) -> Tensor:
-        """Takes part in a reduction without running the module.
-
-        Returns a zero to run backward from.
-        """
-        self._call_in_forward(lambda: None)
-        return self.zero()
 
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter.
@@ -195,8 +183,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         def call() -> object:
             children["module"] = module  # Code inside of the function knows it so.
-            # Buffers are shared, even if this forward fails.
-            self.require_forward_param_sync = False
             if row is None:
                 inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
@@ -206,7 +192,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
-        self.require_forward_param_sync = reduces and is_watched
         return PerReplica([output], [rows], self.out_dims)
 
     def _row_in_place(
@@ -272,8 +257,12 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 refuse_graph()
                 torch_private.prepare_reduction(self)
                 # The reducer's callback comes between these two.
-                run_after_backward(lambda: run_after_backward(self.record.forget_unused))
+                run_after_backward(lambda: run_after_backward(self._end_by_hand))
             self.begin_sparse_gradients()
+
+    def _end_by_hand(self) -> None:
+        self.record.forget_unused()
+        self.share_buffers()
 
     def begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has
@@ -393,8 +382,9 @@ class RequestedGradients:
     which is the same on all ranks.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], share_buffers: Callable[[], None]) -> None:
         self._parameters = parameters
+        self._share_buffers = share_buffers
         self._backward: int | None = None
         self._hooks = contextlib.ExitStack()
 
@@ -439,6 +429,8 @@ class RequestedGradients:
                     whole.add_(mean - gradient)
                 else:
                     result.copy_(mean)
+            if results:
+                self._share_buffers()
 
         for number, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -474,13 +466,13 @@ class _DDPUpdate(RankUpdate):
     """
 
     place = "the module or of the criterion"
+    _model: DistributedModel
 
     def __init__(
         self, sync: RankSync, model: DistributedModel, *, is_abandoned: bool = False
     ) -> None:
         super().__init__(model, model.record)
         self._sync = sync
-        self._model = model
         self._is_abandoned = is_abandoned
         self._has_begun = False  # A step forgets the gradients before it runs a batch.
         self._sums: RankReport | None = None  # The sums over all ranks.
@@ -497,13 +489,10 @@ class _DDPUpdate(RankUpdate):
         no_sync: contextlib.AbstractContextManager[None] = self._model.no_sync()
         return no_sync
 
-    def forget_forwards(self) -> None:
-        self._model.share_buffers()
-
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        """Takes part in the last forward of the ranks that have rows: buffers are broadcast."""
+        """Yields a zero for the reduction of a rank without rows."""
         if not is_reduced:
-            yield [self._model.forward_without_rows()]
+            yield [self._model.zero()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         if local is None:
@@ -558,7 +547,6 @@ class _DDPUpdate(RankUpdate):
     def _exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks."""
         self._sums = report  # Nobody waits for another exchange, even if it fails.
-        self._model.share_buffers()
         self._sums = self.exchange(report)
         if (self._sums.out_of_memory or self._sums.failed) and not self._model.record.buckets:
             # The next forward would wait for ranks that do not.
@@ -590,8 +578,9 @@ class _DDPGroups(_DDPUpdate, GroupSync):
 
     def gather(self, report: GroupReport) -> list[GroupReport]:
         self._has_begun = False
-        self._model.share_buffers()
-        return collectives.gather_objects(report, self._record.group)
+        reports = collectives.gather_objects(report, self._record.group)
+        self._model.share_buffers(sum(1 for each in reports if each.losses))
+        return reports
 
     def reduce(self, tensors: Sequence[Tensor]) -> None:
         for chunk in transport.chunks(tensors, transport.BUFFER_BYTES):

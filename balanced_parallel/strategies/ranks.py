@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,10 +32,10 @@ from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import meets_others
 from ..runtime import collectives, row_random, torch_private
-from ..runtime.collectives import RENORM, OnCollective
+from ..runtime.collectives import RENORM, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
-from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded
+from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
@@ -75,6 +76,11 @@ class RankModel(ParallelModel):
         self.meets_ranks = meets_others(self.module)
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
+        self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
+        self._of_layers = [*map(torch_private.buffers_of, self.module.modules())]
+        # Parameters in the first run of a method, and their memory before it.
+        self._whole: dict[str, tuple[int, Tensor]] | None = None
+        self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
         self._parameters_at_start = dict(self._places())
 
@@ -131,6 +137,7 @@ class RankModel(ParallelModel):
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
         kind = method, module.training
+        self.has_rows = self.has_rows or (rows != 0 and torch.is_grad_enabled())
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
@@ -140,16 +147,19 @@ class RankModel(ParallelModel):
             return self._run(method, arguments, rows, in_step=in_step)
         names: set[str] = set()
         is_eager = not any(map(is_compiled, self.modules()))
-        with OnCollective(names.add) if is_eager else contextlib.nullcontext():
+        self._whole = {}
+        self.note_whole(module)
+        with OnCollective(names.add, self._note_writes) if is_eager else contextlib.nullcontext():
             output = self._run(method, arguments, rows, in_step=in_step)
+        self._note_writes([])
+        self._whole = None
         if RENORM in names:
             raise ValueError(
                 "F.embedding was given max_norm=, and each rank would rescale the rows that it sees, expected None: write "
                 "weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
             )
         is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
-        # torch broadcasts buffers
-        self.runs[kind] = is_plain and bool(names - {"broadcast_"})
+        self.runs[kind] = is_plain and bool(names)
         if self.runs[kind]:
             self.meets_ranks = True
             warnings.warn(
@@ -164,6 +174,42 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
+
+    def note_whole(self, unit: nn.Module, prefix: str = "") -> None:
+        """Notes the parameters of a module that are whole before it runs, in a first run."""
+        if self._whole is not None:
+            self._whole |= {
+                name: (memory_of(parameter), parameter)
+                for name, parameter in unit.named_parameters(prefix)
+                if not is_sharded(parameter)
+            }
+
+    def _note_writes(self, tensors: Iterable[Tensor]) -> None:
+        """Learns that a forward writes to tensors, or has given parameters other memory."""
+        memory = {*map(memory_of, tensors)}
+        for name, (before, parameter) in (self._whole or {}).items():
+            if before in memory or before != memory_of(parameter):
+                self._take_write(name)
+
+    def _take_write(self, name: str) -> None:
+        self.written.add(name)
+
+    def share_buffers(self, count: float = 0, writes: float = 0) -> None:
+        """Gives all ranks the buffers of the first rank that has had rows since the last time.
+
+        ``count`` ranks have had rows; 0 if that is unknown. If some have had none, parameters that
+        the forwards of the others write are shared too.
+        """
+        has_rows, self.has_rows = self.has_rows, False
+        tensors = [each for part in self._of_layers for each in part.values() if each is not None]
+        if not tensors and not writes:
+            return
+        entry = has_rows, [*self.written] if writes else []
+        entries = [(True, [])] if count == collectives.world_size() else gather_objects(entry)
+        for source, (_, names) in [pair for pair in enumerate(entries) if pair[1][0]][:1]:
+            tensors += map(self.module.get_parameter, names)
+            group = collectives.batch_group() or dist.group.WORLD
+            torch_private.broadcast(tensors, source, group)
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -234,6 +280,8 @@ class RankReport(NamedTuple):
     digest: float = 0.0  # The settings.
     square: float = 0.0  # The square of the digest.
     # Numbers of ranks follow.
+    has_rows: float = 0.0
+    writes: float = 0.0  # Ranks with a forward that writes to parameters.
     has_unused: float = 0.0  # Ranks with unused parameters.
     out_of_memory: float = 0.0
     failed: float = 0.0  # Ranks that failed for another reason.
@@ -291,6 +339,7 @@ class RankUpdate(UpdateSync):
     place = "the module"  # Parameters of the optimizers are part of it.
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
+        self._model = model
         self._record = record
         self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
@@ -307,8 +356,12 @@ class RankUpdate(UpdateSync):
     def exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, which tell if a rank has unused parameters."""
         record = self._record
-        has_unused = len(record.used) < len(record.parameters)
-        return collectives.sum_numbers(report._replace(has_unused=has_unused), record.group)
+        report = report._replace(
+            has_rows=self._model.has_rows,
+            writes=bool(self._model.written),
+            has_unused=len(record.used) < len(record.parameters),
+        )
+        return collectives.sum_numbers(report, record.group)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Ends the reduction, with the sums of loss and weight, and compares the settings."""
@@ -319,6 +372,7 @@ class RankUpdate(UpdateSync):
         if sums.has_unused:
             self._record.forget_unused()
         present.check(sums.digest, sums.square)
+        self._model.share_buffers(sums.has_rows, sums.writes)
         return LossSum(torch.full_like(local.total, sums.total), sums.weight)
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
