@@ -202,12 +202,14 @@ class RankModel(ParallelModel):
         """
         has_rows, self.has_rows = self.has_rows, False
         tensors = [each for part in self._of_layers for each in part.values() if each is not None]
-        if not tensors and not writes:
+        is_full = count == collectives.world_size()
+        if not tensors and (is_full or not writes):
             return
-        entry = has_rows, [*self.written] if writes else []
-        entries = [(True, [])] if count == collectives.world_size() else gather_objects(entry)
-        for source, (_, names) in [pair for pair in enumerate(entries) if pair[1][0]][:1]:
-            tensors += map(self.module.get_parameter, names)
+        entry = has_rows, [] if is_full else [*self.written]
+        entries = [entry] if is_full else gather_objects(entry)
+        sources = [rank for rank, (is_source, _) in enumerate(entries) if is_source]
+        for source in sources[:1]:
+            tensors += map(self.module.get_parameter, entries[source][1])
             group = collectives.batch_group() or dist.group.WORLD
             torch_private.broadcast(tensors, source, group)
 
@@ -371,8 +373,8 @@ class RankUpdate(UpdateSync):
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
         if sums.has_unused:
             self._record.forget_unused()
-        present.check(sums.digest, sums.square)
         self._model.share_buffers(sums.has_rows, sums.writes)
+        present.check(sums.digest, sums.square)
         return LossSum(torch.full_like(local.total, sums.total), sums.weight)
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
