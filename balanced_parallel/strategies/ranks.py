@@ -30,7 +30,7 @@ from ..batch.rows import (
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
-from ..replicas.batchnorm import meets_others
+from ..replicas.batchnorm import begin_forward, meets_others
 from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import RENORM, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
@@ -143,6 +143,8 @@ class RankModel(ParallelModel):
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
                 "each forward: its layers would wait, or count a row that is not there"
             )
+        if self.meets_ranks:
+            begin_forward(rows)
         if kind in self.runs:
             return self._run(method, arguments, rows, in_step=in_step)
         names: set[str] = set()

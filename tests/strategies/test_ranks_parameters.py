@@ -7,7 +7,7 @@ from helpers.ranks import on_ranks
 from torch import nn
 from torch.nn.utils import parametrize
 
-from balanced_parallel import TrainStep, parallelize
+from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize
 
 STRATEGIES = ("ddp", "fsdp")
 
@@ -236,3 +236,39 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
                 torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
                 for buffer, other in zip(model.module.buffers(), plain.buffers(), strict=True):
                     torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-12)
+
+
+class Chunks(nn.Module):
+    """Ghost batch norm: normalises chunks of some rows. With ``size=0``, all rows twice, and some rows once."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.norm = size, nn.BatchNorm1d(4)
+
+    def forward(self, inputs):
+        if not self.size:
+            chosen = inputs[:, 0] > 0
+            return self.norm(self.norm(inputs)).index_put((chosen,), self.norm(inputs[chosen]), accumulate=True)
+        return torch.cat([self.norm(chunk) for chunk in inputs.split(self.size)])
+
+
+@on_ranks(2)
+def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
+    """Ranks would wait for as many calls. Layers that are called several times with all rows, and once with some, are right."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(11, 4), torch.randn(11, 4)
+    rows = slice(0, 6) if rank == 0 else slice(6, 11)
+    for size in (2, 0):
+        for strategy in STRATEGIES:
+            nets = [nn.Sequential(nn.Linear(4, 4), Chunks(size)) for _ in range(2)]
+            nets[0].load_state_dict(nets[1].state_dict())
+            model, criterion = parallelize(convert_sync_batchnorm(nets[0]), nn.MSELoss(), strategy=strategy)
+            if size:
+                with pytest.raises(ValueError, match="called again in a forward of [56] rows, with 2 of them, expected all rows"):
+                    model(inputs[rows])
+                continue
+            nets[1].load_state_dict({name: whole(value) for name, value in nets[0].state_dict().items()})
+            nn.functional.mse_loss(nets[1](inputs), targets).backward()
+            criterion(model(inputs[rows]), targets[rows]).backward()
+            assert_gradients(model.module, nets[1])
