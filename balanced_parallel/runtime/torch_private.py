@@ -38,6 +38,7 @@ from .devices import move
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor import DTensor  # This import takes seconds.
 
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
@@ -589,15 +590,23 @@ def forget_whole_gradients(units: "Iterable[FSDPModule]") -> None:
     """Forgets the gradients of FSDP2's modules that are not reduced yet, which its
     ``reset_iter_state()`` does not.
     """
+    for parameter in _parameters_of_units(units):
+        # The whole gradient is in the first place since torch 2.15, and in the second before.
+        if "unsharded_accumulated_grad" in vars(parameter):
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def is_gathered(parameter: Tensor, units: "Iterable[FSDPModule]") -> bool:
+    """Returns True for a parameter that FSDP2 has put in the place of its shard."""
+    return any(parameter is getattr(p, "_unsharded_param", 0) for p in _parameters_of_units(units))
+
+
+def _parameters_of_units(units: "Iterable[FSDPModule]") -> "Iterator[FSDPParam]":
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                # The whole gradient is in the first place since torch 2.15, and in the second
-                # before.
-                if "unsharded_accumulated_grad" in vars(parameter):
-                    parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            yield from group.fsdp_params
 
 
 # Returns the store that all ranks of the default group have.

@@ -156,7 +156,15 @@ class ShardedModel(RankModel):
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
-            output = function(*inputs, **kwargs)
+            try:
+                output = function(*inputs, **kwargs)
+            except RuntimeError as error:
+                if "storage of size 0" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "gradients were asked for in a forward, where FSDP2 has freed the parameters of its blocks, expected "
+                    "strategy='ddp' for torch.autograd.grad in a forward"
+                ) from error
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
             self.gradients.compare_blocks()

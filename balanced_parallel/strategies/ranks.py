@@ -58,6 +58,8 @@ class RankModel(ParallelModel):
     It returns a list with this rank's output, as :class:`DataParallelModel` does.
     """
 
+    units: Sequence[Any] = ()  # the modules that FSDP2 shards
+
     def _set_rows(
         self,
         device: torch.device,
@@ -111,10 +113,9 @@ class RankModel(ParallelModel):
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
         at_start = self._parameters_at_start
         for place, parameter in self._places():
-            first = at_start.get(place)
+            is_late = at_start.get(place) is not parameter and parameter.requires_grad
             # FSDP2 puts gathered parameters in the place of shards.
-            is_late = first is not parameter and not (first is not None and is_sharded(first))
-            if is_late and parameter.requires_grad:
+            if is_late and not torch_private.is_gathered(parameter, self.units):
                 names = [n for n, each in self.module.named_parameters() if each is parameter]
                 raise ValueError(
                     f"the parameter {names[0]} came after parallelize, so that the ranks would not share its gradient, expected "

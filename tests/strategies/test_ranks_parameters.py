@@ -1,5 +1,7 @@
 """Parameters of ranks outside of their forward: penalties by hand, and forwards that write to them."""
 
+import copy
+
 import pytest
 import torch
 from helpers.fsdp import whole
@@ -272,3 +274,58 @@ def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
             nn.functional.mse_loss(nets[1](inputs), targets).backward()
             criterion(model(inputs[rows]), targets[rows]).backward()
             assert_gradients(model.module, nets[1])
+
+
+class Forces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, inputs):
+        inputs = inputs.detach().requires_grad_()
+        return torch.autograd.grad(self.net(inputs).sum(), inputs, create_graph=True)[0]
+
+
+@on_ranks(2)
+def test_errors_of_sharded_parameters_say_what_to_do(rank):
+    """Other uses of parameters: an assignment, gradients inside of a forward, a block by hand, and another state on one rank."""
+    inputs = torch.randn(3, 4)
+    for by_hand in (True, False):
+        model, criterion = parallelize(Forces(), nn.MSELoss(), strategy="fsdp")
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(RuntimeError, match="gradients were asked for in a forward, where FSDP2 .* expected strategy='ddp'"):
+            model(inputs) if by_hand else step(inputs, inputs)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
+    net[2](inputs)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="FSDP state has already been lazily initialized for 2"):
+        step(inputs, inputs)
+    for index in (0, 1):  # a block, and a layer of the root, which has its parameters whole between two forwards
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4))
+        model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
+        model(inputs)
+        model(inputs)
+        layer = net[0][2] if index == 0 else net[1]
+        layer.weight = nn.Parameter(torch.zeros(4, 4))
+        with pytest.raises(ValueError, match=r"the parameter [\d.]+weight came after parallelize"):
+            model(inputs)
+
+
+@on_ranks(2)
+def test_another_state_on_one_rank_is_an_error(rank):
+    """Each rank would take its shards of its own state."""
+    for strategy in STRATEGIES:
+        model, criterion = parallelize(Net(), nn.MSELoss(), strategy=strategy)
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+        inputs, targets = batch_of(model.module, 3)
+        states = []
+        for _ in range(2):
+            step(inputs, targets)
+            states.append(copy.deepcopy(step.state_dict()))
+        step.load_state_dict(states[0])
+        step(inputs, targets)
+        step.load_state_dict(states[rank])
+        with pytest.raises(ValueError, match=r"last loss of the loaded state: [\d.]+ on rank 0 and [\d.]+ on rank 1"):
+            step(inputs, targets)
