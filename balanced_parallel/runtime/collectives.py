@@ -236,9 +236,9 @@ class OnCollective(torch_private.TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
-        """Runs an operator. Sharded parameters are refused: they may wait for other ranks."""
+        """Runs an operator. Shards in a criterion are refused: they may wait for other ranks."""
         kwargs = kwargs or {}
-        for value in args:
+        for value in args if self._write is None else ():
             if isinstance(value, torch.nn.Parameter):
                 refuse_shards(value)
         name = function.__name__.partition(".")[0]

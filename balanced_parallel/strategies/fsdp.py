@@ -156,15 +156,8 @@ class ShardedModel(RankModel):
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
-            try:
+            with self.gradients.in_forward():
                 output = function(*inputs, **kwargs)
-            except RuntimeError as error:
-                if "storage of size 0" not in str(error):
-                    raise
-                raise RuntimeError(
-                    "gradients were asked for in a forward, where FSDP2 has freed the parameters of its blocks, expected "
-                    "strategy='ddp' for torch.autograd.grad in a forward"
-                ) from error
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
             self.gradients.compare_blocks()
@@ -394,6 +387,10 @@ def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
     return watch_output(output) if views else output
 
 
+_IN_FORWARD = (
+    "gradients were asked for in a forward, and FSDP2 would reduce them there, expected strategy='ddp' for torch.autograd.grad in "
+    "a forward"
+)
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
 
 
@@ -419,6 +416,7 @@ class ShardedGradients(GradientRecord):
         self.has_run = False  # FSDP2 has begun
         # The present forward has no rows of this rank.
         self._is_dummy = False
+        self._is_forward = False
         # Parameters that have copies in such a forward, with their places.
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
@@ -516,10 +514,28 @@ class ShardedGradients(GradientRecord):
             # unit.
             if learned:
                 node: torch_private.Node = learned[0].grad_fn
-                node.register_prehook(lambda gradients: self.complete(slots))
+                node.register_prehook(lambda gradients: self._begin_unit(slots))
 
         # The hook of FSDP2 comes first. torch.compile leaves both out.
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
+
+    @contextlib.contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Surrounds a forward, in which FSDP2 cannot run a backward."""
+        self._is_forward = True
+        try:
+            yield
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):  # a block whose parameters are freed
+                raise
+            raise RuntimeError(_IN_FORWARD) from error
+        finally:
+            self._is_forward = False
+
+    def _begin_unit(self, slots: Sequence[Slot]) -> None:
+        if self._is_forward:
+            raise RuntimeError(_IN_FORWARD)
+        self.complete(slots)
 
     def begin(self) -> None:
         """Begins a backward.

@@ -293,7 +293,7 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     for by_hand in (True, False):
         model, criterion = parallelize(Forces(), nn.MSELoss(), strategy="fsdp")
         step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
-        with pytest.raises(RuntimeError, match="gradients were asked for in a forward, where FSDP2 .* expected strategy='ddp'"):
+        with pytest.raises(RuntimeError, match="gradients were asked for in a forward.* expected strategy='ddp'"):
             model(inputs) if by_hand else step(inputs, inputs)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
