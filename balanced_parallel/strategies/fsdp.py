@@ -93,13 +93,13 @@ class ShardedModel(RankModel):
         self.module = module
         self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
-        self.gradients = ShardedGradients(self.group, self.note_whole, self.share_buffers)
+        self.gradients = ShardedGradients(self.group, self.share_buffers)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
-            self.gradients.add(unit, names[id(unit)])
+            self.gradients.add(unit, names.get(id(unit)) or "root")
         self._parameters_at_start = dict(self._places())
         self._sentinel = torch.zeros((), device=device, requires_grad=True)
         self._required = {
@@ -156,8 +156,7 @@ class ShardedModel(RankModel):
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
-            with self.gradients.in_forward():
-                output = function(*inputs, **kwargs)
+            output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
             self.gradients.compare_blocks()
@@ -200,6 +199,10 @@ class ShardedModel(RankModel):
             parameter.requires_grad_(before)
         try:
             yield
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):  # of a block, whose parameters are freed
+                raise
+            raise RuntimeError(_IN_FORWARD) from error
         finally:
             for parameter, before in changed.values():
                 parameter.requires_grad_(not before)
@@ -388,8 +391,8 @@ def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
 
 
 _IN_FORWARD = (
-    "gradients were asked for in a forward, and FSDP2 would reduce them there, expected strategy='ddp' for torch.autograd.grad in "
-    "a forward"
+    "gradients were asked for in a forward, or past its output, where FSDP2 cannot reduce them, expected strategy='ddp' for "
+    "torch.autograd.grad in a forward"
 )
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
 
@@ -404,19 +407,12 @@ class ShardedGradients(GradientRecord):
     process group. ``group`` has no other collectives meanwhile.
     """
 
-    def __init__(
-        self,
-        group: collectives.Group,
-        note_whole: Callable[[nn.Module, str], None],
-        share_buffers: Callable[[], None],
-    ) -> None:
+    def __init__(self, group: collectives.Group, share_buffers: Callable[[], None]) -> None:
         super().__init__([], group)
-        self._note_whole = note_whole
         self._share_buffers = share_buffers
         self.has_run = False  # FSDP2 has begun
         # The present forward has no rows of this rank.
         self._is_dummy = False
-        self._is_forward = False
         # Parameters that have copies in such a forward, with their places.
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
@@ -475,7 +471,7 @@ class ShardedGradients(GradientRecord):
                     setattr(part, name, copy)
                     self._replaced.append((part, name, parameter))
 
-    def add(self, unit: Any, prefix: str) -> None:
+    def add(self, unit: Any, block: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were
         added before.
         """
@@ -498,8 +494,7 @@ class ShardedGradients(GradientRecord):
 
         def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
             self.has_run = self.has_run or unit is self._root
-            self._ran.append(prefix or "root")
-            self._note_whole(unit, prefix)
+            self._ran.append(block)
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a
             # checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
@@ -514,26 +509,13 @@ class ShardedGradients(GradientRecord):
             # unit.
             if learned:
                 node: torch_private.Node = learned[0].grad_fn
-                node.register_prehook(lambda gradients: self._begin_unit(slots))
+                node.register_prehook(functools.partial(self._begin_unit, slots))
 
         # The hook of FSDP2 comes first. torch.compile leaves both out.
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
-    @contextlib.contextmanager
-    def in_forward(self) -> Iterator[None]:
-        """Surrounds a forward, in which FSDP2 cannot run a backward."""
-        self._is_forward = True
-        try:
-            yield
-        except RuntimeError as error:
-            if "storage of size 0" not in str(error):  # a block whose parameters are freed
-                raise
-            raise RuntimeError(_IN_FORWARD) from error
-        finally:
-            self._is_forward = False
-
-    def _begin_unit(self, slots: Sequence[Slot]) -> None:
-        if self._is_forward:
+    def _begin_unit(self, slots: Sequence[Slot], gradients: object) -> None:
+        if self._backward != current_backward_id():  # It has not passed the output of the model.
             raise RuntimeError(_IN_FORWARD)
         self.complete(slots)
 

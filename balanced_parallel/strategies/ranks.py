@@ -79,9 +79,9 @@ class RankModel(ParallelModel):
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
-        self._of_layers = [*map(torch_private.buffers_of, self.module.modules())]
+        self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
         # Parameters in the first run of a method, and their memory before it.
-        self._whole: dict[str, tuple[int, Tensor]] | None = None
+        self._whole: dict[str, tuple[int, Tensor]] = {}
         self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
         self._parameters_at_start = dict(self._places())
@@ -151,11 +151,14 @@ class RankModel(ParallelModel):
         names: set[str] = set()
         is_eager = not any(map(is_compiled, self.modules()))
         self._whole = {}
-        self.note_whole(module)
-        with OnCollective(names.add, self._note_writes) if is_eager else contextlib.nullcontext():
+        self._note_whole()
+        with contextlib.ExitStack() as stack:
+            if is_eager:
+                stack.enter_context(OnCollective(names.add, self._note_writes))
+                for unit in self.units:
+                    stack.callback(unit.register_forward_pre_hook(self._note_whole).remove)
             output = self._run(method, arguments, rows, in_step=in_step)
-        self._note_writes([])
-        self._whole = None
+        self._note_writes()
         if RENORM in names:
             raise ValueError(
                 "F.embedding was given max_norm=, and each rank would rescale the rows that it sees, expected None: write "
@@ -178,19 +181,16 @@ class RankModel(ParallelModel):
     ) -> PerReplica:
         raise NotImplementedError
 
-    def note_whole(self, unit: nn.Module, prefix: str = "") -> None:
-        """Notes the parameters of a module that are whole before it runs, in a first run."""
-        if self._whole is not None:
-            self._whole |= {
-                name: (memory_of(parameter), parameter)
-                for name, parameter in unit.named_parameters(prefix)
-                if not is_sharded(parameter)
-            }
+    def _note_whole(self, *_: object) -> None:
+        """Notes the memory of parameters that are whole, before a module runs."""
+        for name, parameter in self.module.named_parameters():
+            if not is_sharded(parameter):
+                self._whole.setdefault(name, (memory_of(parameter), parameter))
 
-    def _note_writes(self, tensors: Iterable[Tensor]) -> None:
+    def _note_writes(self, tensors: Iterable[Tensor] = ()) -> None:
         """Learns that a forward writes to tensors, or has given parameters other memory."""
         memory = {*map(memory_of, tensors)}
-        for name, (before, parameter) in (self._whole or {}).items():
+        for name, (before, parameter) in self._whole.items():
             if before in memory or before != memory_of(parameter):
                 self._take_write(name)
 

@@ -144,7 +144,7 @@ def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
         for by_hand in (True, False):
             model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="fsdp")
             step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
-            with pytest.raises(RuntimeError, match=r"a forward writes to [13].weight, which FSDP2 has gathered.*after the update"):
+            with pytest.raises(RuntimeError, match=r"a forward writes to [13].weight, .*after the update"):
                 model(torch.ones(3, 4)) if by_hand else step(torch.ones(3, 4), torch.ones(3, 1))
     torch.manual_seed(1)
     inputs, targets = torch.randn(5, 4), torch.randn(5, 1)
