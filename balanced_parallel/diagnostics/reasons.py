@@ -176,10 +176,16 @@ def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
     *_, (_, error) = errors_of_calls(whole, halves, model.dim)
     difference = first_difference(whole, halves, model.dim, limit)
     if difference is not None and (error or 0.0) > limit:
+        has_norms = any(isinstance(part, AllRowsBatchNorm) for part in module.modules())
+        norms = (
+            "a batch norm on chunks of the rows (ghost batch norm) depends on the layout"
+            if has_norms
+            else "for a batch norm use convert_sync_batchnorm(module)"
+        )
         yield (
             f"forward mixes rows, in {difference.place}: the output of a row depends on the other rows of its "
             "batch, or rows are in another order: move this part into the criterion, with whole=True if rows are "
-            "mixed; for a batch norm use convert_sync_batchnorm(module); for rows in another dimension give dim="
+            f"mixed; {norms}; for rows in another dimension give dim="
         )
 
 

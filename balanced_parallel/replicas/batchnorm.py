@@ -6,6 +6,7 @@ them (Chan, Golub and LeVeque 1979). The graph of each replica then includes the
 others, so the backward is an ordinary one without synchronisation.
 """
 
+import contextvars
 import functools
 import inspect
 from typing import Any
@@ -154,6 +155,7 @@ class AllRowsBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalises the rows. In training, this waits for the other replicas and ranks."""
         self._check_input_dim(input)
+        _refuse_chunks(self, input)
         replica = current_replica()
         uses_batch = self.training or self.running_mean is None
         if (
@@ -205,6 +207,34 @@ class AllRanksBatchNorm(nn.SyncBatchNorm):
         It is not an attribute of the layer, which could then not be copied or pickled.
         """
         return second_group("statistics")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises the rows, with those of all ranks."""
+        _refuse_chunks(self, input)
+        return super().forward(input)
+
+
+# Rows of the running forward of a rank, and the layers that were called with fewer of them.
+_calls: contextvars.ContextVar[tuple[int, set[nn.Module]]] = contextvars.ContextVar(
+    "calls", default=(0, set())
+)
+
+
+def begin_forward(rows: int | None) -> None:
+    """Begins to count the calls of layers with fewer rows than this forward of a rank has."""
+    _calls.set((rows or 0, set()))
+
+
+def _refuse_chunks(layer: nn.Module, input: Tensor) -> None:
+    rows, layers = _calls.get()
+    if len(input) < rows:
+        if layer in layers:
+            raise ValueError(
+                f"a converted batch norm was called again in a forward of {rows} rows, with {len(input)} of them, expected all "
+                "rows in a call, as ranks would wait for as many calls: do not convert layers that normalise chunks of the rows "
+                "(ghost batch norm)"
+            )
+        layers.add(layer)
 
 
 # The number of values per channel on the host, and the moments [3, channels]: mean, sum of squared

@@ -262,22 +262,34 @@ RENORM = "embedding_renorm_"  # F.embedding(max_norm=) writes to rows of the wei
 
 
 class OnCollective(torch_private.TorchDispatchMode):
-    """Calls a function with the name of each collective and renorm in its block, before it runs."""
+    """Calls a function with the name of each collective and renorm in its block, before it runs.
+
+    Calls another one with the tensors that an operator writes to.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, act: Callable[[str], None]) -> None:
+    def __init__(
+        self, act: Callable[[str], None], write: Callable[[list[Tensor]], None] | None = None
+    ) -> None:
         super().__init__()
         self._act = act
+        self._write = write
 
     def __torch_dispatch__(
         self, function: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
-        """Runs an operator."""
+        """Runs an operator. Shards in a criterion are refused: they may wait for other ranks."""
+        kwargs = kwargs or {}
+        for value in args if self._write is None else ():
+            if isinstance(value, torch.nn.Parameter):
+                refuse_shards(value)
         name = function.__name__.partition(".")[0]
         if getattr(function, "namespace", None) in ("c10d", "_c10d_functional") or name == RENORM:
             self._act(name)
-        return function(*args, **(kwargs or {}))
+        elif self._write and (tensors := torch_private.written_by(function, args, kwargs)):
+            self._write(tensors)
+        return function(*args, **kwargs)
 
 
 def compare_ranks(facts: Mapping[str, Hashable], expected: str, lines: Sequence[str] = ()) -> None:
@@ -343,36 +355,31 @@ def refuse_unshared(parameters: Iterable[Tensor]) -> None:
             )
 
 
+def refuse_shards(tensor: Tensor) -> None:
+    """Raises ``RuntimeError`` for a shard in a loss, or for its gradient."""
+    if torch_private.is_sharded(tensor):
+        raise RuntimeError(
+            "a loss uses sharded parameters, as a penalty does, expected a backward of its own for them, with each strategy: "
+            "loss.backward(), then penalty(model.module).backward(); in TrainStep, parameter.register_hook adds a derivative"
+        )
+
+
 def explain_unwatched(tensors: Iterable[object]) -> str | None:
     """Describes outputs that lead to parameters past all models of the ranks, which would not share
     the gradients; else None.
     """
-    nodes = _nodes_behind(tensors)
-    leaves = [getattr(node, "variable", None) for node in nodes]
-    has_parameters = any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
-    if not has_parameters or any(WATCHED in node.metadata for node in nodes):
+    has_parameters = False
+    for node in torch_private.nodes_behind(tensors):
+        if WATCHED in node.metadata:
+            return None
+        leaf = getattr(node, "variable", None)
+        has_parameters = has_parameters or isinstance(leaf, torch.nn.Parameter)
+    if not has_parameters:
         return None
     return (
         "outputs were computed past the model that parallelize returned, so the ranks would not share their gradients, expected "
         "those of model(inputs), or of model.call('method', inputs) for another method; detach outputs that train nothing"
     )
-
-
-def _nodes_behind(tensors: Iterable[object]) -> list[torch_private.Node]:
-    """Returns the nodes of a graph, from these tensors to the outputs of models."""
-    nodes: dict[torch_private.Node, None] = dict.fromkeys(
-        tensor.grad_fn
-        for tensor in tensors
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None
-    )
-    todo = [*nodes]
-    while todo:
-        node = todo.pop()
-        following = [] if WATCHED in node.metadata else node.next_functions
-        new = [behind for behind, _ in following if behind is not None and behind not in nodes]
-        nodes.update(dict.fromkeys(new))
-        todo += new
-    return [*nodes]
 
 
 # The last backward from a loss of all ranks. Reducers average, so its gradients have a factor of
@@ -387,6 +394,7 @@ def mark_loss(loss: Tensor) -> Tensor:
 
 
 def _note_backward(gradient: Tensor) -> None:
+    refuse_shards(gradient)
     _backward_of_all[0] = torch_private.current_backward_id()
 
 
@@ -396,7 +404,7 @@ def enter(tensor: Tensor) -> Tensor:
     Outputs of another model lead to parameters, so they stay.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or any(
-        {WATCHED, _SHARED} & {*node.metadata} for node in _nodes_behind([tensor])
+        {WATCHED, _SHARED} & {*node.metadata} for node in torch_private.nodes_behind([tensor])
     ):
         return tensor
     return _hooked(tensor, _divide)

@@ -8,7 +8,7 @@ its issues about that.
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -39,6 +39,7 @@ from .devices import move
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor import DTensor  # This import takes seconds.
 
 Tree = TypeVar("Tree")  # nested lists, tuples and dictionaries, or a value of them
@@ -191,6 +192,21 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 # Returns the version counter of a tensor.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
+
+def written_by(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+    """Returns the tensors that an operator of torch writes to: its first argument, or ``out=``."""
+    schema = getattr(function, "_schema", None)  # A higher-order operator has none.
+    if schema is None or schema.name[:6] != "aten::" or not schema.is_mutable:
+        return []
+    return leaves_of_tree(keywords.get("out", arguments[:1]))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Returns a number that tensors in the same memory share."""
+    is_dense = tensor.layout == torch.strided
+    return storage_id(tensor.untyped_storage()) if is_dense else id(tensor)
+
+
 # Version counter, address, shape, dtype, and requires_grad.
 ParameterState = tuple[int, int, torch.Size, torch.dtype, bool]
 
@@ -232,6 +248,12 @@ def divides_by_counts(node: "Node") -> bool:
 def is_output_of_ddp(value: object) -> bool:
     """Returns True for a copy that ``DistributedDataParallel`` has made of an output."""
     return type(getattr(value, "grad_fn", None)).__name__ == "_DDPSinkBackward"
+
+
+def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
+    """Broadcasts tensors from a rank of a group. No version counter tells of it."""
+    places = [tensor.data for tensor in tensors]
+    torch._C._distributed_c10d._broadcast_coalesced(group, places, 2**28, source)
 
 
 def is_sharded(tensor: object) -> "TypeGuard[DTensor]":
@@ -579,15 +601,23 @@ def forget_whole_gradients(units: "Iterable[FSDPModule]") -> None:
     """Forgets the gradients of FSDP2's modules that are not reduced yet, which its
     ``reset_iter_state()`` does not.
     """
+    for parameter in _parameters_of_units(units):
+        # The whole gradient is in the first place since torch 2.15, and in the second before.
+        if "unsharded_accumulated_grad" in vars(parameter):
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def is_gathered(parameter: Tensor, units: "Iterable[FSDPModule]") -> bool:
+    """Returns True for a parameter that FSDP2 has put in the place of its shard."""
+    return any(parameter is getattr(p, "_unsharded_param", 0) for p in _parameters_of_units(units))
+
+
+def _parameters_of_units(units: "Iterable[FSDPModule]") -> "Iterator[FSDPParam]":
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                # The whole gradient is in the first place since torch 2.15, and in the second
-                # before.
-                if "unsharded_accumulated_grad" in vars(parameter):
-                    parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            yield from group.fsdp_params
 
 
 # Returns the store that all ranks of the default group have.

@@ -117,26 +117,14 @@ class DistributedModel(RankModel, DistributedDataParallel):
         }
         self._begin(module)
         self._set_rows(device, **rows)
+        self.broadcast_buffers = False  # They are shared after each update.
 
     def _begin(self, module: nn.Module) -> None:
         """Begins to record the gradients of the reducer, which is a new one."""
         self.module = module
         self.record = BucketRecord(self._wrapped[0].trained)
-        self._requested = RequestedGradients(self.record.parameters)
+        self._requested = RequestedGradients(self.record.parameters, self.share_buffers)
         collectives.mark_shared(self.record.parameters)
-
-    def share_buffers(self) -> None:
-        """Makes the next forward share the buffers of rank 0 again, with or without rows."""
-        # torch has unset it if the last forward had no graph
-        self.require_forward_param_sync = True
-
-    def forward_without_rows(self) -> Tensor:
-        """Takes part in a reduction without running the module.
-
-        Returns a zero to run backward from.
-        """
-        self._call_in_forward(lambda: None)
-        return self.zero()
 
     def zero(self, *, reduces: bool = True) -> Tensor:
         """Returns a zero that leads to each reduced parameter.
@@ -197,8 +185,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         def call() -> object:
             children["module"] = module  # Code inside of the function knows it so.
-            # Buffers are shared, even if this forward fails.
-            self.require_forward_param_sync = False
             if row is None:
                 inputs, kwargs = move_arguments(arguments, self.devices[0])
                 output = function(*inputs, **kwargs)
@@ -208,7 +194,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
-        self.require_forward_param_sync = reduces and is_watched and not in_step
         return PerReplica([output], [rows], self.out_dims)
 
     def _row_in_place(
@@ -274,8 +259,12 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 refuse_graph()
                 torch_private.prepare_reduction(self)
                 # The reducer's callback comes between these two.
-                run_after_backward(lambda: run_after_backward(self.record.forget_unused))
+                run_after_backward(lambda: run_after_backward(self._end_by_hand))
             self.begin_sparse_gradients()
+
+    def _end_by_hand(self) -> None:
+        self.record.forget_unused()
+        self.share_buffers()
 
     def begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has
@@ -395,8 +384,9 @@ class RequestedGradients:
     which is the same on all ranks.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], share_buffers: Callable[[], None]) -> None:
         self._parameters = parameters
+        self._share_buffers = share_buffers
         self._backward: int | None = None
         self._hooks = contextlib.ExitStack()
 
@@ -441,6 +431,8 @@ class RequestedGradients:
                     whole.add_(mean - gradient)
                 else:
                     result.copy_(mean)
+            if results:
+                self._share_buffers()
 
         for number, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -475,11 +467,11 @@ class _DDPUpdate(RankUpdate):
     """
 
     place = "the module or of the criterion"
+    _model: DistributedModel
 
     def __init__(self, sync: RankSync, model: DistributedModel) -> None:
         super().__init__(model, model.record)
         self._sync = sync
-        self._model = model
         self._has_begun = False  # A step forgets the gradients before it runs a batch.
         self._is_prepared = False  # The reducer waits for a backward.
         self._is_reduced = False
@@ -497,13 +489,10 @@ class _DDPUpdate(RankUpdate):
         no_sync: contextlib.AbstractContextManager[None] = self._model.no_sync()
         return no_sync
 
-    def forget_forwards(self) -> None:
-        self._model.share_buffers()
-
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
-        """Takes part in the last forward of the ranks that have rows: buffers are broadcast."""
+        """Yields a zero for the reduction of a rank without rows."""
         if not is_reduced:
-            yield [self._model.forward_without_rows()]
+            yield [self._model.zero()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         if local is None:
@@ -537,8 +526,6 @@ class _DDPUpdate(RankUpdate):
     def tell(self, error: BaseException, *, has_begun: bool) -> None:
         if has_begun and self._sync.meets_ranks:
             return  # The others wait in a layer.
-        if has_begun:  # They share their buffers in a forward.
-            self._model.forward_without_rows()
         collectives.tell_failure(error)
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
@@ -552,7 +539,6 @@ class _DDPUpdate(RankUpdate):
             self._take_part(divide)
             is_memory = isinstance(error, torch.OutOfMemoryError)
             self._exchange(RankReport(out_of_memory=is_memory, failed=not is_memory))
-        self._model.share_buffers()
         forget_gradients(self._model.record.parameters)
         return self._has_agreed
 
@@ -561,7 +547,7 @@ class _DDPUpdate(RankUpdate):
         if not self._is_prepared:
             with torch.enable_grad():
                 divide()
-                zero = self._model.forward_without_rows()
+                zero = self._model.zero()
                 self.backward([zero], 1.0, LossSum(zero.detach(), 0.0))
         if not self._is_reduced:
             self._model.begin_sparse_gradients()
@@ -574,7 +560,6 @@ class _DDPUpdate(RankUpdate):
     def _exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks."""
         self._sums = sums = self.exchange(report)
-        self._model.share_buffers()
         if (sums.out_of_memory or sums.failed) and not self._model.record.buckets:
             # The next forward would wait for ranks that do not.
             torch_private.forget_order(self._model)
@@ -595,7 +580,7 @@ class _DDPGroups(_DDPUpdate, GroupSync):
 
     def gather(self, report: GroupReport) -> list[GroupReport]:
         reports = collectives.gather_objects(report, self._record.group)
-        self._model.share_buffers()
+        self._with_rows = sum(1 for each in reports if each.losses)
         self._is_reduced = True
         return reports
 
@@ -619,6 +604,7 @@ class _DDPGroups(_DDPUpdate, GroupSync):
     def confirm(self) -> None:
         collectives.gather_objects(True, self._record.group)
         self._has_agreed = True
+        self._model.share_buffers(self._with_rows)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Checks the gradients, which are those of the loss."""

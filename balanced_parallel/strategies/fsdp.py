@@ -51,6 +51,7 @@ from ..runtime.torch_private import (
     current_backward_id,
     is_sharded,
     run_after_backward,
+    versions,
     without_compilation,
 )
 from ..runtime.values import Precision, forget_gradients
@@ -93,9 +94,9 @@ class ShardedModel(RankModel):
         self.module = module
         self.group = collectives.second_group("hosts")
         self._set_rows(device, **rows)
-        self.gradients = ShardedGradients(self.group)
         # The outputs of a forward that has had no backward, None during both: others wait for it.
         self.outputs: list[TensorWeakRef] | None = []
+        self.gradients = ShardedGradients(self.group, self.share_buffers)
         without_compilation(module).register_forward_hook(torch.compiler.disable(_avoid_views))
         # FSDPModules
         self.units: list[Any] = shard(module, mesh, self.precision, sends_of_rank0(device))
@@ -171,18 +172,23 @@ class ShardedModel(RankModel):
             self.units[-1].reshard()  # The module has its shards again after an evaluation.
             self.gradients.compare_blocks()
         zero = None if in_step else zero_of(self._sentinel, *self.gradients.parameters)
-        begin = functools.partial(self._begin_backward, in_step, self.gradients.is_dummy)
-        watched = watch_output(output, zero, begin)
+        watched = watch_output(output, zero, functools.partial(self._begin_backward, in_step))
         learned = [tensor for tensor in tensors_of(watched) if in_step and tensor.requires_grad]
         self.outputs = [*map(TensorWeakRef, learned)]
         return watched
 
-    def _begin_backward(self, in_step: bool, is_dummy: bool) -> None:
+    def _take_write(self, name: str) -> None:
+        raise RuntimeError(
+            f"a forward writes to {name}, which FSDP2 has gathered, so it is lost, expected a write in torch.no_grad() after "
+            "the update, or a parametrization (torch.nn.utils.parametrize)"
+        )
+
+    def _begin_backward(self, in_step: bool) -> None:
         if not in_step and not torch_private.will_run(torch_private.accumulator_of(self._sentinel)):
             self.gradients.refuse_requests()
         elif not in_step:
             refuse_graph()
-        self.gradients.begin(is_dummy=is_dummy)
+        self.gradients.begin()
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
@@ -207,6 +213,10 @@ class ShardedModel(RankModel):
             parameter.requires_grad_(before)
         try:
             yield
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):  # of a block, whose parameters are freed
+                raise
+            raise RuntimeError(_IN_FORWARD) from error
         finally:
             for parameter, before in changed.values():
                 parameter.requires_grad_(not before)
@@ -290,10 +300,11 @@ class _FSDPUpdate(RankUpdate):
     until the end of a round, if they fit into half of the free memory of each rank.
     """
 
+    _model: ShardedModel
+
     def __init__(self, sync: _FSDPSync, model: ShardedModel) -> None:
         super().__init__(model, model.gradients)
         self._sync = sync
-        self._model = model
         self._group = model.group
         self._asks = not sync.round
         self._end = sync.round  # The present round ends there, in micro-batches of the update.
@@ -438,6 +449,10 @@ def _avoid_views(module: nn.Module, inputs: object, output: object) -> object:
     return watch_output(output) if views else output
 
 
+_IN_FORWARD = (
+    "gradients were asked for in a forward, or past its output, where FSDP2 cannot reduce them, expected strategy='ddp' for "
+    "torch.autograd.grad in a forward"
+)
 Slot = tuple[int, nn.Module, str]  # number of a parameter, its module, and its name there
 
 
@@ -451,19 +466,22 @@ class ShardedGradients(GradientRecord):
     process group. ``group`` has no other collectives meanwhile.
     """
 
-    def __init__(self, group: collectives.Group) -> None:
+    def __init__(self, group: collectives.Group, share_buffers: Callable[[], None]) -> None:
         super().__init__([], group)
+        self._share_buffers = share_buffers
         self.has_run = False  # FSDP2 has begun
-        # The present forward has no rows of this rank: its gradients are zeros.
-        self.is_dummy = False
+        # The present forward has no rows of this rank.
+        self._is_dummy = False
+        # Parameters that have copies in such a forward, with their places.
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._keeps_whole = False  # FSDP2 does not reduce the gradients of the running backward.
         # Blocks in the order in which they began to run, since the last backward or evaluation.
         self._ran: list[str] = []
         self._compared: list[str] | None = None
         self._units: list[list[Slot]] = []  # the parameters of each sharded module
+        self._accumulators: list[torch_private.Node] = []  # They live, with their hooks.
         self._scalars: list[int] = []  # Parameters that each rank has whole.
         self._root: Any = None  # The last sharded module, which contains the others.
-        self._is_dummy = False  # The forwards of the running backward had no rows.
         self.begin_update()
 
     def begin_update(self) -> None:
@@ -488,12 +506,29 @@ class ShardedGradients(GradientRecord):
 
     @contextlib.contextmanager
     def of_dummy(self) -> Iterator[None]:
-        """Surrounds a forward that has no rows of this rank."""
-        self.is_dummy = True
+        """Surrounds a forward that has no rows of this rank.
+
+        It runs with copies of the parameters in the same memory, whose gradients nobody reads. So a
+        penalty on a parameter has its gradient on this rank too.
+        """
+        self._is_dummy = True
         try:
             yield
         finally:
-            self.is_dummy = False
+            self._is_dummy = False
+            for part, name, parameter in reversed(self._replaced):
+                if not is_sharded(getattr(part, name)):
+                    setattr(part, name, parameter)
+            self._replaced = []
+
+    def _replace_parameters(self, unit: nn.Module) -> None:
+        for part in unit.modules():
+            for name, parameter in [*part.named_parameters(recurse=False)]:
+                if parameter.requires_grad and not is_sharded(parameter):
+                    copy = nn.Parameter(parameter.detach())
+                    copy.register_post_accumulate_grad_hook(lambda each: forget_gradients([each]))
+                    setattr(part, name, copy)
+                    self._replaced.append((part, name, parameter))
 
     def add(self, unit: Any, block: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were
@@ -506,6 +541,9 @@ class ShardedGradients(GradientRecord):
                 parent, _, name = path.rpartition(".")
                 number = len(self.parameters)
                 if parameter.dim():
+                    node = torch_private.accumulator_of(parameter)
+                    node.register_prehook(functools.partial(_as_shards, parameter))
+                    self._accumulators.append(node)
                     slots.append((number, unit.get_submodule(parent), name))
                 else:
                     self._scalars.append(number)
@@ -514,13 +552,14 @@ class ShardedGradients(GradientRecord):
         self._root = unit
 
         def watch_inputs(module: nn.Module, inputs: object, kwargs: object) -> None:
-            self.has_run = True
+            self.has_run = self.has_run or unit is self._root
             self._ran.append(block)
             # FSDP2 has no node for a unit without parameters of its own, and does nothing where a
             # checkpoint runs it again.
             if not slots or not torch.is_grad_enabled() or current_backward_id() is not None:
                 return
-            is_dummy = self.is_dummy
+            if self._is_dummy:
+                self._replace_parameters(unit)
             nested = torch_private.leaves_of_tree((inputs, kwargs))
             learned = [
                 value for value in nested if isinstance(value, Tensor) and value.requires_grad
@@ -529,19 +568,23 @@ class ShardedGradients(GradientRecord):
             # unit.
             if learned:
                 node: torch_private.Node = learned[0].grad_fn
-                node.register_prehook(lambda gradients: self.complete(slots, is_dummy=is_dummy))
+                node.register_prehook(functools.partial(self._begin_unit, slots))
 
         # The hook of FSDP2 comes first. torch.compile leaves both out.
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
-    def begin(self, *, is_dummy: bool) -> None:
+    def _begin_unit(self, slots: Sequence[Slot], gradients: object) -> None:
+        if self._backward != current_backward_id():  # It has not passed the output of the model.
+            raise RuntimeError(_IN_FORWARD)
+        self.complete(slots)
+
+    def begin(self) -> None:
         """Begins a backward.
 
         This runs before the hooks of FSDP2, so its callback at the end runs before theirs.
         """
         if self.begins_backward():
             self.compare_blocks()
-            self._is_dummy = True
             if self.is_by_hand:
                 self.begin_update()
                 self.used.update(
@@ -550,7 +593,6 @@ class ShardedGradients(GradientRecord):
                     if parameter.grad is not None
                 )
             run_after_backward(self._end)
-        self._is_dummy = self._is_dummy and is_dummy
 
     def compare_blocks(self) -> None:
         """Compares the blocks of all ranks if they are new. Raises ``RuntimeError`` if they differ."""
@@ -580,8 +622,8 @@ class ShardedGradients(GradientRecord):
                     "backward: call loss.backward(retain_graph=True) and read parameter.grad, which is right with each strategy"
                 )
 
-    def complete(self, slots: Sequence[Slot], *, is_dummy: bool) -> None:
-        """Sets the missing gradients of a unit to zeros; all of them after forwards without rows."""
+    def complete(self, slots: Sequence[Slot]) -> None:
+        """Sets the missing gradients of a unit to zeros."""
         if not slots or is_sharded(getattr(*slots[0][1:])):
             return  # This unit has not run, or is reduced already: it has shards.
         gradients: list[Tensor] = []
@@ -592,30 +634,27 @@ class ShardedGradients(GradientRecord):
             is_kept = reference is not None and gradient is reference()
             if gradient is None:
                 gradient = _gradient_of(parameter)
-            elif is_dummy and self._is_dummy:  # All forwards of the backward had no rows.
-                if not is_kept:
-                    gradient.zero_()
-            elif not is_kept or torch_private.versions([gradient]) != [version]:
+            elif not is_kept or versions([gradient]) != [version]:
                 self.used.add(number)
             gradients.append(gradient)
         if self._keeps_whole:
-            versions = torch_private.versions(gradients)
-            for (number, _, _), gradient, version in zip(slots, gradients, versions, strict=True):
+            marks = zip(slots, gradients, versions(gradients), strict=True)
+            for (number, _, _), gradient, version in marks:
                 self._whole_gradients[number] = TensorWeakRef(gradient), version
 
     def _end(self) -> None:
         for slots in self._units:  # FSDP2 reduces some at the end of the backward.
-            self.complete(slots, is_dummy=self._is_dummy)
-        if not self._is_dummy:
-            self.used.update(
-                number for number in self._scalars if self.parameters[number].grad is not None
-            )
+            self.complete(slots)
+        self.used.update(
+            number for number in self._scalars if self.parameters[number].grad is not None
+        )
         if self.is_by_hand:
             run_after_backward(self._end_by_hand)  # FSDP2's callback comes first.
 
     def _end_by_hand(self) -> None:
         self.average_scalars()
         self.forget_unused()
+        self._share_buffers()
 
     @torch.no_grad()
     def average_scalars(self) -> None:
@@ -629,6 +668,14 @@ class ShardedGradients(GradientRecord):
             total = collectives.sum_over_ranks(torch.stack([*map(widen, gradients)]))
             for gradient, mean in zip(gradients, total / collectives.world_size(), strict=True):
                 gradient.copy_(mean)
+
+
+def _as_shards(parameter: Any, gradients: Sequence[Any]) -> tuple[Any]:
+    """Returns the gradient of a penalty, sharded as its parameter. torch replicates small ones."""
+    (gradient,) = gradients
+    if gradient is None:
+        return (None,)
+    return (gradient.redistribute(parameter.device_mesh, parameter.placements),)
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

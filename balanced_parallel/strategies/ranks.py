@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,12 +30,12 @@ from ..batch.rows import (
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
-from ..replicas.batchnorm import meets_others
+from ..replicas.batchnorm import begin_forward, meets_others
 from ..runtime import collectives, row_random, torch_private
-from ..runtime.collectives import RENORM, OnCollective
+from ..runtime.collectives import RENORM, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
 from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
-from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded
+from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync
@@ -57,6 +58,8 @@ class RankModel(ParallelModel):
     It returns a list with this rank's output, as :class:`DataParallelModel` does.
     """
 
+    units: Sequence[Any] = ()  # the modules that FSDP2 shards
+
     def _set_rows(
         self,
         device: torch.device,
@@ -75,6 +78,11 @@ class RankModel(ParallelModel):
         self.meets_ranks = meets_others(self.module)
         self.rank_numbers = RankNumbers()
         self.runs: dict[tuple[str | None, bool], bool] = {}
+        self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
+        self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+        # Parameters in the first run of a method, and their memory before it.
+        self._whole: dict[str, tuple[int, Tensor]] = {}
+        self.written: set[str] = set()  # Parameters that a forward writes.
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
         self._parameters_at_start = dict(self._places())
 
@@ -105,10 +113,9 @@ class RankModel(ParallelModel):
         """Raises ``ValueError`` for a parameter whose gradient the ranks would not share."""
         at_start = self._parameters_at_start
         for place, parameter in self._places():
-            first = at_start.get(place)
+            is_late = at_start.get(place) is not parameter and parameter.requires_grad
             # FSDP2 puts gathered parameters in the place of shards.
-            is_late = first is not parameter and not (first is not None and is_sharded(first))
-            if is_late and parameter.requires_grad:
+            if is_late and not torch_private.is_gathered(parameter, self.units):
                 names = [n for n, each in self.module.named_parameters() if each is parameter]
                 raise ValueError(
                     f"the parameter {names[0]} came after parallelize, so that the ranks would not share its gradient, expected "
@@ -131,25 +138,34 @@ class RankModel(ParallelModel):
         # self.module would call __getattr__
         module: Any = torch_private.children_of(self)["module"]
         kind = method, module.training
+        self.has_rows = self.has_rows or (rows != 0 and torch.is_grad_enabled())
         if rows == 0 and self.runs.get(kind):
             raise RuntimeError(
                 "this rank has no rows, and the module communicates with the other ranks itself, expected rows on each rank in "
                 "each forward: its layers would wait, or count a row that is not there"
             )
+        if self.meets_ranks:
+            begin_forward(rows)
         if kind in self.runs:
             return self._run(method, arguments, rows, in_step=in_step)
         names: set[str] = set()
         is_eager = not any(map(is_compiled, self.modules()))
-        with OnCollective(names.add) if is_eager else contextlib.nullcontext():
+        self._whole = {}
+        self._note_whole()
+        with contextlib.ExitStack() as stack:
+            if is_eager:
+                stack.enter_context(OnCollective(names.add, self._note_writes))
+                for unit in self.units:
+                    stack.callback(unit.register_forward_pre_hook(self._note_whole).remove)
             output = self._run(method, arguments, rows, in_step=in_step)
+        self._note_writes()
         if RENORM in names:
             raise ValueError(
                 "F.embedding was given max_norm=, and each rank would rescale the rows that it sees, expected None: write "
                 "weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad() after each update"
             )
         is_plain = not self.meets_ranks and isinstance(self, DistributedDataParallel)
-        # torch broadcasts buffers
-        self.runs[kind] = is_plain and bool(names - {"broadcast_"})
+        self.runs[kind] = is_plain and bool(names)
         if self.runs[kind]:
             self.meets_ranks = True
             warnings.warn(
@@ -164,6 +180,41 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
+
+    def _note_whole(self, *_: object) -> None:
+        """Notes the memory of parameters that are whole, before a module runs."""
+        for name, parameter in self.module.named_parameters():
+            if not is_sharded(parameter):
+                self._whole.setdefault(name, (memory_of(parameter), parameter))
+
+    def _note_writes(self, tensors: Iterable[Tensor] = ()) -> None:
+        """Learns that a forward writes to tensors, or has given parameters other memory."""
+        memory = {*map(memory_of, tensors)}
+        for name, (before, parameter) in self._whole.items():
+            if before in memory or before != memory_of(parameter):
+                self._take_write(name)
+
+    def _take_write(self, name: str) -> None:
+        self.written.add(name)
+
+    def share_buffers(self, count: float = 0, writes: float = 0) -> None:
+        """Gives all ranks the buffers of the first rank that has had rows since the last time.
+
+        ``count`` ranks have had rows; 0 if that is unknown. If some have had none, parameters that
+        the forwards of the others write are shared too.
+        """
+        has_rows, self.has_rows = self.has_rows, False
+        tensors = [each for part in self._of_layers for each in part.values() if each is not None]
+        is_full = count == collectives.world_size()
+        if not tensors and (is_full or not writes):
+            return
+        entry = has_rows, [] if is_full else [*self.written]
+        entries = [entry] if is_full else gather_objects(entry)
+        sources = [rank for rank, (is_source, _) in enumerate(entries) if is_source]
+        for source in sources[:1]:
+            tensors += map(self.module.get_parameter, entries[source][1])
+            group = collectives.batch_group() or dist.group.WORLD
+            torch_private.broadcast(tensors, source, group)
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -234,6 +285,8 @@ class RankReport(NamedTuple):
     digest: float = 0.0  # The settings.
     square: float = 0.0  # The square of the digest.
     # Numbers of ranks follow.
+    has_rows: float = 0.0
+    writes: float = 0.0  # Ranks with a forward that writes to parameters.
     has_unused: float = 0.0  # Ranks with unused parameters.
     out_of_memory: float = 0.0
     failed: float = 0.0  # Ranks that failed for another reason.
@@ -291,6 +344,7 @@ class RankUpdate(UpdateSync):
     place = "the module"  # Parameters of the optimizers are part of it.
 
     def __init__(self, model: RankModel, record: GradientRecord) -> None:
+        self._model = model
         self._record = record
         self._device = model.devices[0]
         self._ranks = collectives.world_size(record.group)
@@ -312,8 +366,12 @@ class RankUpdate(UpdateSync):
     def exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, which tell if a rank has unused parameters."""
         record = self._record
-        has_unused = len(record.used) < len(record.parameters)
-        return collectives.sum_numbers(report._replace(has_unused=has_unused), record.group)
+        report = report._replace(
+            has_rows=self._model.has_rows,
+            writes=bool(self._model.written),
+            has_unused=len(record.used) < len(record.parameters),
+        )
+        return collectives.sum_numbers(report, record.group)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Ends the reduction, with the sums of loss and weight, and compares the settings."""
@@ -327,6 +385,7 @@ class RankUpdate(UpdateSync):
         self.settle()
         if sums.has_unused:
             self._record.forget_unused()
+        self._model.share_buffers(sums.has_rows, sums.writes)
         return LossSum(total.fill_(sums.total), sums.weight)
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:

@@ -245,8 +245,6 @@ class ExactAccumulation(Accumulation):
 
     def finish(self, settings: Callable[[], Settings]) -> Reduced:
         """Adds up everything on all ranks."""
-        for _ in self._groups.forwards_without_rows(is_reduced=bool(self._losses)):
-            pass  # Ranks share their buffers in a forward.
         if self._losses and not self._has_graph:
             run_backward([], 1.0)  # raises an error that says what is missing
         present = settings()

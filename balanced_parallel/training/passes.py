@@ -121,7 +121,6 @@ class TwoPasses(Attempt):
                 f"a loss whose rows depend on each other takes two forwards: {writes}"
             )
         random.setstate(python)
-        self.sync.forget_forwards()
 
     def _differentiate(self, loss: CoupledLoss) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their

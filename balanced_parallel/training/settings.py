@@ -109,7 +109,7 @@ class Settings:
     def _lines(self) -> list[str]:
         """Returns lines about each layer, group and tensor. All ranks call this.
 
-        A forward changes buffers, until the next one shares those of the first rank, and layers of
+        A forward changes buffers, until the end of the update shares those of a rank, and layers of
         the user may note values.
         """
         is_new = not max_over_ranks(len(self.state.model.runs))

@@ -215,6 +215,8 @@ class TrainStep:
         self._has_compared = False  # the settings of the ranks
         self._weight_before = 0.0  # The weight of the last update, over everything.
         self._last = LastUpdate()
+        self._updates = 0
+        self._loaded = 0  # Updates before the state that was loaded.
         # the first sample of an earlier batch, for a rank that has none
         self._example: Sequence[object] = ()
         self._logged: Sequence[LoggedMeans] = ()  # The values beside the last loss.
@@ -461,6 +463,7 @@ class TrainStep:
             )
             raise
         self.grad_norm = optimizers.grad_norm
+        self._updates += 1
         if self._has_ranks:
             states = [optimizer.state for optimizer in optimizers.optimizers]
             self._last = LastUpdate("", states, versions([*self._trained.values()]))
@@ -484,6 +487,7 @@ class TrainStep:
             "skip_above": self.skip_above,
             "micro_batch_size='auto'": self._is_auto,
             "unit of the micro-batches": self._limit.unit,
+            "number of updates of the loaded state": self._loaded,
             "reproducible": self.reproducible,
         }
         if self._is_exact:
@@ -537,6 +541,7 @@ class TrainStep:
             )
         state = self._state().save()
         state["weight_before"] = self._weight_before
+        state["updates"] = self._updates
         state["limit"] = {self._limit.unit: self._limit.value}
         if self._is_exact:
             state["bits"] = self._machine()
@@ -566,6 +571,8 @@ class TrainStep:
             state_dict["weight_before"],
             self._last._replace(failure=""),
         )
+        # Ranks compare it, since shards have no checksums.
+        self._loaded = self._updates = state_dict.get("updates", 0)
         if self._is_auto:  # a number given by hand stays, and rows are not a cost
             self._limit.set(self._limit.unit, state_dict["limit"].get(self._limit.unit))
 

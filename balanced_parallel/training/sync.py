@@ -60,13 +60,6 @@ class UpdateSync(Protocol):
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
 
-    def forget_forwards(self) -> None:
-        """Tells that all forwards of the update were undone, and run again.
-
-        ``DistributedDataParallel`` counts them.
-        """
-        return
-
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards that other processes still make, without rows.
 

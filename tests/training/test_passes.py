@@ -190,7 +190,7 @@ def test_a_window_without_rows_changes_nothing_and_one_failure_is_forgotten():
 
 
 class Scaled(nn.Linear):
-    """Multiplies by a buffer, which ``DistributedDataParallel`` takes from rank 0."""
+    """Multiplies by a buffer, which ranks take from rank 0 at first and after each update."""
 
     def __init__(self, scale):
         super().__init__(4, CLASSES, dtype=torch.float64)
@@ -209,11 +209,12 @@ def scaled_update(rank, scale):
     half = slice(4 * rank, 4 * rank + 4)
     step(inputs[half], targets[half])
     net.scale.fill_(scale + rank)  # rank 1 has another one
+    step(inputs[half], targets[half])
     loss = step(inputs[half], targets[half])
     return loss, gradients_of(net, criterion)
 
 
-def test_both_passes_share_the_buffers_of_rank_0():
+def test_both_passes_have_the_buffers_of_rank_0_that_the_update_before_has_shared():
     torch.manual_seed(0)
     net, inputs = Scaled(3), torch.randn(8, 4, dtype=torch.float64)
     targets = torch.randint(CLASSES, (8,))

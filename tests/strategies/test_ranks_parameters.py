@@ -1,0 +1,331 @@
+"""Parameters of ranks outside of their forward: penalties by hand, and forwards that write to them."""
+
+import copy
+
+import pytest
+import torch
+from helpers.fsdp import whole
+from helpers.ranks import on_ranks
+from torch import nn
+from torch.nn.utils import parametrize
+
+from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize
+
+STRATEGIES = ("ddp", "fsdp")
+
+
+class Net(nn.Module):
+    """The embedding and the head are of the root of FSDP2. The bias of the head is smaller than the number of ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Parameter(torch.randn(6, 4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        hidden = inputs @ self.embedding
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return self.head(hidden)
+
+
+def penalty(net):
+    return 0.1 * sum(parameter.square().sum() for parameter in net.parameters()) + net.embedding.norm(3) ** 3
+
+
+def batch_of(net, *sizes):
+    torch.manual_seed(1)
+    return torch.randn(sum(sizes), 6), torch.randn(sum(sizes), 1)
+
+
+def assert_gradients(module, plain):
+    for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.grad), expected.grad, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
+    """Also in a hook of ``TrainStep``, and with a rank without rows, which counts as much as the other."""
+    torch.set_default_dtype(torch.float64)
+    for strategy in STRATEGIES:
+        for sizes in ([3, 2], [5, 0], [0, 5]):
+            plain = Net()
+            inputs, targets = batch_of(plain, *sizes)
+            (nn.functional.mse_loss(plain(inputs), targets) + penalty(plain)).backward()
+            rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+            model, criterion = parallelize(Net(), nn.MSELoss(), strategy=strategy)
+            criterion(model(rows[0]), rows[1]).backward()
+            penalty(model.module).backward()
+            assert_gradients(model.module, plain)
+            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.0))
+            for parameter in model.parameters():
+                parameter.register_hook(lambda gradient, parameter=parameter: gradient + parameter.detach())
+            step(*rows)
+            for each in plain.parameters():
+                each.grad = None
+            (nn.functional.mse_loss(plain(inputs), targets) + 5 * (penalty(plain) - plain.embedding.norm(3) ** 3)).backward()
+            assert_gradients(model.module, plain)
+
+
+@on_ranks(2)
+def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
+    """The root has its parameters whole after a forward. Shards in a loss are an error on all ranks."""
+    torch.set_default_dtype(torch.float64)
+    plain = Net()
+    inputs, targets = batch_of(plain, 5)
+    (nn.functional.mse_loss(plain(inputs), targets) + plain.embedding.square().sum()).backward()
+    rows = inputs[5 * rank :], targets[5 * rank :]
+    model, criterion = parallelize(Net(), nn.MSELoss(), strategy="fsdp")
+    loss = criterion(model(rows[0]), rows[1]) + model.module.embedding.square().sum()
+    loss.backward()
+    assert_gradients(model.module, plain)
+    for name, module in (("before", model.module), ("after", model.module.blocks[0])):
+        model, criterion = parallelize(Net(), nn.MSELoss(), strategy="fsdp")
+        module = model.module if name == "before" else model.module.blocks[0]
+        early = sum(parameter.square().sum() for parameter in module.parameters())
+        loss = criterion(model(rows[0]), rows[1])
+        late = sum(parameter.square().sum() for parameter in module.parameters())
+        with pytest.raises(RuntimeError, match=r"a loss uses sharded parameters.*penalty\(model.module\).backward\(\)"):
+            (loss + (early if name == "before" else late)).backward()
+    module = Net()
+    _, criterion = model, criterion = parallelize(
+        module, lambda output, target: nn.functional.mse_loss(output, target) + module.blocks[0].weight.norm(), strategy="fsdp"
+    )
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="a loss uses sharded parameters"):
+        step(inputs, targets)
+
+
+class Bounded(nn.Linear):
+    """Bounds its weights in the forward, in one of several spellings."""
+
+    spelling = ""
+
+    def forward(self, inputs):
+        bounded = self.weight.detach().renorm(2, 0, 0.3)
+        if self.spelling == "data":
+            self.weight.data = bounded
+        elif self.spelling == "in place of data":
+            self.weight.data.copy_(bounded)
+        elif self.spelling == "no_grad":
+            with torch.no_grad():
+                self.weight.copy_(bounded)
+        elif self.spelling == "out":
+            with torch.no_grad():
+                torch.clamp(self.weight, -0.2, 0.2, out=self.weight)
+        elif self.spelling == "foreach":
+            with torch.no_grad():
+                torch._foreach_mul_([self.weight], 0.9)
+        return super().forward(inputs)
+
+
+class Renorm(nn.Module):
+    def forward(self, weight):
+        return weight.renorm(2, 0, 0.3)
+
+
+def bounded(spelling):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Bounded(4, 4), nn.Tanh(), Bounded(4, 1))
+    for layer in (net[1], net[3]):
+        layer.spelling = spelling
+        if spelling == "parametrization":
+            parametrize.register_parametrization(layer, "weight", Renorm())
+    return net
+
+
+@on_ranks(2)
+def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
+    """FSDP2 would lose it. The ways that the error names are right."""
+    torch.set_default_dtype(torch.float64)
+    for spelling in ("data", "in place of data", "no_grad", "out", "foreach"):
+        for by_hand in (True, False):
+            model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="fsdp")
+            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+            with pytest.raises(RuntimeError, match=r"a forward writes to [13].weight, .*after the update"):
+                model(torch.ones(3, 4)) if by_hand else step(torch.ones(3, 4), torch.ones(3, 1))
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(5, 4), torch.randn(5, 1)
+    for sizes in ([3, 2], [5, 0]):
+        plain = bounded("parametrization")
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        model, criterion = parallelize(bounded("parametrization"), nn.MSELoss(), strategy="fsdp")
+        criterion(model(inputs.split(sizes)[rank]), targets.split(sizes)[rank]).backward()
+        assert_gradients(model.module, plain)
+
+
+@on_ranks(2)
+def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
+    """Ranks of DDP do not part where one has no rows, in its first update and later."""
+    torch.set_default_dtype(torch.float64)
+    for spelling in ("data", "in place of data", "no_grad"):
+        for by_hand in (True, False):
+            plain = bounded(spelling)
+            model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="ddp")
+            optimizers = [torch.optim.SGD(each.parameters(), 0.3) for each in (plain, model)]
+            step = TrainStep(model, criterion, optimizers[1])
+            torch.manual_seed(1)
+            for sizes in ([5, 0], [2, 3], [0, 5], [0, 4]):
+                inputs, targets = torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 1)
+                rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                nn.functional.mse_loss(plain(inputs), targets).backward()
+                optimizers[0].step()
+                if by_hand:
+                    criterion(model(rows[0]), rows[1]).backward()
+                    optimizers[1].step()
+                else:
+                    step(*rows)
+                for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+
+
+class Counted(nn.Module):
+    """Counts its forwards in a buffer that it replaces, and one that it writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("whole", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs):
+        if self.training:
+            self.steps = self.steps + 1
+            self.whole += 1
+        return inputs * (1 + 0.1 * self.steps)
+
+
+def counted():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), Counted(), nn.Linear(6, 1))
+
+
+@on_ranks(2)
+def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
+    """Power iterations and counters go on where a rank has no rows, and all ranks have the same."""
+    torch.set_default_dtype(torch.float64)
+    for strategy in STRATEGIES:
+        for way in ("by hand", "step", "autograd.grad"):
+            if (strategy, way) == ("fsdp", "autograd.grad"):
+                continue
+            plain = counted()
+            model, criterion = parallelize(counted(), nn.MSELoss(), strategy=strategy)
+            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+            optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+            torch.manual_seed(1)
+            for sizes in ([0, 3], [4, 0], [0, 2], [2, 3]):
+                inputs, targets = torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 1)
+                rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+                expected = nn.functional.mse_loss(plain(inputs), targets)
+                for each in (optimizer, step.optimizer):
+                    each.zero_grad()
+                expected.backward()
+                optimizer.step()
+                if way == "step":
+                    loss = step(*rows)
+                else:
+                    loss = criterion(model(rows[0]), rows[1])
+                    if way == "by hand":
+                        loss.backward()
+                    else:
+                        gradients = torch.autograd.grad(loss, [*model.parameters()])
+                        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                            parameter.grad = gradient
+                    step.optimizer.step()
+                torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-12)
+                for buffer, other in zip(model.module.buffers(), plain.buffers(), strict=True):
+                    torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-12)
+
+
+class Chunks(nn.Module):
+    """Ghost batch norm: normalises chunks of some rows. With ``size=0``, all rows twice, and some rows once."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.norm = size, nn.BatchNorm1d(4)
+
+    def forward(self, inputs):
+        if not self.size:
+            chosen = inputs[:, 0] > 0
+            return self.norm(self.norm(inputs)).index_put((chosen,), self.norm(inputs[chosen]), accumulate=True)
+        return torch.cat([self.norm(chunk) for chunk in inputs.split(self.size)])
+
+
+@on_ranks(2)
+def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
+    """Ranks would wait for as many calls. Layers that are called several times with all rows, and once with some, are right."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(11, 4), torch.randn(11, 4)
+    rows = slice(0, 6) if rank == 0 else slice(6, 11)
+    for size in (2, 0):
+        for strategy in STRATEGIES:
+            nets = [nn.Sequential(nn.Linear(4, 4), Chunks(size)) for _ in range(2)]
+            nets[0].load_state_dict(nets[1].state_dict())
+            model, criterion = parallelize(convert_sync_batchnorm(nets[0]), nn.MSELoss(), strategy=strategy)
+            if size:
+                with pytest.raises(ValueError, match="called again in a forward of [56] rows, with 2 of them, expected all rows"):
+                    model(inputs[rows])
+                continue
+            nets[1].load_state_dict({name: whole(value) for name, value in nets[0].state_dict().items()})
+            nn.functional.mse_loss(nets[1](inputs), targets).backward()
+            criterion(model(inputs[rows]), targets[rows]).backward()
+            assert_gradients(model.module, nets[1])
+
+
+class Forces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, inputs):
+        inputs = inputs.detach().requires_grad_()
+        return torch.autograd.grad(self.net(inputs).sum(), inputs, create_graph=True)[0]
+
+
+@on_ranks(2)
+def test_errors_of_sharded_parameters_say_what_to_do(rank):
+    """Other uses of parameters: an assignment, gradients inside of a forward, a block by hand, and another state on one rank."""
+    inputs = torch.randn(3, 4)
+    for by_hand in (True, False):
+        model, criterion = parallelize(Forces(), nn.MSELoss(), strategy="fsdp")
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(RuntimeError, match="gradients were asked for in a forward.* expected strategy='ddp'"):
+            model(inputs) if by_hand else step(inputs, inputs)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
+    net[2](inputs)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="FSDP state has already been lazily initialized for 2"):
+        step(inputs, inputs)
+    for index in (0, 1):  # a block, and a layer of the root, which has its parameters whole between two forwards
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4))
+        model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
+        model(inputs)
+        model(inputs)
+        layer = net[0][2] if index == 0 else net[1]
+        layer.weight = nn.Parameter(torch.zeros(4, 4))
+        with pytest.raises(ValueError, match=r"the parameter [\d.]+weight came after parallelize"):
+            model(inputs)
+
+
+@on_ranks(2)
+def test_another_state_on_one_rank_is_an_error(rank):
+    """Each rank would take its shards of its own state."""
+    for strategy in STRATEGIES:
+        model, criterion = parallelize(Net(), nn.MSELoss(), strategy=strategy)
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+        inputs, targets = batch_of(model.module, 3)
+        states = []
+        for _ in range(2):
+            step(inputs, targets)
+            states.append(copy.deepcopy(step.state_dict()))
+        step.load_state_dict(states[0])
+        step(inputs, targets)
+        step.load_state_dict(states[rank])
+        with pytest.raises(ValueError, match="number of updates of the loaded state: 1 on rank 0 and 2 on rank 1"):
+            step(inputs, targets)
