@@ -214,7 +214,7 @@ class ShardedModel(RankModel):
         try:
             yield
         except RuntimeError as error:
-            if "storage of size 0" not in str(error):  # of a block, whose parameters are freed
+            if "storage of size 0" not in str(error):  # FSDP2 has freed parameters of a block.
                 raise
             raise RuntimeError(_IN_FORWARD) from error
         finally:
