@@ -68,6 +68,7 @@ from ..runtime.torch_private import (
     run_after_backward,
 )
 from ..runtime.values import check_type, forget_gradients, take_gradients
+from ..training.settings import Settings
 from ..training.sync import GradientSync, GroupReport, GroupSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -516,12 +517,14 @@ class _DDPUpdate(RankUpdate):
             collectives.raise_failure(failures, self._ranks, not sums.failed)
         return sums
 
-    def settle(self) -> None:
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        whole = super().finish(local, settings)
         if not self._model.record.buckets:
             # The collectives of this would wait in the next forward, if a rank ran out of memory
             # before.
             torch_private.rebuild_buckets(self._model)
             self._model.record.take_places()
+        return whole
 
     def tell(self, error: BaseException, *, has_begun: bool) -> None:
         if has_begun and self._sync.meets_ranks:

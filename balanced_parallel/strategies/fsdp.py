@@ -56,7 +56,6 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision, forget_gradients
 from ..savings.checkpointing import find_blocks
-from ..training.settings import Settings
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -328,6 +327,9 @@ class _FSDPUpdate(RankUpdate):
         for count in iter(ask, 0) if self._asks else [self._end - self._ran]:
             for _ in range(count):
                 yield [self._forward_without_rows()]
+        if self._asks and torch.is_grad_enabled():  # All ranks are at the end.
+            self._asks = False
+            self._end = self._ran
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         if local is not None:
@@ -343,12 +345,6 @@ class _FSDPUpdate(RankUpdate):
         )
         if not self._asks and self._left > 0 and self._ran == self._end:
             self._begin_round(self._left)
-
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        if self._asks:
-            self._asks = False
-            self._end = self._ran
-        return super().finish(local, settings)
 
     def agree(self, report: RankReport) -> RankReport:
         fits = self._sync.fits()

@@ -359,10 +359,6 @@ class RankUpdate(UpdateSync):
         Returns the sums of the reports of all ranks.
         """
 
-    def settle(self) -> None:
-        """Ends the update of all ranks, after their agreement."""
-        return
-
     def exchange(self, report: RankReport) -> RankReport:
         """Returns the sums of the reports of all ranks, which tell if a rank has unused parameters."""
         record = self._record
@@ -382,7 +378,6 @@ class RankUpdate(UpdateSync):
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
         present.check(sums.digest, sums.square)
         self._has_agreed = True
-        self.settle()
         if sums.has_unused:
             self._record.forget_unused()
         self._model.share_buffers(sums.has_rows, sums.writes)
