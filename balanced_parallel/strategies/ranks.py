@@ -376,11 +376,11 @@ class RankUpdate(UpdateSync):
         present = settings()
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
+        self._model.share_buffers(sums.has_rows, sums.writes)
         present.check(sums.digest, sums.square)
         self._has_agreed = True
         if sums.has_unused:
             self._record.forget_unused()
-        self._model.share_buffers(sums.has_rows, sums.writes)
         return LossSum(total.fill_(sums.total), sums.weight)
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
