@@ -349,10 +349,10 @@ class _ReplicaShards:
         """
         # Follows all changes of the parameters but values that no version counter tells of.
         if self._pieces:
-            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
+            self._model.replicas.prepare(self._model.module, self._model.devices)
         self.collect()
         with self._model.replicas.publishing(self._pieces):
-            for owners in () if self._model.replicas.are_fresh else self._owners:
+            for owners in () if self._model.replicas.have_values(self._pieces) else self._owners:
                 owners.fetch()
             getattr(self.inner, method)()
             for owners in self._owners:

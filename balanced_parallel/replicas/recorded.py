@@ -1,31 +1,32 @@
-"""Replicas that copy a parameter after recorded writes alone, and are compared with the module.
+"""Replicas that copy a parameter after a write alone. Sums of bits find the writes that torch does
+not record.
 
-Writes in place, another address, ``requires_grad`` and the step of an optimizer are recorded. Other
-writes, such as ``parameter.data.mul_()``, are found by comparisons: each device adds up the bits of
-each copy, and sends the sums to the host, which reads them in the next forward. ::
+Writes in place, another address and ``requires_grad`` are recorded. Another write, such as
+``parameter.data.mul_()``, changes the sum of the bits of a parameter. It is taken on the device of
+the module, when the parameter is copied and before later forwards. The host reads the comparison
+after it has launched the forward, when the device has begun it. After a write the parameter is
+copied, and the forward runs again. ::
 
-    forward of training      1   2  ...  8   9  ...  30   31   32  ...  61   62   63
-    compared                 x   x       x                 x                  x        and where an evaluation begins or ends
+    device 0     update 7                              | sums | forward 8    | backward 8
+    host         launches sums and forward 8 | waits for sums | launches backward 8
+
+From then on this parameter is copied before each forward. So are those that a plain optimizer
+trains, if gradients are computed: its step writes to them.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ..runtime import transport
 from ..runtime.devices import start_copy
-from .module_tree import ModuleTree
 
 Refresh = Literal["always", "recorded"]
-Copies = Mapping[torch.device, Sequence[Tensor]]  # Each list has the order of the parameters.
 
-FIRST = 8  # All of these forwards are compared: wrong programs end soon.
-INTERVAL = 31  # A prime, so that loops of several forwards come to each of them.
-_CHUNK = 2**20  # Elements that are multiplied at once. Their products take 8 MiB.
-_BITS = {1: torch.int8, 2: torch.int16}  # Larger ones are some of int32.
+_WORDS = 8191  # A prime: elements that a program permutes come to other columns.
 
 
 def check_refresh(refresh: str) -> None:
@@ -34,110 +35,113 @@ def check_refresh(refresh: str) -> None:
         raise ValueError(f"refresh={refresh!r}, expected 'always' or 'recorded'")
 
 
-class RecordedWrites:
-    """Writes to parameters that no version counter tells of."""
+class Group(NamedTuple):
+    """Parameters whose bits are summed together, as many as a buffer of transport has."""
+
+    places: list[int]
+    total: Tensor  # when they were copied
+
+
+class UnrecordedWrites:
+    """Writes to parameters that torch does not record. A parameter has a place in its tree."""
 
     def __init__(self) -> None:
-        updated = set[int]()
-        self._updated = updated  # ids of parameters
-        self._forwards = 0
-        self._is_training = True
-        self._is_due = False  # The copies are compared before this forward runs.
-        self._unread: list[Callable[[], None]] = []
+        self.by_forward = False  # The forward itself makes such writes.
+        self._groups: list[Group] = []
+        self._distrusted = set[int]()  # They were written to before, and have no sums.
+        self._compared: list[Group] = []
+        self._totals = torch.empty(0)  # those of the groups that are compared
+        self._wait: Callable[[], Tensor] | None = None
 
-        # fused kernels move no counter
-        def note_step(optimizer: Optimizer, *arguments: Any) -> None:
-            for group in optimizer.param_groups:
-                for each in group["params"]:
-                    if each.requires_grad:
-                        updated.add(id(each))
+    @property
+    def is_comparing(self) -> bool:
+        """True between :meth:`compare` and :meth:`read`, if there is something to read."""
+        return self._wait is not None
 
-        weakref.finalize(self, register_optimizer_step_post_hook(note_step).remove)
+    def forget(self, places: Iterable[int]) -> None:
+        """Forgets the sums of ``places``, and of the others in their groups."""
+        gone = {*places}
+        self._groups = [group for group in self._groups if gone.isdisjoint(group.places)]
 
-    def begin_forward(
-        self,
-        tree: ModuleTree,
-        in_step: bool,
-    ) -> None:
-        """Counts a forward, and reads the comparisons of those before.
+    def distrust(self, places: Iterable[int]) -> None:
+        """Takes no sums of ``places`` any more."""
+        self._distrusted.update(places)
+        self.forget(self._distrusted)
 
-        The first one of an evaluation, or after it, notes all trained parameters: programs swap
-        averages in, and optimizers have modes.
-        """
-        self.read()
-        is_training = in_step or (tree.modules[0].training and torch.is_grad_enabled())
-        is_switched = is_training != self._is_training
-        self._is_training = is_training
-        if is_switched:
-            self._updated.update(id(each) for each in tree.parameters if each.requires_grad)
-        self._forwards += 1
-        is_time = self._forwards <= FIRST or self._forwards % INTERVAL == 0
-        self._is_due = is_time or is_switched
+    def note(self, parameters: Sequence[Tensor], *kinds: set[int]) -> None:
+        """Takes the sums of places that were copied. Each kind has groups of its own."""
+        self.forget(set[int]().union(*kinds))
+        groups = []
+        for kind in kinds:
+            places = sorted(kind - self._distrusted)
+            tensors = [parameters[i] for i in places]
+            for chunk in transport.chunks(tensors, transport.BUFFER_BYTES):
+                groups.append([places[i] for i in chunk])
+        totals = _sum_up(parameters, groups).unbind()
+        self._groups += map(Group, groups, totals)
 
-    def take(self, tree: ModuleTree) -> list[int]:
-        """Returns the places of the noted parameters, and forgets them."""
-        places = [tree.place[key] for key in self._updated if key in tree.place]
-        self._updated.clear()
-        return places
+    def compare(self, parameters: Sequence[Tensor], places: set[int]) -> set[int]:
+        """Starts to compare the groups within ``places``. Returns the places that these have."""
+        self._compared = [group for group in self._groups if places.issuperset(group.places)]
+        self._wait = None  # a forward that failed has left its comparison
+        before = [group.total for group in self._compared]
+        if before:
+            self._totals = _sum_up(parameters, [group.places for group in self._compared])
+            self._wait = start_copy(self._totals != torch.stack(before))
+        return {place for group in self._compared for place in group.places}
 
-    def compare_if_due(self, tree: ModuleTree, copies: Copies) -> None:
-        """Compares all copies if this forward is one of those. An evaluation waits for the result."""
-        if self._is_due:
-            self.compare(tree, copies, tree.parameters)
-            if not self._is_training:
-                self.read()
+    def read(self) -> list[int]:
+        """Returns the places of the groups with other bits than when they were copied."""
+        wait = self._wait
+        self._wait = None
+        if wait is None:
+            return []
+        groups = itertools.compress(self._compared, wait().tolist())
+        return [place for group in groups for place in group.places]
 
-    def compare(
-        self,
-        tree: ModuleTree,
-        copies: Copies,
-        parameters: Iterable[Tensor],
-    ) -> None:
-        """Starts to compare ``parameters`` with their copies."""
-        places = [tree.place[id(parameter)] for parameter in parameters]
-        everywhere = {tree.parameters[0].device: tree.parameters, **copies}
-        started = [
-            start_copy(checksums([tensors[i] for i in places])) for tensors in everywhere.values()
-        ]
-
-        def read() -> None:
-            sums = torch.stack([wait() for wait in started])
-            differs = (sums != sums[0]).nonzero()
-            if not len(differs):
-                return
-            row, column = differs[0]
-            names = [*dict(tree.modules[0].named_parameters())]
-            raise RuntimeError(
-                f"{names[places[column]]} differs from its copy on {[*everywhere][row]}, expected model.refresh_replicas() after "
-                "a write that torch does not record, as through .data, or DataParallelModel(..., refresh='always')"
-            )
-
-        self._unread.append(read)
-
-    def read(self) -> None:
-        """Raises ``RuntimeError`` if copies had other values in a comparison."""
-        unread = self._unread
-        self._unread = []
-        for read in unread:
-            read()
+    def have_changed(self, parameters: Sequence[Tensor]) -> bool:
+        """Returns True if parameters have other bits than when the comparison began."""
+        totals = _sum_up(parameters, [group.places for group in self._compared])
+        return not torch.equal(totals, self._totals)
 
 
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a number of the bits of each tensor, on their device.
+def _sum_up(parameters: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Tensor:
+    return checksums([parameters[i] for i in places] for places in groups)
 
-    Integers are exact, so all kinds of devices have the same numbers. Each place has a weight of
-    its own, since programs permute weights, or change their signs.
+
+def checksums(groups: Iterable[Sequence[Tensor]]) -> Tensor:
+    """Returns a number of the bits of each group of tensors of one dtype, on their device.
+
+    Memory is read once or twice. Sums of 64-bit words wrap around, so two signs that change could
+    cancel there: values are added up as well.
     """
-    bits = [
-        each.detach().reshape(-1).view(_BITS.get(each.itemsize, torch.int32)) for each in tensors
-    ]
-    size = min(max(1, *map(len, bits)), _CHUNK)
-    places = torch.arange(1, size + 1, device=bits[0].device)
+    columns = []
+    for tensors in groups:
+        layouts = [*map(transport.layout_of, tensors)]
+        size = sum(map(torch.numel, tensors))
+        flat = transport.pack(layouts, [each.detach() for each in tensors], size + -size % 8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        words = _sum_columns(flat.view(torch.int64))
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).view(-1)
+        if flat.is_floating_point() and flat.itemsize > 1:
+            words = words * 31 + _sum_columns(flat).view(torch.int64)
+        columns.append(words)
+    if not columns:
+        return torch.empty(0)
+    total = torch.stack(columns)
+    places = torch.arange(1, _WORDS + 1, device=total.device)
     weights = places**3 * -7046029254386353131 >> 33
-    sums = []
-    for row in bits:
-        total = torch.zeros_like(weights[0])
-        for part in row.split(size):
-            total = total * 31 + (part * weights[: len(part)]).sum()
-        sums.append(total)
-    return torch.stack(sums)
+    return ((total ^ (total >> 32)) * weights).sum(1)
+
+
+def _sum_columns(flat: Tensor) -> Tensor:
+    """Returns the sums of the columns, if a row has 8191 words of 64 bits."""
+    width = _WORDS * 8 // flat.itemsize
+    rows = len(flat) // width
+    begin = rows * width
+    # autocast would choose another dtype
+    sums = flat[:begin].view(rows, width).sum(0, dtype=flat.dtype)
+    sums[: len(flat) - begin] += flat[begin:]
+    return sums

@@ -55,8 +55,6 @@ class TrainedState(NamedTuple):
 
     def save(self) -> dict[str, Any]:
         """Returns the state. Every rank calls this. Tensors are not copied."""
-        if isinstance(self.model, DataParallelModel):
-            self.model.replicas.compare(self.model.module, self.model.devices)
         scaler = self.precision.scaler
         name, keys, *others = np.random.get_state(legacy=True)
         return {
