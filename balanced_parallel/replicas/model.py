@@ -18,7 +18,7 @@ from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Arguments, Batch, ParallelModel, Shard, move_arguments
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
-from ..runtime.torch_private import children_of, versions
+from ..runtime.torch_private import children_of
 from ..runtime.values import Precision, check_type, naming_arguments
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
@@ -223,30 +223,25 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             if {device.type for device in devices} != {"cpu"}:
                 offset_seeds(self.devices)
         module: Any = children_of(self)["module"]  # self.module would call __getattr__
-        while True:
-            with (
-                self.precision.autocast(devices),
-                self.replicas.of(module, devices, self.devices[0]) as modules,
-            ):
-                work = [
-                    functools.partial(_call, method, *replica)
-                    for replica in zip(modules, shards, strict=True)
+        with (
+            self.precision.autocast(devices),
+            self.replicas.of(module, devices, self.devices[0]) as modules,
+        ):
+            work = [
+                functools.partial(_call, method, *replica)
+                for replica in zip(modules, shards, strict=True)
+            ]
+            tree = self.replicas.tree  # always there if several replicas run
+            meets = (
+                []
+                if tree is None
+                else [
+                    tree.sums_rows,
+                    *[isinstance(part, AllRowsBatchNorm) for part in tree.modules],
                 ]
-                tree = self.replicas.tree  # always there if several replicas run
-                meets = (
-                    []
-                    if tree is None
-                    else [
-                        tree.sums_rows,
-                        *[isinstance(part, AllRowsBatchNorm) for part in tree.modules],
-                    ]
-                )
-                inputs = _tensors_of(shards) if self.replicas.is_comparing else []
-                before = versions(inputs)
-                outputs = self.replicas.run(work, devices, together=any(meets))
-                if self.replicas.finish_forward(can_repeat=before == versions(inputs)):
-                    return PerReplica(outputs, sizes, self.out_dims)
-                del outputs
+            )
+            outputs = self.replicas.run(work, devices, together=any(meets))
+        return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:
         rows = max(size or 0 for size in outputs.sizes)
@@ -278,12 +273,6 @@ def _refuse_compilation() -> None:
         "torch.compile was given a model on several devices, whose replicas it cannot trace, expected the module alone: call "
         "model.compile(), and do not compile the function that calls the model"
     )
-
-
-def _tensors_of(shards: Sequence[Shard]) -> list[torch.Tensor]:
-    """Returns the tensors among the inputs."""
-    marked = [leaf for shard in shards for _, leaf in leaves(shard.inputs)]
-    return [leaf for leaf in marked if isinstance(leaf, torch.Tensor)]
 
 
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:

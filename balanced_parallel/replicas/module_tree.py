@@ -8,7 +8,7 @@ was, and the skeletons are filled again.
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -277,21 +277,6 @@ class ModuleTree:
                 buffers_of(skeleton).update(buffers_of(part.module))
             for entries, before in changed:
                 _set_entries(entries, before)
-
-    def keep_attributes(self) -> Callable[[], None]:
-        """Returns a function that puts back attributes and buffers, but for values in place.
-
-        Modules of torch have no attributes that a forward sets.
-        """
-        entries = [module.__dict__[BUFFERS] for module in self.modules]
-        entries += [self.modules[at].__dict__ for at in self._custom]
-        before = [(each, each.copy()) for each in entries]
-
-        def put_back() -> None:
-            for each, attributes in before:
-                _set_entries(each, attributes)
-
-        return put_back
 
     @torch.no_grad()
     def take_buffers(self, skeletons: Skeletons) -> None:

@@ -5,9 +5,8 @@ have no parameters (pytorch#40457, #36035). Here they are aliases of persistent 
 device, connected to the parameters of the module by one autograd function per bucket.
 
 torch's version counters do not see every write: ``.data`` has a counter of its own, and fused
-optimizers move none. So every forward copies the values again, unless sums of their bits show that
-nobody has written to them. Only in a *window*, a block that promises to write no parameters, the
-first one does so for all::
+optimizers move none. So every forward copies the values again. Only in a *window*, a block that
+promises to write no parameters, the first one does so for all::
 
     forward         copies    with window(model):               copies
     write by .data                forward of micro-batch 0
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 
 from ..runtime import transport
 from ..runtime.devices import Devices, on_device
-from ..runtime.random_numbers import RandomState
 from ..runtime.streams import SideStreams, current_streams
 from ..runtime.torch_private import (
     ParameterState,
@@ -40,7 +38,7 @@ from ..runtime.torch_private import (
 )
 from .buckets import Bucket, GradientBuckets, kinds_of
 from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
-from .recorded import Refresh, UnrecordedWrites, check_refresh, checksums
+from .recorded import NotedSums, Refresh, check_refresh
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
@@ -71,9 +69,7 @@ class Replicas:
     ) -> None:
         check_refresh(refresh)
         self._refresh = refresh
-        self._unrecorded = UnrecordedWrites() if refresh == "recorded" else None
-        # Puts back what the present forward changes, if its parameters are compared.
-        self._undo: Callable[[], None] | None = None
+        self._sums = NotedSums() if refresh == "recorded" else None
         # the pool is kept from its first use on
         self._workers = workers or functools.partial(
             run_replicas, pool=functools.cache(shared_pool)
@@ -126,11 +122,10 @@ class Replicas:
                 tensors = self._connected_parameters(tree, list(dict.fromkeys(devices)))
                 # buffers every time: batch norm writes to its statistics without torch's version
                 # counter
-                of_home = tree.buffers(home)
-                buffers = copy_buffers(of_home, others)
-                if self._unrecorded is not None and self._unrecorded.is_comparing:
-                    self._undo = _keep_state(tree, of_home, devices)
+                buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
+                self._copy_changed(tree)
+                self._fresh_in = self.windows[0] if self.windows else None
                 if tree.is_compiled:
                     self._turns = [
                         *[[]] * (len(modules) - len(others)),
@@ -156,90 +151,43 @@ class Replicas:
                 raise
             finally:
                 self._turns = []
-                undo = self._undo
-                self._undo = None
-                if undo is not None:  # The forward has failed, or runs again.
-                    self._fresh_in = None
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
-            if undo is not None:
-                undo()
-
-    @property
-    def is_comparing(self) -> bool:
-        """True in a forward whose parameters are compared."""
-        return self._undo is not None
-
-    def finish_forward(self, *, can_repeat: bool) -> bool:
-        """Returns False if the forward has to run again, because parameters were written to before
-        it in a way that torch does not record.
-
-        What the forward has changed is put back then.
-        """
-        writes = self._unrecorded
-        undo = self._undo
-        self._undo = None
-        tree = self.tree
-        if undo is None or writes is None or tree is None:
-            return True
-        places = writes.read()
-        stale = self._find_stale(tree, places) if places else []
-        writes.distrust(stale or places)
-        # All copies have the same bits as well if the forward makes such writes.
-        writes.by_forward |= len(places) > len(stale) == 0
-        if not stale:
-            return True
-        parameters = tree.parameters
-        is_pure = not (writes.by_forward or self.copies.are_written(parameters))
-        if not can_repeat or not is_pure or writes.have_changed(parameters):
-            self._fresh_in = None
-            name = [*dict(tree.modules[0].named_parameters())][stale[0]]
-            raise RuntimeError(
-                f"{name} was written to since the last forward in a way that torch does not record, as through .data, and this "
-                "forward cannot run again, because it writes to parameters or inputs, expected model.refresh_replicas() after "
-                "such a write, or DataParallelModel(..., refresh='always')"
-            )
-        self._undo = undo
-        return False
-
-    def _find_stale(self, tree: ModuleTree, places: Sequence[int]) -> list[int]:
-        """Returns those of ``places`` whose parameters differ from a copy."""
-        everywhere = [tree.parameters, *self.copies.by_device.values()]
-        sums = [checksums([tensors[i]] for i in places).cpu() for tensors in everywhere]
-        differs = (torch.stack(sums) != sums[0]).any(0).tolist()
-        return [*itertools.compress(places, differs)]
 
     @property
     def are_fresh(self) -> bool:
         """True if the copies have all values of the parameters, in the window that is open."""
         return self._fresh_in in self.windows
 
-    def have_values(self, parameters: Collection[Tensor]) -> bool:
-        """Returns True if all copies of ``parameters`` are known to have their values.
-
-        Outside of a step, this waits for the device of the module.
-        """
-        writes = self._unrecorded
-        tree = self.tree
-        in_step = True in [entry.in_step for entry in self.windows]
-        if self.are_fresh or in_step or writes is None or tree is None:
-            return self.are_fresh
-        places = {tree.place[id(parameter)] for parameter in parameters}
-        compared = writes.compare(tree.parameters, places)
-        changed = writes.read()
-        if changed:
-            writes.distrust(self._find_stale(tree, changed) or changed)
-        return compared == places and not changed
-
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
         self._fresh_in = None
         self.copies.forget_values()
 
-    def prepare(self, module: nn.Module, devices: Devices) -> ModuleTree:
-        """Returns the tree, with skeletons, and with copies that have all recorded writes."""
+    def prepare(
+        self, module: nn.Module, devices: Devices, owned: Collection[Tensor] = ()
+    ) -> ModuleTree:
+        """Returns the tree, with skeletons, and with copies that have all recorded writes.
+
+        With sums, the copies of ``owned`` have all values then.
+        """
         with self.in_turn():
-            return self._follow(module, devices, all_values=False)
+            tree = self._follow(module, devices, owned if self.has_sums else ())
+            self._copy_changed(tree)
+            return tree
+
+    @property
+    def has_sums(self) -> bool:
+        """True if sums show the writes that torch does not record."""
+        return self._sums is not None
+
+    def _copy_changed(self, tree: ModuleTree) -> None:
+        """Copies the parameters whose sums have changed. The host waits for the sums."""
+        changed = [] if self._sums is None else self._sums.read()
+        if self._sums is not None and changed:
+            places = itertools.chain(*[group.places for group in changed])
+            self.copies.refresh(tree.parameters, (), [*places])
+            self._sums.groups += changed
 
     def shard(
         self, module: nn.Module, devices: Devices, parameters: Sequence[Tensor]
@@ -263,14 +211,14 @@ class Replicas:
         """Surrounds a block that writes new values to ``parameters`` and to all their copies."""
         with self.in_turn():
             tree = self.tree
-            writes = self._unrecorded
-            if tree is None or writes is None or not parameters:
+            if tree is None or self._sums is None or not parameters:
                 yield
                 return
             places = {tree.place[id(parameter)] for parameter in parameters}
+            self._sums.forget(places)
             with self.copies.rewritten(tree.parameters, places):
                 yield
-            writes.note(tree.parameters, places)
+            self._sums.note(tree.parameters, places)
 
     def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
         """Returns a parameter and its copies, by device."""
@@ -296,8 +244,11 @@ class Replicas:
                 _running.reset(token)
 
     def _follow(
-        self, module: nn.Module, devices: Devices, *, all_values: bool = True
+        self, module: nn.Module, devices: Devices, wanted: Collection[Tensor] | None = None
     ) -> ModuleTree:
+        """Returns the tree. The copies of ``wanted``, or of all parameters, have their values after
+        :meth:`_copy_changed`.
+        """
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
@@ -306,17 +257,18 @@ class Replicas:
                 self._refuse_sharded()
                 self.gradients.rebuild()
                 self.copies = ParameterCopies()
-                self._unrecorded = UnrecordedWrites() if self._unrecorded is not None else None
-                self._fresh_in = None
+                self.forget_values()
             self.tree = tree
             self._skeletons = []
         if tree.parameters and len(set(devices)) > 1:
-            self._follow_parameters(tree, devices, all_values)
+            self._follow_parameters(tree, devices, tree.parameters if wanted is None else wanted)
         while len(self._skeletons) < len(devices) - 1:
             self._skeletons.append(tree.make_skeletons())
         return tree
 
-    def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
+    def _follow_parameters(
+        self, tree: ModuleTree, devices: Devices, wanted: Collection[Tensor]
+    ) -> None:
         copies = self.copies
         parameters = tree.parameters
         try:
@@ -324,23 +276,22 @@ class Replicas:
             if is_moved or toggled:
                 check_device(tree.modules[0], devices[0])
                 self._follow_buckets(tree)
-            places = {*written, *toggled}
-            if self._unrecorded is not None:
-                self._unrecorded.forget(places)
-            is_first = all_values and not self.are_fresh
-            kinds = self._kinds_with_sums(tree) if is_first else []
-            if is_first:
-                places = {*range(len(parameters))} - self._compare(parameters, kinds)
+            changed = {*written, *toggled}
+            places = changed.copy()
+            if not self.are_fresh:
+                places.update(tree.place[id(parameter)] for parameter in wanted)
+            kinds = self._kinds_with_sums(tree) if self._sums is not None and places else []
+            if self._sums is not None:
+                self._sums.forget(changed)
+                places -= self._sums.compare(parameters, places.intersection(set().union(*kinds)))
+                self._sums.forget(places)
             copies.refresh(parameters, written, sorted(places))
             is_moved |= copies.extend_to(devices[1:], parameters)
-            if kinds and self._unrecorded is not None:
-                self._unrecorded.note(parameters, *[kind & places for kind in kinds])
+            if self._sums is not None:
+                self._sums.note(parameters, *[kind & places for kind in kinds])
         except BaseException:  # Some devices have the new values if, for example, memory runs out.
             self.forget_values()
             raise
-        self._fresh_in = (
-            self.windows[0] if self.windows and (all_values or self.are_fresh) else None
-        )
         if not (is_moved or toggled):
             return
         for each in copies.by_device.values():
@@ -356,30 +307,19 @@ class Replicas:
         """Returns the places of the parameters that keep their values until a write: those with
         owners, and those that are not trained.
         """
-        if self._unrecorded is None:
-            return []
-        owned = set[int]()
-        for bucket in self.gradients.buckets:
-            if bucket.owners is not None:
-                owned.update(tree.place[id(parameter)] for parameter in bucket.parameters)
+        owned = {
+            tree.place[key]
+            for bucket in self.gradients.buckets
+            if bucket.owners is not None
+            for key in bucket.kinds
+        }
         is_training = torch.is_grad_enabled()
-        still = {
-            i
-            for i, parameter in enumerate(tree.parameters)
+        others = {
+            place
+            for place, parameter in enumerate(tree.parameters)
             if not (is_training and parameter.requires_grad)
         }
-        return [owned, still - owned]
-
-    def _compare(self, parameters: Sequence[Tensor], kinds: Sequence[set[int]]) -> set[int]:
-        """Starts to compare parameters with their values when they were copied.
-
-        Returns their places. ``kinds`` are the places of those that may have sums.
-        """
-        if self._unrecorded is None:
-            return set()
-        settled = set[int]().union(*kinds)
-        self._unrecorded.forget({*range(len(parameters))} - settled)
-        return self._unrecorded.compare(parameters, settled)
+        return [owned, others - owned]
 
     def _follow_buckets(self, tree: ModuleTree) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
@@ -560,10 +500,6 @@ class ParameterCopies:
         is_moved = any(now[1:4] != then[1:4] for now, then in pairs)
         return written, toggled, is_moved
 
-    def are_written(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Returns True if torch saw a write since the changes were asked for."""
-        return self._states != parameter_states(parameters)
-
     @contextmanager
     def rewritten(self, parameters: Sequence[nn.Parameter], places: set[int]) -> Iterator[None]:
         """Surrounds a block that writes to the parameters at ``places`` and to their copies."""
@@ -619,27 +555,6 @@ class ParameterCopies:
             )
         self.by_device |= copies
         return True
-
-
-def _keep_state(
-    tree: ModuleTree, buffers: Sequence[Tensor], devices: Devices
-) -> Callable[[], None]:
-    """Returns a function that puts back attributes, buffers and random numbers, as they are now."""
-    numbers = RandomState(devices)
-    put_back = tree.keep_attributes()
-    home = tree.parameters[0].device
-    with torch.no_grad():
-        [values] = copy_buffers(buffers, [home])
-
-    @torch.no_grad()
-    def undo() -> None:
-        numbers.restore()
-        put_back()
-        torch.clear_autocast_cache()
-        for buffer in buffers:  # by .data: a graph of another forward may have saved it
-            buffer.data.copy_(values[id(buffer)])
-
-    return undo
 
 
 def copy_buffers(buffers: Sequence[Tensor], devices: Devices) -> list[dict[int, Tensor]]:
