@@ -24,7 +24,7 @@ from ..runtime.devices import start_copy
 
 Refresh = Literal["always", "recorded"]
 
-_WORDS = 8191  # A prime, and no size of a layer.
+_WORDS = 1021  # A prime, and no size of a layer.
 
 
 def check_refresh(refresh: str) -> None:
@@ -47,8 +47,8 @@ class NotedSums:
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
-        self._compared: list[Group] = []  # with their present sums
-        self._wait: Callable[[], Tensor] | None = None
+        # Waits for a comparison, and returns the places of the groups that have another sum.
+        self.read_changed: Callable[[], list[int]] | None = None
 
     def forget(self, places: Iterable[int]) -> None:
         """Forgets the sums of ``places``, and of the others in their groups."""
@@ -58,51 +58,56 @@ class NotedSums:
     def note(self, parameters: Sequence[Tensor], *kinds: Collection[int]) -> None:
         """Takes the sums of places that have none. No group has places of two kinds."""
         for kind in kinds:
-            # a subclass of tensors, such as fake ones, may have no bits
+            # A subclass of tensors, such as a fake one, may have no bits.
             places = [i for i in sorted(kind) if type(parameters[i].detach()) is Tensor]
             chunks = transport.chunks([parameters[i] for i in places], transport.BUFFER_BYTES)
-            groups = [[places[i] for i in chunk] for chunk in chunks]
-            self.groups += _sum_up(parameters, groups)
+            for chunk in chunks:
+                total = checksum([parameters[places[i]] for i in chunk])
+                self.groups.append(Group([places[i] for i in chunk], total))
 
-    def compare(self, parameters: Sequence[Tensor], places: Collection[int]) -> set[int]:
-        """Starts to compare the groups within ``places``. Returns the places that these have."""
-        wanted = {*places}
-        groups = [group for group in self.groups if wanted.issuperset(group.places)]
-        self._wait = None  # A forward that failed may have left one.
+    def compare(
+        self,
+        parameters: Sequence[Tensor],
+        changed: Collection[int],
+        wanted: set[int],
+        kinds: Iterable[set[int]],
+    ) -> set[int]:
+        """Forgets the sums of ``changed``, and starts to compare groups within ``wanted``.
+
+        Returns the places of ``wanted`` that are in none, which are to be copied. ``kinds`` are
+        those of :meth:`note`, and other places are in none.
+        """
+        self.forget(changed)
+        settled = wanted.intersection(itertools.chain(*kinds))
+        groups = [group for group in self.groups if settled.issuperset(group.places)]
         if groups:
-            self._compared = _sum_up(parameters, [group.places for group in groups])
-            before, after = (
-                torch.stack([group.total for group in each]) for each in (groups, self._compared)
-            )
-            self._wait = start_copy(after != before)
-        return set[int]().union(*[group.places for group in groups])
+            before = torch.stack([group.total for group in groups])
+            after = [checksum([parameters[i] for i in group.places]) for group in groups]
+            wait = start_copy(torch.stack(after) != before)
 
-    def read(self) -> list[Group]:
-        """Waits for the comparison. Returns the groups with other sums, and forgets those before."""
-        wait = self._wait
-        self._wait = None
-        if wait is None:
-            return []
-        changed = [*itertools.compress(self._compared, wait().tolist())]
-        self.forget(itertools.chain(*[group.places for group in changed]))
-        return changed
+            def read_changed() -> list[int]:
+                self.read_changed = None
+                changed = itertools.compress(groups, wait().tolist())
+                places = [place for group in changed for place in group.places]
+                self.forget(places)
+                return places
 
-
-def _sum_up(parameters: Sequence[Tensor], groups: Sequence[list[int]]) -> list[Group]:
-    totals = [checksum([parameters[i] for i in places]) for places in groups]
-    return [*map(Group, groups, totals)]
+            self.read_changed = read_changed
+        unknown = wanted.difference(*[group.places for group in groups])
+        self.forget(unknown)
+        return unknown
 
 
 @torch.no_grad()
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
     """Returns a number of the bits of tensors of one dtype, on their device.
 
-    Their memory is read twice, as words of 64 bits in rows of 8191. The sums of all rows and of all
+    Their memory is read twice, as words of 64 bits in rows of 1021. The sums of all rows and of all
     columns have weights of their own. So other places and other signs make other numbers.
     """
     layouts = [*map(transport.layout_of, tensors)]
     flat = transport.pack(layouts, [each.detach() for each in tensors])
-    width = _WORDS * 8 // flat.itemsize
+    width = _WORDS * 16 // flat.itemsize  # two rows, for complex numbers of 128 bits
     end = len(flat) - len(flat) % width
     rest = flat.new_zeros(width)
     rest[: len(flat) - end] = flat[end:]

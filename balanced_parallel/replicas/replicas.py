@@ -69,7 +69,8 @@ class Replicas:
     ) -> None:
         check_refresh(refresh)
         self._refresh = refresh
-        self._sums = NotedSums() if refresh == "recorded" else None
+        self.has_sums = refresh == "recorded"  # They show the writes that torch does not record.
+        self._sums = NotedSums()
         # the pool is kept from its first use on
         self._workers = workers or functools.partial(
             run_replicas, pool=functools.cache(shared_pool)
@@ -125,7 +126,7 @@ class Replicas:
                 buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
                 self._copy_changed(tree)
-                self._fresh_in = self.windows[0] if self.windows else None
+                self._fresh_in = next(iter(self.windows), None)
                 if tree.is_compiled:
                     self._turns = [
                         *[[]] * (len(modules) - len(others)),
@@ -176,18 +177,10 @@ class Replicas:
             self._copy_changed(tree)
             return tree
 
-    @property
-    def has_sums(self) -> bool:
-        """True if sums show the writes that torch does not record."""
-        return self._sums is not None
-
     def _copy_changed(self, tree: ModuleTree) -> None:
         """Copies the parameters whose sums have changed. The host waits for the sums."""
-        changed = [] if self._sums is None else self._sums.read()
-        if self._sums is not None and changed:
-            places = itertools.chain(*[group.places for group in changed])
-            self.copies.refresh(tree.parameters, (), [*places])
-            self._sums.groups += changed
+        if self._sums.read_changed is not None:
+            self.copies.refresh(tree.parameters, (), self._sums.read_changed())
 
     def shard(
         self, module: nn.Module, devices: Devices, parameters: Sequence[Tensor]
@@ -211,7 +204,7 @@ class Replicas:
         """Surrounds a block that writes new values to ``parameters`` and to all their copies."""
         with self.in_turn():
             tree = self.tree
-            if tree is None or self._sums is None or not parameters:
+            if tree is None or not (self.has_sums and parameters):
                 yield
                 return
             places = {tree.place[id(parameter)] for parameter in parameters}
@@ -257,7 +250,8 @@ class Replicas:
                 self._refuse_sharded()
                 self.gradients.rebuild()
                 self.copies = ParameterCopies()
-                self.forget_values()
+                self._sums = NotedSums()
+                self._fresh_in = None
             self.tree = tree
             self._skeletons = []
         if tree.parameters and len(set(devices)) > 1:
@@ -276,19 +270,9 @@ class Replicas:
             if is_moved or toggled:
                 check_device(tree.modules[0], devices[0])
                 self._follow_buckets(tree)
-            changed = {*written, *toggled}
-            places = changed.copy()
-            if not self.are_fresh:
-                places.update(tree.place[id(parameter)] for parameter in wanted)
-            kinds = self._kinds_with_sums(tree) if self._sums is not None and places else []
-            if self._sums is not None:
-                self._sums.forget(changed)
-                places -= self._sums.compare(parameters, places.intersection(set().union(*kinds)))
-                self._sums.forget(places)
-            copies.refresh(parameters, written, sorted(places))
+            places = self._places_to_copy(tree, {*written, *toggled}, wanted)
+            copies.refresh(parameters, written, places)
             is_moved |= copies.extend_to(devices[1:], parameters)
-            if self._sums is not None:
-                self._sums.note(parameters, *[kind & places for kind in kinds])
         except BaseException:  # Some devices have the new values if, for example, memory runs out.
             self.forget_values()
             raise
@@ -302,6 +286,24 @@ class Replicas:
                 copied.requires_grad_(parameter.requires_grad)
         for piece in self.gradients.pieces:
             piece.repoint(self._everywhere(tree, piece.parameter()))
+
+    def _places_to_copy(
+        self, tree: ModuleTree, changed: set[int], wanted: Collection[Tensor]
+    ) -> list[int]:
+        """Returns the places of the parameters that are copied now. ``changed`` are recorded.
+
+        Those of ``wanted`` that have sums may be copied by :meth:`_copy_changed`.
+        """
+        places = changed.copy()
+        if not self.are_fresh:
+            places.update(tree.place[id(parameter)] for parameter in wanted)
+        if self.has_sums and places:
+            kinds = self._kinds_with_sums(tree)
+            if self._sums.groups:
+                places = self._sums.compare(tree.parameters, changed, places, kinds)
+            if any(kinds):
+                self._sums.note(tree.parameters, *[kind & places for kind in kinds])
+        return sorted(places)
 
     def _kinds_with_sums(self, tree: ModuleTree) -> list[set[int]]:
         """Returns the places of the parameters that keep their values until a write: those with
