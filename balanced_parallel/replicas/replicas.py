@@ -5,13 +5,14 @@ have no parameters (pytorch#40457, #36035). Here they are aliases of persistent 
 device, connected to the parameters of the module by one autograd function per bucket.
 
 torch's version counters do not see every write: ``.data`` has a counter of its own, and fused
-optimizers move none. So every forward copies the values again. Only in a *window*, a block that
-promises to write no parameters, the first one does so for all::
+optimizers move none. So every forward compares the sums of the bits of parameters that keep their
+values, and copies the others again. Only in a *window*, a block that promises to write no
+parameters, the first one does so for all::
 
-    forward         copies    with window(model):               copies
-    write by .data                forward of micro-batch 0
-    forward         copies        forward of micro-batch 1      -
-                                  optimizer.step()              -
+    forward         compares    with window(model):               compares
+    write by .data                  forward of micro-batch 0
+    forward         compares        forward of micro-batch 1      -
+                                    optimizer.step()              -
 """
 
 import contextvars
@@ -296,7 +297,7 @@ class Replicas:
         """
         places = changed.copy()
         if not self.are_fresh:
-            places.update(tree.place[id(parameter)] for parameter in wanted)
+            places |= {tree.place[id(parameter)] for parameter in wanted}
         if self.has_sums and places:
             kinds = self._kinds_with_sums(tree)
             if self._sums.groups:
