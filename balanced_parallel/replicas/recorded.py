@@ -33,7 +33,7 @@ def check_refresh(refresh: str) -> None:
         raise ValueError(f"refresh={refresh!r}, expected 'always' or 'recorded'")
 
 
-class Group(NamedTuple):
+class GroupSum(NamedTuple):
     """Parameters that have one sum, as many as a buffer of transport has."""
 
     places: list[int]
@@ -46,7 +46,7 @@ class NotedSums:
     """
 
     def __init__(self) -> None:
-        self.groups: list[Group] = []
+        self.groups: list[GroupSum] = []
         # Waits for a comparison, and returns the places of the groups that have another sum.
         self.read_changed: Callable[[], list[int]] | None = None
 
@@ -63,7 +63,7 @@ class NotedSums:
             chunks = transport.chunks([parameters[i] for i in places], transport.BUFFER_BYTES)
             for chunk in chunks:
                 total = checksum([parameters[places[i]] for i in chunk])
-                self.groups.append(Group([places[i] for i in chunk], total))
+                self.groups.append(GroupSum([places[i] for i in chunk], total))
 
     def compare(
         self,

@@ -2,7 +2,8 @@
 
 One Adam step (the second, when optimizer state exists) on simulated GPUs, in five ways: on one device, with torch's
 ``nn.DataParallel``, with the loss computed per replica (the rule of PyTorch-Encoding and of most gists: torch's replicas, each
-with its own loss, averaged on the first device), and with balanced_parallel, without and with its optimizer. Run without arguments, it measures everything and writes the README beside it.
+with its own loss, averaged on the first device), and with balanced_parallel, without and with its optimizer. Run without
+arguments, it measures everything and writes the README beside it.
 """
 
 import copy
