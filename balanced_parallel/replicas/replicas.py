@@ -167,14 +167,13 @@ class Replicas:
         self.copies.forget_values()
 
     def prepare(
-        self, module: nn.Module, devices: Devices, owned: Collection[Tensor] = ()
+        self, module: nn.Module, devices: Devices, wanted: Collection[Tensor] | None = None
     ) -> ModuleTree:
-        """Returns the tree, with skeletons, and with copies that have all recorded writes.
-
-        With sums, the copies of ``owned`` have all values then.
+        """Returns the tree, with skeletons, and with copies that have all recorded writes, and all
+        values of ``wanted``. None are all parameters.
         """
         with self.in_turn():
-            tree = self._follow(module, devices, owned if self.has_sums else ())
+            tree = self._follow(module, devices, wanted)
             self._copy_changed(tree)
             return tree
 

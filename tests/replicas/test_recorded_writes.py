@@ -129,6 +129,39 @@ def test_a_forward_follows_writes_that_torch_does_not_record(write, is_training)
             torch.testing.assert_close(found, net(x.to("sim:0")), rtol=1e-15, atol=1e-15)
 
 
+class Anchored(torch.optim.SGD):
+    """Copies the values when it is made, and pulls towards them."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.anchors = {each: each.detach().clone() for group in self.param_groups for each in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for parameter, anchor in self.anchors.items():
+            parameter.lerp_(anchor, 0.5)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("refresh", ["recorded", "always"])
+def test_an_optimizer_is_made_of_values_that_torch_did_not_record(refresh):
+    def trained(net, devices):
+        model = DataParallelModel(net.to(devices[0]), devices, refresh=refresh)
+        for x, y in random_batches(1):
+            model(x)
+            net[0].weight.data.mul_(2.0)
+            optimizer = BalancedOptimizer(model, Anchored, shard="elements", lr=0.1)
+            mse()(model(x), y).backward()
+            optimizer.step()
+        return values_of(net)
+
+    net = build_net()
+    expected = trained(copy.deepcopy(net), ["cpu"])
+    with simulate(3):
+        assert_equal(trained(net, SIMULATED), expected)
+
+
 @pytest.mark.usefixtures("double")
 def test_a_write_that_is_undone_after_a_failed_forward_is_followed():
     with simulate(3):
