@@ -34,10 +34,13 @@ def check_refresh(refresh: str) -> None:
 
 
 class GroupSum(NamedTuple):
-    """Parameters that have one sum, as many as a buffer of transport has."""
+    """Parameters that have one sum, as many as a buffer of transport has.
+
+    The sum is on its way to the host.
+    """
 
     places: list[int]
-    total: Tensor
+    total: Callable[[], Tensor]
 
 
 class NotedSums:
@@ -62,8 +65,7 @@ class NotedSums:
             places = [i for i in sorted(kind) if type(parameters[i].detach()) is Tensor]
             chunks = transport.chunks([parameters[i] for i in places], transport.BUFFER_BYTES)
             for chunk in chunks:
-                total = checksum([parameters[places[i]] for i in chunk])
-                self.groups.append(GroupSum([places[i] for i in chunk], total))
+                self.groups.append(_sum_up(parameters, [places[i] for i in chunk]))
 
     def compare(
         self,
@@ -81,14 +83,16 @@ class NotedSums:
         settled = wanted.intersection(itertools.chain(*kinds))
         groups = [group for group in self.groups if settled.issuperset(group.places)]
         if groups:
-            before = torch.stack([group.total for group in groups])
-            after = [checksum([parameters[i] for i in group.places]) for group in groups]
-            wait = start_copy(torch.stack(after) != before)
+            after = [_sum_up(parameters, group.places) for group in groups]
 
             def read_changed() -> list[int]:
                 self.read_changed = None
-                changed = itertools.compress(groups, wait().tolist())
-                places = [place for group in changed for place in group.places]
+                places = [
+                    place
+                    for before, now in zip(groups, after, strict=True)
+                    if before.total() != now.total()
+                    for place in now.places
+                ]
                 self.forget(places)
                 return places
 
@@ -96,6 +100,10 @@ class NotedSums:
         unknown = wanted.difference(*[group.places for group in groups])
         self.forget(unknown)
         return unknown
+
+
+def _sum_up(parameters: Sequence[Tensor], places: list[int]) -> GroupSum:
+    return GroupSum(places, start_copy(checksum([parameters[i] for i in places])))
 
 
 @torch.no_grad()
