@@ -304,9 +304,7 @@ class BalancedTrainer(Trainer):
                 for name, module in self._modules().items()
             }
             self._task = Task(modules)
-            self.model_wrapped: nn.Module = DataParallelModel(
-                self._task, self.devices, refresh="recorded"
-            )
+            self.model_wrapped: nn.Module = DataParallelModel(self._task, self.devices)
         return self.model_wrapped
 
     def _prepare_input(self, data: object) -> object:

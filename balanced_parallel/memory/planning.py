@@ -57,7 +57,6 @@ _UNKNOWN_DIVISOR = (
     "the divisor of the loss is not known before it runs: a sum of means is exact, another loss needs weight= in plan.apply, as "
     "in DataParallelCriterion"
 )
-_FROZEN = 'of frozen parameters are copied to each other device in every update: with parallelize(..., refresh="recorded"), once'
 MATERIALIZE = 'module.to_empty(device="cpu")  # it is on meta, without values: load them here'
 _RESERVED = (
     "reserved: what the allocator takes from the device after it gave back its cache; this must fit"
@@ -86,7 +85,6 @@ class MemoryPlan:
             less memory does not.
         skipped: names of options that could not be traced, with the reasons.
         remarks: savings that no trace has, as text.
-        frozen: bytes of parameters that are not trained.
         unknown_divisor: the loss needs a ``weight=`` if it is not a sum of means.
         report: the estimate of the chosen one.
     """
@@ -104,7 +102,6 @@ class MemoryPlan:
     skipped: tuple[tuple[str, str], ...] = ()
     remarks: tuple[str, ...] = ()
     unknown_divisor: bool = False
-    frozen: int = 0
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -286,8 +283,6 @@ class MemoryPlan:
             yield note
         if self.unknown_divisor:
             yield _UNKNOWN_DIVISOR
-        if self.frozen and self.devices > 1 and self.choices[0].layout == "replicas":
-            yield f"{format_bytes(self.frozen)} {_FROZEN}"
         for name, reason in self.skipped:
             yield f"skipped: {name}: {reason}"
         if self.remarks and (verbose or not self.fits):
@@ -414,7 +409,6 @@ def plan(
         skipped=tuple(search.skipped.items()),
         remarks=_remarks(how),
         unknown_divisor=_has_unknown_divisor(criterion),
-        frozen=sum(each.nbytes for each in module.parameters() if not each.requires_grad),
     )
     if not best.fits:
         return dataclasses.replace(result, needs=search.what_would_fit())

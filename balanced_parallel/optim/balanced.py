@@ -347,12 +347,13 @@ class _ReplicaShards:
         """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers, from the values of the
         model's own parameters.
         """
-        # Follows all changes of the parameters but values that no version counter tells of.
+        replicas = self._model.replicas
         if self._pieces:
-            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
+            wanted = self._pieces if replicas.has_sums else ()
+            replicas.prepare(self._model.module, self._model.devices, wanted)
         self.collect()
-        with self._model.replicas.publishing(self._pieces):
-            for owners in () if self._model.replicas.are_fresh else self._owners:
+        with replicas.publishing(self._pieces):
+            for owners in () if replicas.has_sums or replicas.are_fresh else self._owners:
                 owners.fetch()
             getattr(self.inner, method)()
             for owners in self._owners:

@@ -62,22 +62,19 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             or ``None`` for one that is the same on all replicas. The default is ``dim``.
         gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel``
             does, for loops that compute their loss themselves. That device then stores all of them.
-        refresh: when a parameter is copied to the other devices. ``"always"`` is before each
-            forward by hand and each call of :class:`TrainStep`. ``"recorded"`` is after a write
-            that torch records (in place, another address, ``requires_grad``), after the step of its
-            optimizer, and after :meth:`refresh_replicas`; trained parameters also between training
-            and evaluation. Frozen weights are copied once. Other writes, such as
-            ``parameter.data.mul_()``, are an error in a comparison of all copies: in the first 8
-            forwards, in every 31st, where an evaluation begins or ends, and in
-            ``TrainStep.state_dict``. Such a write is lost if a ``BalancedOptimizer`` steps before.
-            Buffers are copied at every forward.
+        refresh: when a parameter is copied to the other devices, before a forward by hand or a call
+            of :class:`TrainStep`. ``"recorded"`` is after a write: frozen weights are copied once,
+            and those of a :class:`BalancedOptimizer` not at all, since it copies them itself. Torch
+            records most writes. Sums of the bits of the weights show the others, such as
+            ``parameter.data.mul_()``. The first device computes them, and the host waits for it
+            before the forward. What a plain optimizer trains is copied, without a sum.
+            ``"always"`` copies all parameters, and waits for nothing. Buffers are copied at every
+            forward.
 
     Raises:
         TypeError: the module is a class, or not a module, or is wrapped already.
         ValueError: this machine does not have one of the devices; another ``refresh``; at the call,
             inputs have different numbers of rows.
-        RuntimeError: with ``refresh="recorded"``, a parameter differs from its copies, at the call
-            or at the next one.
         BaseException: the first failure of a replica. A note on it names the replica and its
             device.
 
@@ -113,7 +110,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
         in_dims: Dims = None,
         out_dims: Dims = None,
         gather_outputs: bool = False,
-        refresh: Refresh = "always",
+        refresh: Refresh = "recorded",
     ) -> None:
         nn.Module.__init__(self)  # nn.DataParallel's refuses CPUs
         check_module(module)
@@ -191,7 +188,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
 
         This is needed after a write that torch's version counters do not record, such as
         ``parameter.data.clamp_(...)``, in a block of :meth:`no_sync` or ``savings.inference``,
-        where only the first forward copies all of them, and with ``refresh="recorded"``.
+        where only the first forward looks for them.
         """
         self.replicas.forget_values()
 

@@ -1,31 +1,30 @@
-"""Replicas that copy a parameter after recorded writes alone, and are compared with the module.
+"""Sums of the bits of parameters, which show the writes that torch does not record.
 
-Writes in place, another address, ``requires_grad`` and the step of an optimizer are recorded. Other
-writes, such as ``parameter.data.mul_()``, are found by comparisons: each device adds up the bits of
-each copy, and sends the sums to the host, which reads them in the next forward. ::
+Writes in place, another address and ``requires_grad`` are recorded. Other writes, such as
+``parameter.data.mul_()``, change the sum of a parameter's bits. It is taken on the device of the
+module when the copies have its values, and again before a later forward. The host waits for the
+second sum, so every forward has the values that its parameters have now. ::
 
-    forward of training      1   2  ...  8   9  ...  30   31   32  ...  61   62   63
-    compared                 x   x       x                 x                  x        and where an evaluation begins or ends
+    device 0     update 7 | note   ...   compare |  copies of what differs | forward 8
+    host                          makes replicas | waits                   | launches forward 8
+
+A plain optimizer writes to what it trains in every update. Such parameters have no sums, and are
+copied before each forward with gradients.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ..runtime import transport
 from ..runtime.devices import start_copy
-from .module_tree import ModuleTree
 
 Refresh = Literal["always", "recorded"]
-Copies = Mapping[torch.device, Sequence[Tensor]]  # Each list has the order of the parameters.
 
-FIRST = 8  # All of these forwards are compared: wrong programs end soon.
-INTERVAL = 31  # A prime, so that loops of several forwards come to each of them.
-_CHUNK = 2**20  # Elements that are multiplied at once. Their products take 8 MiB.
-_BITS = {1: torch.int8, 2: torch.int16}  # Larger ones are some of int32.
+_WORDS = 1021  # A prime, and no size of a layer.
 
 
 def check_refresh(refresh: str) -> None:
@@ -34,110 +33,96 @@ def check_refresh(refresh: str) -> None:
         raise ValueError(f"refresh={refresh!r}, expected 'always' or 'recorded'")
 
 
-class RecordedWrites:
-    """Writes to parameters that no version counter tells of."""
+class GroupSum(NamedTuple):
+    """Parameters that have one sum, as many as a buffer of transport has.
+
+    The sum is on its way to the host.
+    """
+
+    places: list[int]
+    total: Callable[[], Tensor]
+
+
+class NotedSums:
+    """Sums of parameters when their copies had the same values. A parameter has a place in its
+    tree.
+    """
 
     def __init__(self) -> None:
-        updated = set[int]()
-        self._updated = updated  # ids of parameters
-        self._forwards = 0
-        self._is_training = True
-        self._is_due = False  # The copies are compared before this forward runs.
-        self._unread: list[Callable[[], None]] = []
+        self.groups: list[GroupSum] = []
+        # Waits for a comparison, and returns the places of the groups that have another sum.
+        self.read_changed: Callable[[], list[int]] | None = None
 
-        # fused kernels move no counter
-        def note_step(optimizer: Optimizer, *arguments: Any) -> None:
-            for group in optimizer.param_groups:
-                for each in group["params"]:
-                    if each.requires_grad:
-                        updated.add(id(each))
+    def forget(self, places: Iterable[int]) -> None:
+        """Forgets the sums of ``places``, and of the others in their groups."""
+        gone = {*places}
+        self.groups = [group for group in self.groups if gone.isdisjoint(group.places)]
 
-        weakref.finalize(self, register_optimizer_step_post_hook(note_step).remove)
-
-    def begin_forward(
-        self,
-        tree: ModuleTree,
-        in_step: bool,
-    ) -> None:
-        """Counts a forward, and reads the comparisons of those before.
-
-        The first one of an evaluation, or after it, notes all trained parameters: programs swap
-        averages in, and optimizers have modes.
-        """
-        self.read()
-        is_training = in_step or (tree.modules[0].training and torch.is_grad_enabled())
-        is_switched = is_training != self._is_training
-        self._is_training = is_training
-        if is_switched:
-            self._updated.update(id(each) for each in tree.parameters if each.requires_grad)
-        self._forwards += 1
-        is_time = self._forwards <= FIRST or self._forwards % INTERVAL == 0
-        self._is_due = is_time or is_switched
-
-    def take(self, tree: ModuleTree) -> list[int]:
-        """Returns the places of the noted parameters, and forgets them."""
-        places = [tree.place[key] for key in self._updated if key in tree.place]
-        self._updated.clear()
-        return places
-
-    def compare_if_due(self, tree: ModuleTree, copies: Copies) -> None:
-        """Compares all copies if this forward is one of those. An evaluation waits for the result."""
-        if self._is_due:
-            self.compare(tree, copies, tree.parameters)
-            if not self._is_training:
-                self.read()
+    def note(self, parameters: Sequence[Tensor], *kinds: Collection[int]) -> None:
+        """Takes the sums of places that have none. No group has places of two kinds."""
+        for kind in kinds:
+            # A subclass of tensors, such as a fake one, may have no bits.
+            places = [i for i in sorted(kind) if type(parameters[i].detach()) is Tensor]
+            chunks = transport.chunks([parameters[i] for i in places], transport.BUFFER_BYTES)
+            for chunk in chunks:
+                self.groups.append(_sum_up(parameters, [places[i] for i in chunk]))
 
     def compare(
         self,
-        tree: ModuleTree,
-        copies: Copies,
-        parameters: Iterable[Tensor],
-    ) -> None:
-        """Starts to compare ``parameters`` with their copies."""
-        places = [tree.place[id(parameter)] for parameter in parameters]
-        everywhere = {tree.parameters[0].device: tree.parameters, **copies}
-        started = [
-            start_copy(checksums([tensors[i] for i in places])) for tensors in everywhere.values()
-        ]
+        parameters: Sequence[Tensor],
+        changed: Collection[int],
+        wanted: set[int],
+        kinds: Iterable[set[int]],
+    ) -> set[int]:
+        """Forgets the sums of ``changed``, and starts to compare groups within ``wanted``.
 
-        def read() -> None:
-            sums = torch.stack([wait() for wait in started])
-            differs = (sums != sums[0]).nonzero()
-            if not len(differs):
-                return
-            row, column = differs[0]
-            names = [*dict(tree.modules[0].named_parameters())]
-            raise RuntimeError(
-                f"{names[places[column]]} differs from its copy on {[*everywhere][row]}, expected model.refresh_replicas() after "
-                "a write that torch does not record, as through .data, or DataParallelModel(..., refresh='always')"
-            )
+        Returns the places of ``wanted`` that are in none, which are to be copied. ``kinds`` are
+        those of :meth:`note`, and other places are in none.
+        """
+        self.forget(changed)
+        settled = wanted.intersection(itertools.chain(*kinds))
+        groups = [group for group in self.groups if settled.issuperset(group.places)]
+        if groups:
+            after = [_sum_up(parameters, group.places) for group in groups]
 
-        self._unread.append(read)
+            def read_changed() -> list[int]:
+                self.read_changed = None
+                places = [
+                    place
+                    for before, now in zip(groups, after, strict=True)
+                    if before.total() != now.total()
+                    for place in now.places
+                ]
+                self.forget(places)
+                return places
 
-    def read(self) -> None:
-        """Raises ``RuntimeError`` if copies had other values in a comparison."""
-        unread = self._unread
-        self._unread = []
-        for read in unread:
-            read()
+            self.read_changed = read_changed
+        unknown = wanted.difference(*[group.places for group in groups])
+        self.forget(unknown)
+        return unknown
 
 
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a number of the bits of each tensor, on their device.
+def _sum_up(parameters: Sequence[Tensor], places: list[int]) -> GroupSum:
+    return GroupSum(places, start_copy(checksum([parameters[i] for i in places])))
 
-    Integers are exact, so all kinds of devices have the same numbers. Each place has a weight of
-    its own, since programs permute weights, or change their signs.
+
+@torch.no_grad()
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a number of the bits of tensors of one dtype, on their device.
+
+    Their memory is read twice, as words of 64 bits in rows of 1021. The sums of all rows and of all
+    columns have weights of their own. So other places and other signs make other numbers.
     """
-    bits = [
-        each.detach().reshape(-1).view(_BITS.get(each.itemsize, torch.int32)) for each in tensors
-    ]
-    size = min(max(1, *map(len, bits)), _CHUNK)
-    places = torch.arange(1, size + 1, device=bits[0].device)
-    weights = places**3 * -7046029254386353131 >> 33
-    sums = []
-    for row in bits:
-        total = torch.zeros_like(weights[0])
-        for part in row.split(size):
-            total = total * 31 + (part * weights[: len(part)]).sum()
-        sums.append(total)
-    return torch.stack(sums)
+    layouts = [*map(transport.layout_of, tensors)]
+    flat = transport.pack(layouts, [each.detach() for each in tensors])
+    width = _WORDS * 16 // flat.itemsize  # two rows, for complex numbers of 128 bits
+    end = len(flat) - len(flat) % width
+    rest = flat.new_zeros(width)
+    rest[: len(flat) - end] = flat[end:]
+    whole = flat[:end]
+    if whole.storage_offset() % 8:  # Words have no such address.
+        whole = whole.clone()
+    words = [part.view(torch.int64).view(-1, _WORDS) for part in (whole, rest)]
+    sums = torch.cat([part.sum(dim) for part in words for dim in (0, 1)])
+    weights = torch.arange(1, len(sums) + 1, device=sums.device) ** 3 * -7046029254386353131 >> 33
+    return ((sums ^ sums >> 32) * weights).sum()

@@ -5,13 +5,14 @@ have no parameters (pytorch#40457, #36035). Here they are aliases of persistent 
 device, connected to the parameters of the module by one autograd function per bucket.
 
 torch's version counters do not see every write: ``.data`` has a counter of its own, and fused
-optimizers move none. So every forward copies the values again. Only in a *window*, a block that
-promises to write no parameters, the first one does so for all::
+optimizers move none. So every forward compares the sums of the bits of parameters that keep their
+values, and copies the others again. Only in a *window*, a block that promises to write no
+parameters, the first one does so for all::
 
-    forward         copies    with window(model):               copies
-    write by .data                forward of micro-batch 0
-    forward         copies        forward of micro-batch 1      -
-                                  optimizer.step()              -
+    forward         compares    with window(model):               compares
+    write by .data                  forward of micro-batch 0
+    forward         compares        forward of micro-batch 1      -
+                                    optimizer.step()              -
 """
 
 import contextvars
@@ -38,7 +39,7 @@ from ..runtime.torch_private import (
 )
 from .buckets import Bucket, GradientBuckets, kinds_of
 from .module_tree import ModuleTree, Skeletons, check_device, refuse_rescaled
-from .recorded import RecordedWrites, Refresh, check_refresh
+from .recorded import NotedSums, Refresh, check_refresh
 from .workers import T, Workers, run_in_turn, run_replicas, shared_pool
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
@@ -69,7 +70,8 @@ class Replicas:
     ) -> None:
         check_refresh(refresh)
         self._refresh = refresh
-        self._recorded = RecordedWrites() if refresh == "recorded" else None
+        self.has_sums = refresh == "recorded"  # They show the writes that torch does not record.
+        self._sums = NotedSums()
         # the pool is kept from its first use on
         self._workers = workers or functools.partial(
             run_replicas, pool=functools.cache(shared_pool)
@@ -124,6 +126,8 @@ class Replicas:
                 # counter
                 buffers = copy_buffers(tree.buffers(home), others)
                 modules += map(tree.fill, self._skeletons, map(tensors.get, others), buffers)
+                self._copy_changed(tree)
+                self._fresh_in = next(iter(self.windows), None)
                 if tree.is_compiled:
                     self._turns = [
                         *[[]] * (len(modules) - len(others)),
@@ -154,10 +158,8 @@ class Replicas:
 
     @property
     def are_fresh(self) -> bool:
-        """True if the copies have all values of the parameters, in the window that is open, or as
-        far as writes are recorded.
-        """
-        return self._recorded is not None or self._fresh_in in self.windows
+        """True if the copies have all values of the parameters, in the window that is open."""
+        return self._fresh_in in self.windows
 
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
@@ -165,14 +167,20 @@ class Replicas:
         self.copies.forget_values()
 
     def prepare(
-        self, module: nn.Module, devices: Devices, *, all_values: bool = True
+        self, module: nn.Module, devices: Devices, wanted: Collection[Tensor] | None = None
     ) -> ModuleTree:
-        """Returns the tree, with skeletons and copies up to date.
-
-        Without ``all_values``, only recorded writes are copied.
+        """Returns the tree, with skeletons, and with copies that have all recorded writes, and all
+        values of ``wanted``. None are all parameters.
         """
         with self.in_turn():
-            return self._follow(module, devices, all_values=all_values)
+            tree = self._follow(module, devices, wanted)
+            self._copy_changed(tree)
+            return tree
+
+    def _copy_changed(self, tree: ModuleTree) -> None:
+        """Copies the parameters whose sums have changed. The host waits for the sums."""
+        if self._sums.read_changed is not None:
+            self.copies.refresh(tree.parameters, (), self._sums.read_changed())
 
     def shard(
         self, module: nn.Module, devices: Devices, parameters: Sequence[Tensor]
@@ -193,30 +201,17 @@ class Replicas:
 
     @contextmanager
     def publishing(self, parameters: Collection[Tensor]) -> Iterator[None]:
-        """Surrounds a block that writes new values to ``parameters`` and to all their copies.
-
-        Before it they are compared, since the block takes elements of each from one of these.
-        """
+        """Surrounds a block that writes new values to ``parameters`` and to all their copies."""
         with self.in_turn():
             tree = self.tree
-            recorded = self._recorded
-            if tree is None or recorded is None or not parameters:
+            if tree is None or not (self.has_sums and parameters):
                 yield
                 return
-            recorded.compare(tree, self.copies.by_device, parameters)
-            self.forget_values()  # The block may fail.
-            yield
-            self.copies.find_changes(tree.parameters)  # There is nothing left to copy.
-
-    def compare(self, module: nn.Module, devices: Devices) -> None:
-        """Compares the parameters with their copies, which have all recorded writes.
-
-        Raises ``RuntimeError`` if one differs, and names it.
-        """
-        if self._recorded is not None and self.copies.by_device:
-            tree = self.prepare(module, devices, all_values=False)
-            self._recorded.compare(tree, self.copies.by_device, tree.parameters)
-            self._recorded.read()
+            places = {tree.place[id(parameter)] for parameter in parameters}
+            self._sums.forget(places)
+            with self.copies.rewritten(tree.parameters, places):
+                yield
+            self._sums.note(tree.parameters, places)
 
     def _everywhere(self, tree: ModuleTree, parameter: nn.Parameter) -> dict[torch.device, Tensor]:
         """Returns a parameter and its copies, by device."""
@@ -242,8 +237,11 @@ class Replicas:
                 _running.reset(token)
 
     def _follow(
-        self, module: nn.Module, devices: Devices, *, all_values: bool = True
+        self, module: nn.Module, devices: Devices, wanted: Collection[Tensor] | None = None
     ) -> ModuleTree:
+        """Returns the tree. The copies of ``wanted``, or of all parameters, have their values after
+        :meth:`_copy_changed`.
+        """
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
@@ -252,16 +250,19 @@ class Replicas:
                 self._refuse_sharded()
                 self.gradients.rebuild()
                 self.copies = ParameterCopies()
+                self._sums = NotedSums()
                 self._fresh_in = None
             self.tree = tree
             self._skeletons = []
         if tree.parameters and len(set(devices)) > 1:
-            self._follow_parameters(tree, devices, all_values)
+            self._follow_parameters(tree, devices, tree.parameters if wanted is None else wanted)
         while len(self._skeletons) < len(devices) - 1:
             self._skeletons.append(tree.make_skeletons())
         return tree
 
-    def _follow_parameters(self, tree: ModuleTree, devices: Devices, all_values: bool) -> None:
+    def _follow_parameters(
+        self, tree: ModuleTree, devices: Devices, wanted: Collection[Tensor]
+    ) -> None:
         copies = self.copies
         parameters = tree.parameters
         try:
@@ -269,17 +270,12 @@ class Replicas:
             if is_moved or toggled:
                 check_device(tree.modules[0], devices[0])
                 self._follow_buckets(tree)
-            places = self._places_to_copy(tree, {*written, *toggled}, all_values)
+            places = self._places_to_copy(tree, {*written, *toggled}, wanted)
             copies.refresh(parameters, written, places)
             is_moved |= copies.extend_to(devices[1:], parameters)
-            if self._recorded is not None and all_values:
-                self._recorded.compare_if_due(tree, copies.by_device)
         except BaseException:  # Some devices have the new values if, for example, memory runs out.
             self.forget_values()
             raise
-        self._fresh_in = (
-            self.windows[0] if self.windows and (all_values or self.are_fresh) else None
-        )
         if not (is_moved or toggled):
             return
         for each in copies.by_device.values():
@@ -292,20 +288,40 @@ class Replicas:
             piece.repoint(self._everywhere(tree, piece.parameter()))
 
     def _places_to_copy(
-        self,
-        tree: ModuleTree,
-        changed: set[int],
-        all_values: bool,
+        self, tree: ModuleTree, changed: set[int], wanted: Collection[Tensor]
     ) -> list[int]:
-        """Returns the places of the parameters that are copied now. ``changed`` are recorded."""
-        if self._recorded is not None:
-            if all_values:
-                in_step = True in [entry.in_step for entry in self.windows]
-                self._recorded.begin_forward(tree, in_step)
-            changed.update(self._recorded.take(tree))
-        elif all_values and not self.are_fresh:
-            return [*range(len(tree.parameters))]
-        return sorted(changed)
+        """Returns the places of the parameters that are copied now. ``changed`` are recorded.
+
+        Those of ``wanted`` that have sums may be copied by :meth:`_copy_changed`.
+        """
+        places = changed.copy()
+        if not self.are_fresh:
+            places |= {tree.place[id(parameter)] for parameter in wanted}
+        if self.has_sums and places:
+            kinds = self._kinds_with_sums(tree)
+            if self._sums.groups:
+                places = self._sums.compare(tree.parameters, changed, places, kinds)
+            if any(kinds):
+                self._sums.note(tree.parameters, *[kind & places for kind in kinds])
+        return sorted(places)
+
+    def _kinds_with_sums(self, tree: ModuleTree) -> list[set[int]]:
+        """Returns the places of the parameters that keep their values until a write: those with
+        owners, and those that are not trained.
+        """
+        owned = {
+            tree.place[key]
+            for bucket in self.gradients.buckets
+            if bucket.owners is not None
+            for key in bucket.kinds
+        }
+        is_training = torch.is_grad_enabled()
+        others = {
+            place
+            for place, parameter in enumerate(tree.parameters)
+            if not (is_training and parameter.requires_grad)
+        }
+        return [owned, others - owned]
 
     def _follow_buckets(self, tree: ModuleTree) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
@@ -485,6 +501,15 @@ class ParameterCopies:
         toggled = [place for place, (now, then) in enumerate(pairs) if now[4] != then[4]]
         is_moved = any(now[1:4] != then[1:4] for now, then in pairs)
         return written, toggled, is_moved
+
+    @contextmanager
+    def rewritten(self, parameters: Sequence[nn.Parameter], places: set[int]) -> Iterator[None]:
+        """Surrounds a block that writes to the parameters at ``places`` and to their copies."""
+        before = self._states
+        self.forget_values()  # The block may fail.
+        yield
+        after = parameter_states(parameters)
+        self._states = [after[i] if i in places else state for i, state in enumerate(before)]
 
     @torch.no_grad()
     def refresh(

@@ -74,7 +74,7 @@ def parallelize(
     split: Sequence[float] | None = None,
     in_dims: Dims = None,
     out_dims: Dims = None,
-    refresh: Refresh = "always",
+    refresh: Refresh = "recorded",
     strategy: Strategy = "auto",
     mesh: DeviceMesh | None = None,
 ) -> ParallelModel | tuple[ParallelModel, DataParallelCriterion]:

@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..batch.rows import ParallelModel
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
-from ..replicas.model import DataParallelModel
 from ..runtime import collectives
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
@@ -55,8 +54,6 @@ class TrainedState(NamedTuple):
 
     def save(self) -> dict[str, Any]:
         """Returns the state. Every rank calls this. Tensors are not copied."""
-        if isinstance(self.model, DataParallelModel):
-            self.model.replicas.compare(self.model.module, self.model.devices)
         scaler = self.precision.scaler
         name, keys, *others = np.random.get_state(legacy=True)
         return {

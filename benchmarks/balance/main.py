@@ -1,9 +1,9 @@
 """Does every device carry the same, and how much passes through the hottest one?
 
-One Adam step (the second, when optimizer state exists) on simulated GPUs, in six ways: on one device, with torch's
+One Adam step (the second, when optimizer state exists) on simulated GPUs, in five ways: on one device, with torch's
 ``nn.DataParallel``, with the loss computed per replica (the rule of PyTorch-Encoding and of most gists: torch's replicas, each
-with its own loss, averaged on the first device), and with balanced_parallel, without and with its optimizer, which also runs
-with ``refresh="recorded"``. Run without arguments, it measures everything and writes the README beside it.
+with its own loss, averaged on the first device), and with balanced_parallel, without and with its optimizer. Run without
+arguments, it measures everything and writes the README beside it.
 """
 
 import copy
@@ -111,7 +111,6 @@ WAYS: dict[str, Way] = {
     "loss per replica": loss_per_replica,
     "balanced_parallel": ours,
     "+ BalancedOptimizer": ours,
-    "+ recorded": ours,
 }
 
 
@@ -135,7 +134,7 @@ def train(name: str, problem: Problem, cluster: Cluster) -> tuple[Measurement, l
     optimizer: torch.optim.Optimizer = torch.optim.Adam(module.parameters())
     model: nn.Module = module
     if WAYS[name] is ours:
-        model = DataParallelModel(module, cluster.devices, refresh="recorded" if name == "+ recorded" else "always")
+        model = DataParallelModel(module, cluster.devices)
         if name != "balanced_parallel":
             optimizer = BalancedOptimizer(model, torch.optim.Adam)
     for _ in range(2):

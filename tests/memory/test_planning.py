@@ -124,17 +124,6 @@ def test_plans_are_frozen_and_serialize_to_json(unequal):
         assert text in str(again)
 
 
-def test_a_plan_names_frozen_weights_that_replicas_copy():
-    net = nn.Sequential(nn.Linear(256, 256).requires_grad_(False), nn.Linear(256, 4))
-    rows = torch.zeros(8, 256), torch.zeros(8, 4)
-    settings = KINDS | {"batch_size": 64, "capacity": "64MiB"}
-    plans = [memory.plan(net, nn.MSELoss(), *rows, devices=devices, **settings) for devices in (1, 2)]
-    assert [plan.frozen for plan in plans] == [4 * (256 * 256 + 256)] * 2
-    found = ["257.00 KiB of frozen parameters are copied to each other device" in str(plan) for plan in plans]
-    assert found == [False, True]
-    assert MemoryPlan.from_json(plans[1].to_json()) == plans[1]
-
-
 def test_plan_for_a_kind_of_gpu_has_its_capacity():
     batch = torch.zeros(2, 64), torch.zeros(2, 10)
     plan = memory.plan(small_net(), nn.MSELoss(), *batch, batch_size=40, devices=2, device_kind="h200")

@@ -1,6 +1,7 @@
-"""Replicas with ``refresh="recorded"``: they follow what torch records, and other writes are errors that name the parameter."""
+"""Replicas with ``refresh="recorded"``: they follow every write, and copy what was written."""
 
 import copy
+import inspect
 import itertools
 import re
 
@@ -21,23 +22,17 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.replicas.recorded import FIRST, INTERVAL, checksums
+from balanced_parallel.replicas import recorded as chapter
+from balanced_parallel.replicas.recorded import checksum
 
 SIMULATED = ["sim:0", "sim:1", "sim:2"]
 
 
 def recorded(net, devices=SIMULATED):
-    """A model that has run more often than the first forwards, which are all compared."""
-    model = DataParallelModel(net.to(devices[0]), devices, refresh="recorded")
-    for _ in range(FIRST + 1):
-        model(torch.randn(ROWS, 4))
+    """A model that has run before."""
+    model = DataParallelModel(net.to(devices[0]), devices)
+    model(torch.randn(ROWS, 4))
     return model
-
-
-def run_often(model):
-    """Runs a model until its copies were compared, and once more."""
-    for _ in range(INTERVAL + 1):
-        model(torch.randn(ROWS, 4))
 
 
 def mse():
@@ -55,7 +50,7 @@ class ThroughData(torch.optim.SGD):
 
 
 def by_hand(net, devices, optimizer):
-    model, criterion = DataParallelModel(net, devices, refresh="recorded"), mse()
+    model, criterion = DataParallelModel(net, devices), mse()
     for x, y in random_batches(12):
         optimizer.zero_grad()
         criterion(model(x), y).backward()
@@ -63,7 +58,7 @@ def by_hand(net, devices, optimizer):
 
 
 def by_step(net, devices, optimizer):
-    step = TrainStep(DataParallelModel(net, devices, refresh="recorded"), mse(), optimizer, micro_batch_size=2)
+    step = TrainStep(DataParallelModel(net, devices), mse(), optimizer, micro_batch_size=2)
     for x, y in random_batches(12):
         step(x, y)
 
@@ -144,88 +139,39 @@ def test_replicas_follow_recorded_writes(write, is_trained):
         assert not torch.equal(found, before)
 
 
-def multiply(weight):
-    weight.data.mul_(0.5)
-
-
-def change_signs(weight):
-    weight.data.neg_()
-
-
-def permute(weight):
-    weight.data.copy_(weight.data.flip(0))
-
-
-def add_once(weight):
-    weight.data.view(-1)[-1] += 1e-14
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("write", [multiply, change_signs, permute, add_once], ids=lambda write: write.__name__)
-def test_another_write_is_an_error_that_names_the_parameter(write):
-    with simulate(3):
-        net, x = build_net().requires_grad_(False), torch.randn(ROWS, 4)
-        model = recorded(net)
-        write(net[2].weight)
-        with pytest.raises(RuntimeError, match=r"^2\.weight differs from its copy on sim:1, .*model\.refresh_replicas\(\)"):
-            run_often(model)
-        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))  # the error has refreshed them
-        write(net[0].weight)
-        model.refresh_replicas()
-        for _ in range(2 * INTERVAL):
-            torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
-
-
-@pytest.mark.usefixtures("double")
-def test_an_evaluation_has_averages_that_are_swapped_in_and_refuses_merged_weights():
-    """The trained weights are copied where it begins and ends. Frozen ones are compared before its first forward runs."""
-    with simulate(3):
-        net, x = build_net(), torch.randn(ROWS, 4)
-        net[0].requires_grad_(False)
-        model = recorded(net)
-        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        for factor in (0.5, 2.0):
-            for parameter in trained:
-                parameter.data.mul_(factor)
-            with torch.no_grad() if factor < 1 else torch.enable_grad():
-                torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
-        net[0].weight.data += 1
-        with pytest.raises(RuntimeError, match=r"^0\.weight differs"), torch.no_grad():
-            model(x)
-
-
-@pytest.mark.usefixtures("double")
-def test_a_checkpoint_compares_the_copies():
-    with simulate(3):
-        net = build_net()
-        net[0].requires_grad_(False)
-        model = recorded(net)
-        step = TrainStep(model, mse(), torch.optim.SGD(net.parameters(), 0.1))
-        for x, y in random_batches(2):
-            step(x, y)
-        state = copy.deepcopy(step.state_dict())
-        step.load_state_dict({**state, "model": {name: value / 2 for name, value in state["model"].items()}})
-        step.state_dict()
-        net[0].bias.data.zero_()
-        with pytest.raises(RuntimeError, match=r"^0\.bias differs"):
-            step.state_dict()
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("shard", ["elements", "parameters"])
 def test_a_balanced_optimizer_does_not_lose_a_write(shard):
     """Owners have pieces of other copies, so the step would mix old and new elements."""
+
+    def trained(net, model, optimizer):
+        for x, y in random_batches(3):
+            optimizer.zero_grad()
+            mse()(model(x), y).backward()
+            net[0].weight.data.mul_(0.5)
+            optimizer.step()
+        return values_of(net)
+
+    net = build_net()
+    other = copy.deepcopy(net)
+    expected = trained(net, DataParallelModel(net, ["cpu"]), torch.optim.SGD(net.parameters(), 0.1))
     with simulate(3):
-        net = build_net()
-        model = recorded(net)
+        model = recorded(other)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, shard=shard, lr=0.1)
-        batches = random_batches(3)
-        x, y = next(batches)
-        mse()(model(x), y).backward()
-        net[0].weight.data.mul_(0.5)
+        assert_equal(trained(other, model, optimizer), expected)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_hook_of_a_balanced_optimizer_writes_to_a_frozen_weight():
+    with simulate(3):
+        net, x = build_net(), torch.randn(ROWS, 4)
+        net[0].requires_grad_(False)
+        model = recorded(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        optimizer.shards.inner.register_step_post_hook(lambda *_: net[0].weight.mul_(0.5))
+        mse()(model(x), torch.randn(ROWS, 5)).backward()
         optimizer.step()
-        with pytest.raises(RuntimeError, match=r"^0\.weight differs"):
-            model(x)
+        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
 
 
 @pytest.mark.usefixtures("double")
@@ -255,7 +201,7 @@ def test_a_balanced_optimizer_that_fails_leaves_the_copies_right():
 def test_an_update_that_runs_again_after_an_out_of_memory(is_balanced):
     def trained(devices, fails):
         net = build_net().to(devices[0])
-        model = DataParallelModel(net, devices, refresh="recorded")
+        model = DataParallelModel(net, devices)
         kind = torch.optim.Adam
         optimizer = BalancedOptimizer(model, kind, lr=0.05) if is_balanced else kind(net.parameters(), 0.05)
         step = TrainStep(model, mse(), optimizer, micro_batch_size="auto")
@@ -283,7 +229,7 @@ def test_two_models_share_a_parameter_that_each_of_them_trains():
     def trained(devices):
         net = build_net().to(devices[0])
         other = nn.Sequential(net[0], nn.Tanh()).to(devices[0])
-        models = [DataParallelModel(each, devices, refresh="recorded") for each in (net, other)]
+        models = [DataParallelModel(each, devices) for each in (net, other)]
         optimizers = [ThroughData(net.parameters(), 0.1), Unrecorded(other.parameters(), 0.05)]
         for x, y in random_batches(8):
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -305,7 +251,7 @@ def test_bytes_do_not_depend_on_frozen_weights():
             net = (
                 nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)).requires_grad_(False).append(nn.Linear(4, 8, bias=False))
             )
-            model = DataParallelModel(net.to("sim:0"), refresh="recorded")
+            model = DataParallelModel(net.to("sim:0"))
             kind = torch.optim.Adam
             optimizer = BalancedOptimizer(model, kind, lr=0.05) if is_balanced else kind(net.parameters(), 0.05)
             step = TrainStep(model, mse(), optimizer)
@@ -333,15 +279,15 @@ def test_lora():
         net = peft.get_peft_model(build_net(), peft.LoraConfig(r=1, target_modules=["0", "2"])).to(devices[0])
         for parameter in net.parameters():  # the second matrix of an adapter is zero
             parameter.data.add_(0.1)
-        model = DataParallelModel(net, devices, refresh="recorded")
+        model = DataParallelModel(net, devices)
         optimizer = torch.optim.AdamW(net.parameters(), 0.05)
         step, seen = TrainStep(model, mse(), optimizer, micro_batch_size=2), []
-        for number, (x, y) in enumerate(random_batches(INTERVAL)):
+        for number, (x, y) in enumerate(random_batches(8)):
             before = cluster and cluster.moved
             with torch.no_grad(), net.disable_adapter():
                 seen.append(gather(model(x)).cpu())
             step(x, y)
-            if number == FIRST and cluster:
+            if number == 5 and cluster:
                 most = 10 * sum(each.nbytes for each in net.parameters() if each.requires_grad)
                 between = {ends: count for ends, count in (cluster.moved - before).items() if "cpu" not in ends}
                 assert max(between.values()) < most
@@ -361,7 +307,7 @@ def test_optimizers_of_another_library(name):
 
     def trained(devices):
         net = build_net().to(devices[0])
-        model, kind = DataParallelModel(net, devices, refresh="recorded"), getattr(library, name)
+        model, kind = DataParallelModel(net, devices), getattr(library, name)
         if name == "SAM":
             optimizer = kind(net.parameters(), base_optimizer=torch.optim.SGD, lr=0.05)
         elif name == "Lookahead":
@@ -369,7 +315,7 @@ def test_optimizers_of_another_library(name):
         else:
             optimizer = kind(net.parameters(), lr=0.05)
         seen = []
-        for x, y in random_batches(2 * INTERVAL):
+        for x, y in random_batches(20):
             getattr(optimizer, "train", bool)()
             for step in ["first_step", "second_step"] if name == "SAM" else ["step"]:
                 optimizer.zero_grad()
@@ -390,7 +336,7 @@ def test_optimizers_of_another_library(name):
 def test_ranks_have_no_replicas_to_refresh(rank):
     with pytest.raises(ValueError, match="refresh='never', expected 'always' or 'recorded'"):
         parallelize(build_net(), nn.MSELoss(), ["cpu"], refresh="never")
-    model, criterion = parallelize(build_net(), nn.MSELoss(), ["cpu"], refresh="recorded")
+    model, criterion = parallelize(build_net(), nn.MSELoss(), ["cpu"])
     x, y = next(random_batches(1))
     assert criterion(model(x), y) > 0
 
@@ -400,13 +346,57 @@ def test_settings():
         DataParallelModel(build_net(), ["cpu"] * 2, refresh="never")
     with pytest.raises(ValueError, match=re.escape("refresh=None, expected 'always' or 'recorded'")):
         parallelize(build_net(), device_ids=["cpu"] * 2, refresh=None)
+    for call in (DataParallelModel, parallelize):
+        assert inspect.signature(call).parameters["refresh"].default == "recorded"
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_sums_are_taken_where_values_may_stay(is_balanced, is_frozen, monkeypatch):
+    """A plain optimizer writes to all that it trains. Its parameters are copied, and no sums are waited for."""
+    sizes = []
+
+    def counted(tensors):
+        sizes.append(sum(map(torch.numel, tensors)))
+        return checksum(tensors)
+
+    monkeypatch.setattr(chapter, "checksum", counted)
     with simulate(3):
-        model = copy.deepcopy(parallelize(build_net(), device_ids=SIMULATED, refresh="recorded"))
-        for _ in range(FIRST):
-            model(torch.randn(ROWS, 4))
-        model.module[0].weight.data.zero_()
-        with pytest.raises(RuntimeError, match="differs"):
-            run_often(model)
+        net = build_net().to("sim:0")
+        net[0].requires_grad_(not is_frozen)
+        frozen, everything = (sum(map(torch.numel, each.parameters())) for each in (net[0], net))
+        model = copy.deepcopy(DataParallelModel(net, SIMULATED))
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        kind = torch.optim.SGD
+        optimizer = BalancedOptimizer(model, kind, parameters, lr=0.1) if is_balanced else kind(parameters, 0.1)
+        step = TrainStep(model, mse(), optimizer, micro_batch_size=1)
+        for x, y in random_batches(4):
+            sizes.clear()
+            step(x, y)
+        assert sum(sizes) == frozen * is_frozen + 2 * is_balanced * (everything - frozen * is_frozen)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("by_step", [False, True])
+def test_an_update_of_a_balanced_optimizer_moves_three_times_the_parameters(by_step):
+    """Those are half of the sums, and half of the new values, to and from each device."""
+    with simulate(4) as cluster:
+        net = nn.Linear(64, 64, bias=False)
+        model = DataParallelModel(net.to("sim:0"))
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        step = TrainStep(model, mse(), optimizer)
+        x = torch.randn(4, 64)
+        for _ in range(3):
+            before = cluster.moved
+            if by_step:
+                step(x, x)
+            else:
+                mse()(model(x), x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        moved = {ends: count for ends, count in (cluster.moved - before).items() if "cpu" not in ends}
+        through = [sum(count for ends, count in moved.items() if f"sim:{i}" in ends) for i in range(4)]
+        assert max(through) <= 3.0 * net.weight.nbytes + 256  # and losses
 
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64]
@@ -418,8 +408,19 @@ def test_checksums_tell_other_bits_apart(dtype):
     others = [tensor.clone() for _ in range(15)]
     for place, other in enumerate(others):
         flat = other.view(torch.uint8).view(-1)
-        flat[place * tensor.itemsize] ^= 128
-    found = checksums([tensor, *others, tensor.clone(), tensor.t().contiguous().t()])
+        flat[place * tensor.itemsize] ^= 1 if dtype == torch.bool else 128
+    same = [tensor.clone(), torch.cat([tensor[:1], tensor])[1:]]
+    found = torch.stack([checksum([each]) for each in (tensor, *others, *same)])
     assert len(found[:16].unique()) == 16
     assert found[0] == found[16] == found[17]
-    assert checksums([tensor[:0], tensor[0, 0]]).shape == (2,)
+    assert checksum([tensor[:0], tensor[0, 0]]).shape == ()
+
+
+@pytest.mark.parametrize("distance", [1, 1021, 2042, 1021 * 1021])
+def test_checksums_tell_places_and_signs_apart(distance):
+    """Words stand in rows of 1021."""
+    tensor = torch.linspace(1, 2, 1021 * 1022, dtype=torch.float64)
+    exchanged, negative = tensor.clone(), tensor.clone()
+    exchanged[[0, distance]] = tensor[[distance, 0]]
+    negative[[0, distance]] *= -1
+    assert len({checksum([each]).item() for each in (tensor, exchanged, negative, -tensor)}) == 4

@@ -242,7 +242,7 @@ def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
 def test_parameters_are_copied_by_every_forward_and_once_in_a_window():
     with simulate(3) as cluster:
         net = build_net().to("sim:0")
-        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.MSELoss())
+        model, criterion = DataParallelModel(net, refresh="always"), DataParallelCriterion(nn.MSELoss())
         x, y = torch.randn(6, 4), torch.randn(6, 5)
         model(x)
         size = sum(parameter.nbytes for parameter in net.parameters())
@@ -370,7 +370,8 @@ def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced)
             optimizer.step()  # with values that are fresh
         parameters = copies.take()
         model(x)
-        assert len(copies.take()) == 3 * (count - 1)  # parameters, and buffers of two dtypes
+        # parameters, unless the owners have published them, and buffers of two dtypes
+        assert len(copies.take()) == (2 if balanced else 3) * (count - 1)
         if not balanced:
             assert sorted(gradients) == sorted((f"sim:{index}", "sim:0") for index in range(1, count))
             assert parameters == []
@@ -398,7 +399,9 @@ def test_a_large_parameter_is_not_packed(balanced):
             assert max(cluster.peak) <= (3 if balanced else 4) * size + 4096
             cluster.reset_peak()
             optimizer.step()
-            assert max(cluster.peak) <= (1.25 if balanced else 2) * size + 4096
+            # the sums of the bits take a little memory of the first device
+            assert max(cluster.peak) <= (1.35 if balanced else 2) * size + 4096
+            assert sorted(cluster.peak)[-2] <= (1.25 if balanced else 2) * size + 4096
             optimizer.zero_grad()
 
 

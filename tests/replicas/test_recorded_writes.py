@@ -1,0 +1,300 @@
+"""Writes that torch does not record, such as ``parameter.data.mul_()``: each forward has the values of the plain program."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from helpers.problems import build_net
+from helpers.slow import slow_but
+from helpers.updates import ROWS, Unrecorded, assert_equal, random_batches, values_of
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+
+SIMULATED = ["sim:0", "sim:1", "sim:2"]
+
+
+def mse():
+    return DataParallelCriterion(nn.MSELoss())
+
+
+def multiply(net):
+    net[2].weight.data.mul_(0.5)
+
+
+def change_signs(net):
+    net[2].weight.data.neg_()
+
+
+def change_two_signs(net):
+    net[2].weight.data[1, 1:3].neg_()
+
+
+def permute_rows(net):
+    net[2].weight.data.copy_(net[2].weight.data.flip(0))
+
+
+def permute_elements(net):
+    flat = net[2].weight.data.view(-1)
+    flat.copy_(flat.roll(1))
+
+
+def exchange(net):
+    first, second = net[2].weight.data, net[3].weight.data
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+
+
+def add_little(net):
+    net[2].bias.data[-1] += 1e-14
+
+
+UNRECORDED = [multiply, change_signs, change_two_signs, permute_rows, permute_elements, exchange, add_little]
+WHEN = [2, 9, 20, 33, 34, 36, 37]
+
+
+def build_square():
+    """A net whose inner weights have one shape."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+
+
+def plain(net, batches, write):
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    losses = []
+    for number, (x, y) in enumerate(batches):
+        write(net, number)
+        optimizer.zero_grad()
+        losses.append(nn.functional.mse_loss(net(x), y))
+        losses[-1].backward()
+        optimizer.step()
+    return [*losses, *values_of(net)]
+
+
+def on_devices(net, batches, write, is_balanced, by_step):
+    model = DataParallelModel(net.to("sim:0"), SIMULATED)
+    kind = torch.optim.Adam
+    optimizer = BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
+    step = TrainStep(model, mse(), optimizer, micro_batch_size=2)
+    losses = []
+    for number, (x, y) in enumerate(batches):
+        write(net, number)
+        if by_step:
+            losses.append(step(x, y).cpu())
+            continue
+        optimizer.zero_grad()
+        losses.append(mse()(model(x), y))
+        losses[-1].backward()
+        optimizer.step()
+    return [*[loss.cpu() for loss in losses], *values_of(net)]
+
+
+LAYOUTS = list(itertools.product([False, True], [False, True], [False, True]))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(("is_frozen", "is_balanced", "by_step"), slow_but(LAYOUTS, (True, False, True), (False, True, False)))
+def test_an_update_follows_writes_that_torch_does_not_record(is_frozen, is_balanced, by_step):
+    def write(net, number):
+        if number in WHEN:
+            UNRECORDED[WHEN.index(number)](net)
+
+    def build():
+        torch.manual_seed(0)
+        net = build_square()
+        net[2].requires_grad_(not is_frozen)
+        net[3].requires_grad_(not is_frozen)
+        return net
+
+    expected = plain(build(), random_batches(39), write)
+    with simulate(3):
+        assert_equal(on_devices(build(), random_batches(39), write, is_balanced, by_step), expected)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("write", UNRECORDED, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_forward_follows_writes_that_torch_does_not_record(write, is_training):
+    with simulate(3), torch.set_grad_enabled(is_training):
+        net = build_square().to("sim:0")
+        net[2].requires_grad_(False)
+        net[3].requires_grad_(False)
+        model, x = DataParallelModel(net), torch.randn(ROWS, 4)
+        for _ in range(3):
+            before = gather(model(x))
+            write(net)
+            found = gather(model(x))
+            assert not torch.equal(found, before)
+            torch.testing.assert_close(found, net(x.to("sim:0")), rtol=1e-15, atol=1e-15)
+
+
+class Anchored(torch.optim.SGD):
+    """Copies the values when it is made, and pulls towards them."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.anchors = {each: each.detach().clone() for group in self.param_groups for each in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for parameter, anchor in self.anchors.items():
+            parameter.lerp_(anchor, 0.5)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("refresh", ["recorded", "always"])
+def test_an_optimizer_is_made_of_values_that_torch_did_not_record(refresh):
+    def trained(net, devices):
+        model = DataParallelModel(net.to(devices[0]), devices, refresh=refresh)
+        for x, y in random_batches(1):
+            model(x)
+            net[0].weight.data.mul_(2.0)
+            optimizer = BalancedOptimizer(model, Anchored, shard="elements", lr=0.1)
+            mse()(model(x), y).backward()
+            optimizer.step()
+        return values_of(net)
+
+    net = build_net()
+    expected = trained(copy.deepcopy(net), ["cpu"])
+    with simulate(3):
+        assert_equal(trained(net, SIMULATED), expected)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_write_that_is_undone_after_a_failed_forward_is_followed():
+    with simulate(3):
+        net, x = build_net().requires_grad_(False), torch.randn(ROWS, 4)
+        model = DataParallelModel(net.to("sim:0"))
+        model(x)
+        before = net[0].weight.clone()
+        net[0].weight.data.mul_(0.5)
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(ROWS, 3))
+        net[0].weight.data.copy_(before)
+        torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+
+
+@pytest.mark.usefixtures("double")
+def test_an_evaluation_has_averages_that_are_swapped_in_and_merged_weights():
+    with simulate(3):
+        net, x = build_net(), torch.randn(ROWS, 4)
+        net[0].requires_grad_(False)
+        model = DataParallelModel(net.to("sim:0"))
+        model(x)
+        for factor in (0.5, 2.0):
+            for parameter in net.parameters():
+                parameter.data.mul_(factor)
+            with torch.set_grad_enabled(factor > 1):
+                torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+                net[0].weight.data += 1
+                torch.testing.assert_close(gather(model(x)), net(x.to("sim:0")))
+
+
+class Limited(nn.Linear):
+    """Limits the norms of its weights in its forward, in a way that torch does not record."""
+
+    def forward(self, x):
+        self.weight.data.copy_(torch.renorm(self.weight.data, 2, 0, 0.3))
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(("is_frozen", "is_balanced"), [(True, False), (False, True), (False, False)])
+def test_a_forward_that_writes_to_its_weights(is_frozen, is_balanced):
+    def build():
+        torch.manual_seed(0)
+        net = build_square()
+        net[2] = Limited(6, 6).requires_grad_(not is_frozen)
+        return net
+
+    def write(net, number):
+        if number % 3 == 1:
+            net[2].weight.data.mul_(2.0)
+
+    expected = plain(build(), random_batches(12), write)
+    with simulate(3):
+        assert_equal(on_devices(build(), random_batches(12), write, is_balanced, by_step=True), expected)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_rows_that_are_added_follow_a_write_between_them(is_balanced):
+    def trained(net, add, optimizer, apply):
+        for number, (x, y) in enumerate(random_batches(4)):
+            net[0].weight.data.mul_(1.0 + number / 10)
+            add(x[:3], y[:3])
+            net[0].bias.data.add_(0.1)
+            add(x[3:], y[3:])
+            apply()
+        return values_of(net)
+
+    def alone(net):
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+
+        def add(x, y):
+            (nn.functional.mse_loss(net(x), y) * len(x) / ROWS).backward()
+
+        def apply():
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return trained(net, add, optimizer, apply)
+
+    def together(net):
+        model, kind = DataParallelModel(net.to("sim:0"), SIMULATED), torch.optim.Adam
+        optimizer = BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
+        step = TrainStep(model, mse(), optimizer)
+        return trained(net, step.add, optimizer, step.apply)
+
+    net = build_net()
+    net[0].bias.requires_grad_(False)
+    other = copy.deepcopy(net)
+    expected = alone(net)
+    with simulate(3):
+        assert_equal(together(other), expected)
+
+
+class Distilled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = build_net(), build_net().requires_grad_(False)
+
+    def forward(self, x):
+        return self.student(x) + self.teacher(x).detach()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("by_step", [False, True])
+def test_a_teacher_that_averages_the_student(by_step):
+    def write(net, number):
+        for mean, value in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
+            if number >= 3:
+                mean.data.mul_(0.9).add_(value.data, alpha=0.1)
+
+    expected = plain(Distilled(), random_batches(8), write)
+    with simulate(3):
+        assert_equal(on_devices(Distilled(), random_batches(8), write, True, by_step), expected)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_generator_and_a_discriminator_with_fused_optimizers():
+    def trained(devices, kind):
+        torch.manual_seed(0)
+        both = [nn.Linear(4, 5).to(devices[0]), nn.Linear(5, 1).to(devices[0])]
+        first, second = (DataParallelModel(each, devices) for each in both)
+        optimizers = [kind(each.parameters(), 0.05) for each in both]
+        for x, _ in random_batches(6):
+            for turn, (sign, optimizer) in enumerate(zip((1.0, -1.0), optimizers, strict=True)):
+                both[1].requires_grad_(turn == 1)
+                for each in optimizers:
+                    each.zero_grad()
+                (sign * gather(second(first(x)))).tanh().mean().backward()
+                optimizer.step()
+        return values_of(*both)
+
+    expected = trained(["cpu"], torch.optim.AdamW)
+    with simulate(3):
+        assert_equal(trained(SIMULATED, Unrecorded), expected)
