@@ -230,6 +230,16 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         return map_tensors(connected, outputs.narrow(0, 0)[0])
 
+    @torch.no_grad()
+    def advance_numbers(self) -> None:
+        """Runs a row of an earlier batch on a rank without rows, if the module has numbers: counters
+        advance there as on the others.
+        """
+        row = self._examples.get(None)
+        if self.has_numbers and row is not None and not (self.has_rows or self.meets_ranks):
+            with self.precision.autocast(self.devices):
+                self._run_without_rows(self.module, row, row)
+
     def _call_in_forward(self, function: Callable[[], object]) -> object:
         """Calls a function in the forward of ``DistributedDataParallel``, which gets the module of
         its reducer.
@@ -493,6 +503,7 @@ class _DDPUpdate(RankUpdate):
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Yields a zero for the reduction of a rank without rows."""
         if not is_reduced:
+            self._model.advance_numbers()
             yield [self._model.zero()]
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:

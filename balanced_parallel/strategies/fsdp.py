@@ -56,6 +56,7 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision, forget_gradients
 from ..savings.checkpointing import find_blocks
+from ..training.snapshot import keep_numbers
 from ..training.sync import GradientSync, UpdateSync, gradient_sync
 from .ranks import (
     GradientRecord,
@@ -110,8 +111,14 @@ class ShardedModel(RankModel):
         }
 
     def forward_without_rows(self) -> Tensor:
-        """Takes part in a forward of the other ranks. Returns a zero for the backward."""
-        outputs = self._run(None, None, 0)
+        """Takes part in a forward of the other ranks. Returns a zero for the backward.
+
+        Counters advance once per update.
+        """
+        has_advanced = self.has_rows or self.has_advanced
+        with keep_numbers(self.module) if has_advanced else contextlib.nullcontext():
+            outputs = self._run(None, None, 0)
+        self.has_advanced = torch.is_grad_enabled()
         if not torch.is_grad_enabled():  # the first of two passes
             return torch.zeros(())
         return zero_of(*[tensor for tensor in tensors_in(list(outputs)) if tensor.requires_grad])

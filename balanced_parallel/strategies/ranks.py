@@ -38,6 +38,7 @@ from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
+from ..training.snapshot import numbers_of
 from ..training.sync import GradientSync, UpdateSync
 
 
@@ -80,6 +81,8 @@ class RankModel(ParallelModel):
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+        self.has_advanced = False  # Numbers of a rank without rows, in this update.
+        self.has_numbers = any(map(numbers_of, self.module.modules()))
         # Parameters in the first run of a method, and their memory before it.
         self._whole: dict[str, tuple[int, Tensor]] = {}
         self.written: set[str] = set()  # Parameters that a forward writes.
@@ -203,7 +206,8 @@ class RankModel(ParallelModel):
         ``count`` ranks have had rows; 0 if that is unknown. If some have had none, parameters that
         the forwards of the others write are shared too.
         """
-        has_rows, self.has_rows = self.has_rows, False
+        has_rows = self.has_rows
+        self.has_rows = self.has_advanced = False
         tensors = [each for part in self._of_layers for each in part.values() if each is not None]
         is_full = count == collectives.world_size()
         if not tensors and (is_full or not writes):

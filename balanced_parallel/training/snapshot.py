@@ -2,7 +2,9 @@
 a model writes in place.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -110,9 +112,25 @@ def numbers_of(part: nn.Module) -> dict[str, int | float]:
 
     Those of torch's modules change in no forward.
     """
-    if type(part).__module__.startswith(("torch.", "balanced_parallel.")):
+    if _is_of_torch(type(part)):  # type: ignore[arg-type]  # Its stub takes the hash for that of instances.
         return {}
     return {name: value for name, value in vars(part).items() if type(value) in (int, float)}
+
+
+@functools.cache
+def _is_of_torch(kind: type) -> bool:
+    """Returns True for a class without bases elsewhere. FSDP2 makes subclasses in torch."""
+    names = ("torch.", "balanced_parallel.", "builtins")
+    return all(base.__module__.startswith(names) for base in kind.__mro__)
+
+
+@contextlib.contextmanager
+def keep_numbers(module: nn.Module) -> Iterator[None]:
+    """Puts the numbers of a module back after the block."""
+    before = [(vars(part), numbers_of(part)) for part in module.modules()]
+    yield
+    for attributes, numbers in before:
+        attributes.update(numbers)
 
 
 def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:

@@ -184,10 +184,11 @@ def test_parameters_that_a_forward_writes_are_those_of_ranks_with_rows(rank):
 
 
 class Counted(nn.Module):
-    """Counts its forwards in a buffer that it replaces, and one that it writes in place."""
+    """Counts its forwards in a buffer that it replaces, one that it writes in place, and a number."""
 
     def __init__(self):
         super().__init__()
+        self.calls = 0
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("whole", torch.zeros((), dtype=torch.long))
 
@@ -195,7 +196,8 @@ class Counted(nn.Module):
         if self.training:
             self.steps = self.steps + 1
             self.whole += 1
-        return inputs * (1 + 0.1 * self.steps)
+            self.calls += 1
+        return inputs * (1 + 0.1 * self.steps + 0.05 * self.calls)
 
 
 def counted():
@@ -208,15 +210,16 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
     """Power iterations and counters go on where a rank has no rows, and all ranks have the same."""
     torch.set_default_dtype(torch.float64)
     for strategy in STRATEGIES:
-        for way in ("by hand", "step", "autograd.grad"):
+        for way in ("by hand", "step", "micro-batches", "autograd.grad"):
             if (strategy, way) == ("fsdp", "autograd.grad"):
                 continue
             plain = counted()
             model, criterion = parallelize(counted(), nn.MSELoss(), strategy=strategy)
-            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
+            rows = 1 if way == "micro-batches" else None
+            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=rows)
             optimizer = torch.optim.SGD(plain.parameters(), 0.1)
             torch.manual_seed(1)
-            for sizes in ([0, 3], [4, 0], [0, 2], [2, 3]):
+            for sizes in ([1, 2], [0, 3], [4, 0], [0, 2], [2, 3]):  # A number needs rows on each rank once.
                 inputs, targets = torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 1)
                 rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
                 expected = nn.functional.mse_loss(plain(inputs), targets)
@@ -224,7 +227,7 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
                     each.zero_grad()
                 expected.backward()
                 optimizer.step()
-                if way == "step":
+                if way in ("step", "micro-batches"):
                     loss = step(*rows)
                 else:
                     loss = criterion(model(rows[0]), rows[1])
