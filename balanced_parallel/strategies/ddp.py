@@ -547,6 +547,7 @@ class _DDPUpdate(RankUpdate):
 
         Tells the other ranks, but not those that wait in a layer.
         """
+        self._has_agreed |= self._share()
         is_known = isinstance(error, ElsewhereFailure) or self._sums is not None
         can_tell = self._is_reduced or not self._sync.meets_ranks
         if can_tell and not (is_known or self._has_agreed):
@@ -618,13 +619,15 @@ class _DDPGroups(_DDPUpdate, GroupSync):
     def confirm(self) -> None:
         collectives.gather_objects(True, self._record.group)
         self._has_agreed = True
-        self._model.share_buffers(self._with_rows)
+        self._unshared = self._with_rows, 0
+        self._share()
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Checks the gradients, which are those of the loss."""
         self._shared_gradients(tensors)
 
     def discard(self, error: BaseException, divide: Callable[[], object] = bool) -> bool:
+        self._has_agreed |= self._share()
         if not (self._has_agreed or isinstance(error, ElsewhereFailure)):
             while self._sizes:
                 zeros = functools.partial(torch.zeros, dtype=torch.int64, device=self._device)

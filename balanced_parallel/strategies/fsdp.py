@@ -375,6 +375,7 @@ class _FSDPUpdate(RankUpdate):
 
         Tells the other ranks, but not those that wait in the blocks of a forward or a backward.
         """
+        self._has_agreed |= self._share()
         is_known = self._has_agreed or isinstance(error, ElsewhereFailure)
         is_in_block = not is_known and self._model.outputs is None
         try:

@@ -81,6 +81,7 @@ class RankModel(ParallelModel):
         self.runs: dict[tuple[str | None, bool], bool] = {}
         self.has_rows = False  # Forwards since the last update, or backward by hand, had some.
         self._of_layers = [*filter(None, map(torch_private.buffers_of, self.module.modules()))]
+        self._entries: list[tuple[bool, list[str]]] = []  # Ranks with rows, and what they wrote.
         self.has_advanced = False  # Numbers of a rank without rows, in this update.
         self.has_numbers = any(map(numbers_of, self.module.modules()))
         # Parameters in the first run of a method, and their memory before it.
@@ -206,19 +207,19 @@ class RankModel(ParallelModel):
         ``count`` ranks have had rows; 0 if that is unknown. If some have had none, parameters that
         the forwards of the others write are shared too.
         """
-        has_rows = self.has_rows
-        self.has_rows = self.has_advanced = False
         tensors = [each for part in self._of_layers for each in part.values() if each is not None]
         is_full = count == collectives.world_size()
-        if not tensors and (is_full or not writes):
-            return
-        entry = has_rows, [] if is_full else [*self.written]
-        entries = [entry] if is_full else gather_objects(entry)
-        sources = [rank for rank, (is_source, _) in enumerate(entries) if is_source]
-        for source in sources[:1]:
-            tensors += map(self.module.get_parameter, entries[source][1])
-            group = collectives.batch_group() or dist.group.WORLD
-            torch_private.broadcast(tensors, source, group)
+        if tensors or (writes and not is_full):
+            entry = self.has_rows, [] if is_full else [*self.written]
+            # A call that has failed goes on from where the other ranks are.
+            self._entries = self._entries or ([entry] if is_full else gather_objects(entry))
+            sources = [rank for rank, (is_source, _) in enumerate(self._entries) if is_source]
+            for source in sources[:1]:
+                tensors += map(self.module.get_parameter, self._entries[source][1])
+                group = collectives.batch_group() or dist.group.WORLD
+                torch_private.broadcast(tensors, source, group)
+        self._entries = []
+        self.has_rows = self.has_advanced = False
 
     def _first_row(self, arguments: Arguments) -> Arguments:
         """Returns a copy of the first row, without its history. Outputs of other models are opened."""
@@ -355,6 +356,8 @@ class RankUpdate(UpdateSync):
         # Returns loss and weight of this rank, on the host.
         self._local: Callable[[], Tensor] | None = None
         self._has_agreed = False  # All ranks go on to their optimizers.
+        # Numbers of ranks, with rows and with written parameters, if buffers are to be shared.
+        self._unshared: tuple[float, float] | None = None
 
     @abc.abstractmethod
     def agree(self, report: RankReport) -> RankReport:
@@ -380,12 +383,21 @@ class RankUpdate(UpdateSync):
         present = settings()
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
-        self._model.share_buffers(sums.has_rows, sums.writes)
+        self._unshared = sums.has_rows, sums.writes
+        self._share()
         present.check(sums.digest, sums.square)
         self._has_agreed = True
         if sums.has_unused:
             self._record.forget_unused()
         return LossSum(total.fill_(sums.total), sums.weight)
+
+    def _share(self) -> bool:
+        """Shares buffers, unless that is done. Returns True if other ranks have waited for it."""
+        if self._unshared is None:
+            return False
+        self._model.share_buffers(*self._unshared)
+        self._unshared = None
+        return True
 
     def start(self, local: LossSum) -> Callable[[], Tensor]:
         """Starts to copy loss and weight to the host."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import balanced_parallel
 from balanced_parallel import DiceLoss, TrainStep, parallelize
+from balanced_parallel.strategies.ranks import RankUpdate
 from balanced_parallel.training.optimizers import ParameterUpdate
 from balanced_parallel.training.settings import Settings
 from balanced_parallel.training.update import Update
@@ -103,11 +104,15 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2, reproducible=reproducible, max_grad_norm=1.0)
     values, errors = [], []
-    begin, check, run = Update.dropped_by_errors, Settings.check, ParameterUpdate.run
+    begin, share, check, run = Update.dropped_by_errors, RankUpdate._share, Settings.check, ParameterUpdate.run
 
     def begun(self):
         injector.is_on = True
         return begin(self)
+
+    def shared(self):
+        injector.is_on = injector.is_on and strategy == "ddp"  # Ranks of FSDP2 go on to their clipping.
+        return share(self)
 
     def agreed(*args):
         # The clipping of FSDP2 is a collective of torch, and the reducer of DDP has some after the first update.
@@ -122,6 +127,7 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         with monkeypatch.context() as patch:
             if number == update and injector is not None:
                 patch.setattr(Update, "dropped_by_errors", begun)
+                patch.setattr(RankUpdate, "_share", shared)
                 patch.setattr(Settings, "check", agreed)
                 patch.setattr(ParameterUpdate, "run", ended)
                 try:
