@@ -60,7 +60,7 @@ class Recorder:
             records = self._groups.get(_first_row(), [])
             _note(records, f"output of {label}", output)
             for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:  # Its hook runs behind those of the tensor.
+                if tensor.grad_fn is not None:  # The hook runs behind those of the tensor.
                     place = f"gradient that reaches {label}"
                     tensor.grad_fn.register_prehook(partial(_note, records, place))
 

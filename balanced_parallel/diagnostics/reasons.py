@@ -98,7 +98,7 @@ def _autograd_functions(comparison: Comparison) -> list[str]:
     module = copy_of(comparison.module)
     places = dict[str, None]()
     seen = set[Node]()
-    calls = ["the model"]  # of modules that run, the innermost last
+    calls = ["the model"]  # Modules that run, the innermost last.
 
     def claim(value: object) -> None:
         """Gives the new nodes behind ``value`` to the innermost module."""

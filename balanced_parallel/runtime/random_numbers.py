@@ -50,7 +50,7 @@ class RankNumbers:
     def drawing(self, rank: int, *, is_last: bool = True) -> Iterator[None]:
         """Sets the generator to the numbers of this rank for the duration of the block.
 
-        ``is_last`` ends the update.
+        ``is_last`` ends the update, and so does an error, which all ranks have.
         """
         if self.is_drawing:
             yield
@@ -63,11 +63,12 @@ class RankNumbers:
             of_all_ranks = torch.get_rng_state()
             torch.set_rng_state(self._state)
         self.is_drawing = True
+        self._state = None
         try:
             yield
+            self._state = None if is_last else torch.get_rng_state()
         finally:
             self.is_drawing = False
-            self._state = None if is_last else torch.get_rng_state()
             torch.set_rng_state(of_all_ranks)
 
 

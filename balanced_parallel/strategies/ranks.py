@@ -384,7 +384,8 @@ class RankUpdate(UpdateSync):
         total = torch.empty_like(local.total)  # Nothing is allocated after the agreement.
         sums = self.agree(RankReport(*read().tolist(), *present.digest()))
         self._unshared = sums.has_rows, sums.writes
-        self._share()
+        self._model.share_buffers(*self._unshared)
+        self._unshared = None
         present.check(sums.digest, sums.square)
         self._has_agreed = True
         if sums.has_unused:
@@ -392,7 +393,7 @@ class RankUpdate(UpdateSync):
         return LossSum(total.fill_(sums.total), sums.weight)
 
     def _share(self) -> bool:
-        """Shares buffers, unless that is done. Returns True if other ranks have waited for it."""
+        """Shares buffers after a failure, unless that is done. Returns True if other ranks wait."""
         if self._unshared is None:
             return False
         self._model.share_buffers(*self._unshared)

@@ -54,7 +54,7 @@ _COMMUNICATES = (
     "reproducible='bits' with a module or a criterion that communicates with other ranks, expected one that does not: leave out "
     "its collectives"
 )
-_ELEMENTS = 2**22  # of a gradient, whose squares are in memory at a time
+_ELEMENTS = 2**22  # So many squares are in memory at a time.
 
 
 class ExactSum:
@@ -182,7 +182,7 @@ class ExactAccumulation(Accumulation):
         super().__init__(forwards, trained, sync, kind, limit, weight_before)
         _check_determinism(forwards.model.devices)
         self._groups = sync
-        self._rows = int(limit.value or 1)  # of a group
+        self._rows = int(limit.value or 1)  # Rows of a group.
         self._trained = list(trained.values())
         # The loss and the weight of each group, and weights of whole batches.
         self._losses: list[Tensor] = []

@@ -25,8 +25,8 @@ class _Slot(NamedTuple):
 
     entries: dict[str, Any]
     name: str
-    value: Any
-    copy: Any
+    value: object
+    copy: object
     version: int
 
     def is_advanced(self) -> bool:
@@ -39,8 +39,10 @@ class _Slot(NamedTuple):
         return isinstance(present, Tensor) and present.shape == self.value.shape
 
     def put(self, copy: Any) -> None:
-        is_tensor = isinstance(self.value, Tensor)
-        self.entries[self.name] = self.value.copy_(copy) if is_tensor else copy
+        """Writes a copy to the tensor of before the update, or sets a number."""
+        if isinstance(self.value, Tensor):
+            copy = self.value.copy_(copy)
+        self.entries[self.name] = copy
 
 
 class ForwardState:
@@ -59,8 +61,8 @@ class ForwardState:
     def reset(self) -> None:
         """Begins an update, which may have a single forward."""
         self.is_open = False
-        self._slots: list[tuple[str, _Slot]] = []  # with the names of their modules
-        self._after: list[Any] | None = None
+        self._slots: list[tuple[str, _Slot]] = []  # Each with the name of its module.
+        self._after: list[object] | None = None
         self._differs: list[tuple[str, Tensor]] = []
 
     def open(self) -> None:
@@ -113,7 +115,8 @@ class ForwardState:
 
 def _slots(part: nn.Module) -> Iterable[_Slot]:
     """Yields the state of a module, but for flags, which a forward sets once, and trained buffers."""
-    buffers = {} if isinstance(part, NormWithStatistics) else buffers_of(part)
+    is_loss = type(part).__module__ == "torch.nn.modules.loss"  # It has class weights.
+    buffers = {} if is_loss or isinstance(part, NormWithStatistics) else buffers_of(part)
     for name, tensor in buffers.items():
         if tensor is None or tensor.requires_grad or tensor.dtype in (torch.bool, torch.uint8):
             continue
@@ -122,5 +125,5 @@ def _slots(part: nn.Module) -> Iterable[_Slot]:
         yield _Slot(vars(part), name, number, number, 0)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     return value.detach().clone() if isinstance(value, Tensor) else value

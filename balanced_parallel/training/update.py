@@ -122,7 +122,7 @@ class Forwards:
     keeps_order: bool  # notes the order of rows in the outputs
     # Gives shards memory of their own before a forward, if that is needed.
     prepare: Callable[[Shard], Shard] | None = None
-    state: ForwardState | None = None  # for modules that may have some
+    state: ForwardState | None = None  # None for modules that have none.
 
     def run(
         self, shards: Sequence[Shard], compute: Compute, collected: list[PerReplica] | None = None

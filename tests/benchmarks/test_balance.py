@@ -46,10 +46,10 @@ def test_balanced_optimizer_balances_peak_memory(measured, request):
     assert ours.error < 1e-10
 
 
-def test_a_balanced_optimizer_with_recorded_writes_needs_no_broadcast(measured, request):
+def test_a_balanced_optimizer_needs_no_broadcast(measured, request):
     _, problem, measure = measured
     devices = 8 if "language" in request.node.name else 4
-    ours = measure("+ recorded", devices=devices)
+    ours = measure("+ BalancedOptimizer", devices=devices)
     size = sum(parameter.nbytes for parameter in problem.module.parameters())
     assert max(ours.through) <= (3.6 if devices == 8 else 3.1) * size
     assert ours.error < 1e-10

@@ -16,7 +16,7 @@ class Net(nn.Module):
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, inputs):
-        self.total.add_(inputs.detach().sum())
+        self.total.add_(1)
         self.last_rows = inputs.size(0)
         return self.last(torch.tanh(self.first(inputs)))
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import balanced_parallel
 from balanced_parallel import DiceLoss, TrainStep, parallelize
-from balanced_parallel.strategies.ranks import RankUpdate
+from balanced_parallel.strategies.ranks import RankModel
 from balanced_parallel.training.optimizers import ParameterUpdate
 from balanced_parallel.training.settings import Settings
 from balanced_parallel.training.update import Update
@@ -104,15 +104,16 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2, reproducible=reproducible, max_grad_norm=1.0)
     values, errors = [], []
-    begin, share, check, run = Update.dropped_by_errors, RankUpdate._share, Settings.check, ParameterUpdate.run
+    begin, check, run = Update.dropped_by_errors, Settings.check, ParameterUpdate.run
+    share = RankModel.share_buffers
 
     def begun(self):
         injector.is_on = True
         return begin(self)
 
-    def shared(self):
+    def shared(*args):
         injector.is_on = injector.is_on and strategy == "ddp"  # Ranks of FSDP2 go on to their clipping.
-        return share(self)
+        return share(*args)
 
     def agreed(*args):
         # The clipping of FSDP2 is a collective of torch, and the reducer of DDP has some after the first update.
@@ -127,7 +128,7 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         with monkeypatch.context() as patch:
             if number == update and injector is not None:
                 patch.setattr(Update, "dropped_by_errors", begun)
-                patch.setattr(RankUpdate, "_share", shared)
+                patch.setattr(RankModel, "share_buffers", shared)
                 patch.setattr(Settings, "check", agreed)
                 patch.setattr(ParameterUpdate, "run", ended)
                 try:

@@ -233,11 +233,11 @@ class Failing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.net, self.drop = build_net(), nn.Dropout(0.3)
-        self.fails_in, self.error = 0, RuntimeError("injected")
+        self.left, self.error = [0], RuntimeError("injected")  # A number would be put back.
 
     def forward(self, x):
-        self.fails_in -= 1
-        if self.fails_in == 0:
+        self.left[0] -= 1
+        if self.left[0] == 0:
             raise self.error
         return self.net(self.drop(x))
 
@@ -249,7 +249,7 @@ def test_a_step_that_failed_in_a_group_is_repeated_with_the_same_bits(fails_in, 
     found = []
     for number in (0, fails_in):
         net = Failing()
-        net.fails_in, net.error = number, error
+        net.left[0], net.error = number, error
         step = make_step(net, devices=1, max_grad_norm=1.0, **BITS)
         torch.manual_seed(7)
         if number:
@@ -268,7 +268,7 @@ def fail_on_rank(rank, failing):
     step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS)
     torch.manual_seed(7)
     if failing:
-        net.fails_in = 3 if rank == 1 else 0
+        net.left[0] = 3 if rank == 1 else 0
         with pytest.raises(RuntimeError, match="injected"):
             step(inputs[rows], labels[rows])
     return bits_of(step, step(inputs[rows], labels[rows]), step.grad_norm, step(inputs[rows], labels[rows]))
