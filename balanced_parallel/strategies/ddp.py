@@ -531,11 +531,16 @@ class _DDPUpdate(RankUpdate):
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         whole = super().finish(local, settings)
         if not self._model.record.buckets:
-            # The collectives of this would wait in the next forward, if a rank ran out of memory
-            # before.
-            torch_private.rebuild_buckets(self._model)
-            self._model.record.take_places()
+            self._rebuild()
         return whole
+
+    def _rebuild(self) -> None:
+        """Rebuilds the buckets after the first update. All ranks call this.
+
+        The collectives of this would wait in the next forward, if a rank ran out of memory before.
+        """
+        torch_private.rebuild_buckets(self._model)
+        self._model.record.take_places()
 
     def tell(self, error: BaseException, *, has_begun: bool) -> None:
         if has_begun and self._sync.meets_ranks:
@@ -547,7 +552,10 @@ class _DDPUpdate(RankUpdate):
 
         Tells the other ranks, but not those that wait in a layer.
         """
-        self._has_agreed |= self._share()
+        if self._share():
+            self._has_agreed = True
+            if not self._model.record.buckets:
+                self._rebuild()
         is_known = isinstance(error, ElsewhereFailure) or self._sums is not None
         can_tell = self._is_reduced or not self._sync.meets_ranks
         if can_tell and not (is_known or self._has_agreed):

@@ -112,7 +112,8 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
         return begin(self)
 
     def shared(*args):
-        injector.is_on = injector.is_on and strategy == "ddp"  # Ranks of FSDP2 go on to their clipping.
+        # Ranks of FSDP2 go on to their clipping, and those with another loss learn its kind in the first update.
+        injector.is_on = injector.is_on and strategy == "ddp" and (update > 0 or loss == "known")
         return share(*args)
 
     def agreed(*args):
