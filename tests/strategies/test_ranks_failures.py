@@ -187,7 +187,7 @@ TABLE = [
     slow("ddp", "known", True, 0, ValueError),
     slow("ddp", "several", False, 0, ValueError),
     slow("ddp", "several", True, 1, ValueError),
-    slow("fsdp", "known", False, 0, torch.OutOfMemoryError),
+    slow("fsdp", "known", False, 1, torch.OutOfMemoryError),
     slow("fsdp", "own", False, 1, ValueError),
 ]
 
