@@ -6,15 +6,18 @@ the state before the update, and that behind the first one stays::
 
     state 7 | forward 0 | state 8     state 7 | forward 1 | state 8     ...     state 8
 
-Statistics of batch norm are left out: those of each micro-batch count.
+Statistics of batch norm, and of modules with ``sum_over_rows``, are left out: those of each
+micro-batch count.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..replicas.all_rows import sums_rows
 from ..runtime.devices import move
 from ..runtime.torch_private import NormWithStatistics, buffers_of, versions
 from .snapshot import numbers_of
@@ -58,6 +61,11 @@ class ForwardState:
         self.is_empty = not self._names
         self.reset()
 
+    @functools.cached_property
+    def _summing(self) -> set[str]:
+        """Modules with statistics over all rows, by name. The search may take a second."""
+        return {name for part, name in self._names.items() if sums_rows(part)}
+
     def reset(self) -> None:
         """Begins an update, which may have a single forward."""
         self.is_open = False
@@ -84,7 +92,8 @@ class ForwardState:
     def end_forward(self) -> None:
         """Keeps the state behind the first forward with rows, and compares that of others with it."""
         if self._after is None:
-            self._slots = [(name, slot) for name, slot in self._slots if slot.is_advanced()]
+            advanced = [(name, slot) for name, slot in self._slots if slot.is_advanced()]
+            self._slots = [(name, slot) for name, slot in advanced if name not in self._summing]
             self._after = [_copy(slot.entries[slot.name]) for _, slot in self._slots]
             return
         for (name, slot), after in zip(self._slots, self._after, strict=True):
