@@ -75,11 +75,11 @@ class ForwardState:
 
     def open(self) -> None:
         """Copies the state before the first forward of an update of several."""
-        if not self.is_open:
-            self.is_open = True
-            self._slots = [
-                (name, slot) for part, name in self._names.items() for slot in _slots(part)
-            ]
+        if self.is_open:
+            return
+        self.is_open = True
+        for part, name in self._names.items():
+            self._slots += [(name, slot) for slot in _slots(part)]
 
     @torch.no_grad()
     def begin_forward(self) -> None:

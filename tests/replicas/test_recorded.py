@@ -379,7 +379,7 @@ def test_sums_are_taken_where_values_may_stay(is_balanced, is_frozen, monkeypatc
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("by_step", [False, True])
 def test_an_update_of_a_balanced_optimizer_moves_three_times_the_parameters(by_step):
-    """Those are half of the sums, and half of the new values, to and from each device."""
+    """Each device sends and receives half of the sums, and half of the new values."""
     with simulate(4) as cluster:
         net = nn.Linear(64, 64, bias=False)
         model = DataParallelModel(net.to("sim:0"))

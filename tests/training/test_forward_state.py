@@ -46,7 +46,7 @@ class Annealed(nn.Module):
 
 
 class RunningMean(nn.Module):
-    """Has a buffer that depends on the rows."""
+    """A part with a buffer that depends on the rows."""
 
     def __init__(self):
         super().__init__()

@@ -379,7 +379,7 @@ class SumOf(nn.Module):
 
 
 def test_noise_of_a_criterion_needs_a_weight_where_rows_are_split():
-    """Its draws were unknown, and the error said that they depend on data or chance."""
+    """The draws were unknown, and the error said that they depend on data or chance."""
     words, labels = batch()
     losses = []
     for settings in ({}, {"weight": "rows"}):
