@@ -71,7 +71,7 @@ class ForwardState:
         self.is_open = False
         self._slots: list[tuple[str, _Slot]] = []  # Each with the name of its module.
         self._after: list[object] | None = None
-        self._differs: list[tuple[str, Tensor]] = []
+        self._differs: dict[str, Tensor] = {}  # Flags of the buffers, read at the end.
 
     def open(self) -> None:
         """Copies the state before the first forward of an update of several."""
@@ -100,7 +100,9 @@ class ForwardState:
             if isinstance(after, Tensor):
                 present = move(slot.entries[slot.name], after.device)
                 is_close = torch.isclose(present, after, equal_nan=True)
-                self._differs.append((f"{name}.{slot.name}".lstrip("."), ~is_close.all()))
+                place = f"{name}.{slot.name}".lstrip(".")
+                is_other = ~is_close.all()
+                self._differs[place] = is_other | self._differs.get(place, is_other)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -114,7 +116,7 @@ class ForwardState:
             slot.put(after)
         compared = self._differs
         self.reset()  # Nothing stays in memory.
-        for name, differs in compared:
+        for name, differs in compared.items():
             if differs:
                 raise RuntimeError(
                     f"the buffer {name} has other values after the forward of another micro-batch, expected a buffer that does "
