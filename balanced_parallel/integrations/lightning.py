@@ -23,7 +23,7 @@ from ..batch.rows import count_rows, move_leaves, take
 from ..loss.copies import ShardLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.kinds import MeansInside, OneCount
-from ..loss.means import FoundMeans, UnknownMeanError, find_means
+from ..loss.means import FoundMeans, UnknownMeanError, note_sums
 from ..optim.balanced import refuse_closures
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import ModuleTree
@@ -39,7 +39,7 @@ Logged = list[tuple[str, Any, Any, Any]]  # name, value, and other arguments of 
 
 
 class StepTask(nn.Module):
-    """Calls ``training_step`` of a module on a shard, and finds the means in its loss."""
+    """Calls ``training_step`` of a module on a shard, and notes the sums of its loss."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class StepTask(nn.Module):
     def forward(
         self, inputs: tuple[object, ...], scale: Tensor | float, is_split: bool
     ) -> FoundMeans:
-        """Returns the means, times ``scale``. ``is_split`` tells that the update has other rows."""
+        """Returns the loss, times ``scale``. ``is_split`` tells that the update has other rows."""
         # The first of two passes leaves no trace.
         module = self.module if torch.is_grad_enabled() else twin(self.module)
         updates = count_updates(module)
@@ -60,17 +60,17 @@ class StepTask(nn.Module):
             output.update(run(module, inputs, logged))
             return output.get("loss")
 
-        loss, means = find_means(ShardLoss(compute, rows, (), (), {}), is_split=is_split)
+        noted = note_sums(ShardLoss(compute, rows, (), (), {}), is_split=is_split)
         if current_replica() and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
         logged = [
-            (name, None if is_loss(value, loss) else value, *more) for name, value, *more in logged
+            (name, None if is_loss(value, noted.result) else value, *more) for name, value, *more in logged
         ]
-        scaled = {name: mean._replace(factor=mean.factor * scale) for name, mean in means.items()}
-        return FoundMeans(loss, scaled, inputs, (rows, {**output, "loss": None}, logged))
+        rest = rows, {**output, "loss": None}, logged
+        return FoundMeans(noted.times(scale), inputs, rest)
 
 
 def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:
@@ -120,10 +120,11 @@ class StepCriterion(DataParallelCriterion):
     """Brings the means of all shards together. Its function computes the loss of halves of some."""
 
     def learn(self, row: ShardLoss) -> None:
-        """Learns from a row whether the means have one count, which one pass is enough for."""
-        _, means = find_means(row, is_split=True)
-        if isinstance(self.kind, MeansInside) and not any(name.has_several for name in means):
-            self.kind = OneCount(self.kind.settings, self.kind.reduction)
+        """Learns from a row whether the sums have one count, which one pass is enough for."""
+        formula = note_sums(row).formula
+        mean = formula.mean_of(formula.losses)
+        if isinstance(self.kind, MeansInside) and mean is not None:
+            self.kind = OneCount(self.kind.settings, self.kind.reduction, mean.bound)
 
 
 class NoOptimizer(torch.optim.Optimizer):

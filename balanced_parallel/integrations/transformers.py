@@ -634,17 +634,15 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> T
 
 
 def _loss_of(parts: Sequence[ShardStatistics], otherwise: Tensor) -> Tensor:
-    """Returns the loss of some shards, without the bounds of counts. ``otherwise`` is that of rows
-    that do not count.
-    """
+    """Returns the loss of some shards. ``otherwise`` is that of rows that do not count."""
     totals: dict[Any, Tensor] = {}
+    loss = otherwise
     for part in parts:
         for place, tensor in part.tensors.items():
             totals[place] = totals.get(place, 0.0) + tensor.to(otherwise.device)
-    means = [
-        total / totals[name, "count"] for (name, kind), total in totals.items() if kind == "total"
-    ]
-    return functools.reduce(torch.add, means or [otherwise])
+    for part in [part for part in parts if part.tensors][:1]:
+        loss = part.structure.compute([*totals.values()], ())
+    return loss
 
 
 def _model_in(module: nn.Module) -> nn.Module:

@@ -130,7 +130,7 @@ class CoupledLoss(abc.ABC):
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share
         to gradients of parameters.
         """
-        parameters = [parameter for parameter in self.copies.parameters if parameter.requires_grad]
+        parameters = [parameter for parameter in self._trained() if parameter.requires_grad]
         learning = [
             *(tensor.requires_grad_() for tensor in at if is_differentiable(tensor)),
             *parameters,
@@ -155,6 +155,10 @@ class CoupledLoss(abc.ABC):
             (parameter, self._share(next(slopes), ranks)) for parameter in parameters
         ]
         return derivatives
+
+    def _trained(self) -> list[Tensor]:
+        """Returns the parameters of the loss."""
+        return [*self.copies.parameters]
 
     def _values_to_log(self, result: object) -> LoggedMeans:
         """Returns the values beside the loss of all rows, which each rank has."""
@@ -230,8 +234,13 @@ class LossOfSums(CoupledLoss):
         self.is_shared = True
         self.compare(self.samples, self.home)
         if has_rows:
-            slopes = self._derivatives(self._finish, [*self._total.values()], ranks, scaler)
-            self._slopes = dict(zip(self._total, slopes, strict=True))
+            learning = {place: sum for place, sum in self._total.items() if self._learns(place)}
+            slopes = self._derivatives(self._finish, [*learning.values()], ranks, scaler)
+            self._slopes = dict(zip(learning, slopes, strict=True))
+
+    def _learns(self, place: Any) -> bool:
+        """Returns True for a statistic of a loss, not of a value to log alone."""
+        return True
 
     def _statistics(self, shard: ShardLoss) -> ShardStatistics:
         """Returns the statistics of a replica. It runs in the thread of the replica."""

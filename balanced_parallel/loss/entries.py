@@ -39,24 +39,38 @@ def places_beside_loss(result: object) -> set[str]:
     return {place for place, _ in containers.leaves(result) if not place.startswith(loss)}
 
 
+def values_to_log(result: object) -> set[str]:
+    """Returns the places of the values to log in the result of a criterion."""
+    places = places_beside_loss(result)
+    if places or containers.open_container(result) is None:
+        return places
+    trained = _trained(result)
+    return {place for place, _ in containers.leaves(result)} - trained if trained else set()
+
+
 def places_to_log(result: object) -> set[str]:
     """Returns the places of the values to log in the result of a criterion.
 
     Raises ``ValueError`` if one of several losses is called their total.
     """
-    places = places_beside_loss(result)
+    places = values_to_log(result)
     container = containers.open_container(result)
-    if places or container is None:
+    if container is None or places_beside_loss(result):
         return places
+    names = {"total", "total_loss"} & {*containers.entry_names(container)}
+    if names and len(_trained(result)) > 1:
+        refuse_total(f"an entry {names.pop()!r} beside others")
+    return places
+
+
+def _trained(result: object) -> set[str]:
+    """Returns the places of entries with a gradient."""
     trained = set[str]()
     for place, leaf in containers.leaves(result):
         tensor = leaf.total if isinstance(leaf, LossSum) else leaf
-        has_gradient = isinstance(tensor, Tensor) and tensor.requires_grad
-        (trained if has_gradient else places).add(place)
-    for name in {"total", "total_loss"} & {*containers.entry_names(container)}:
-        if len(trained) > 1:
-            refuse_total(f"an entry {name!r} beside others")
-    return places if trained else set()
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            trained.add(place)
+    return trained
 
 
 def refuse_total(reason: str) -> NoReturn:
@@ -126,7 +140,7 @@ def _merge(name: str, values: list[list[MeanNumbers] | None]) -> float:
     """Returns the value of the whole batch."""
     if None in values:
         raise ValueError(
-            f"the value {name!r} beside the loss is not a sum of known means, so that of the whole batch is unknown, expected "
+            f"the value {name!r} beside the loss is not a function of sums over the rows, so that of the whole batch is unknown, expected "
             "means over the rows; or compute it of the outputs: step(..., return_outputs=True)"
         )
     result = 0.0

@@ -442,8 +442,8 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
-        if isinstance(loss, LossOfMeans) and loss.has_one_count:
-            return OneCount(self.settings, self.reduction, loss.least)
+        if isinstance(loss, LossOfMeans) and loss.mean is not None:
+            return OneCount(self.settings, self.reduction, loss.mean.bound)
         return super().learned(copies)
 
     def exact(self) -> Kind:
@@ -474,7 +474,7 @@ class OneCount(MeansInside):
 
     def sums(self, calls: Calls) -> list[LossSum]:
         """Returns the part of each replica."""
-        parts = calls.run(single_mean)
+        parts = calls.run(functools.partial(single_mean, least=self.least))
         loss = LossOfMeans(calls.copies, _HOST)
         loss.check([part.terms or {} for part in parts], calls)
         loss.compare(loss.samples, parts[0].total.device)

@@ -147,7 +147,8 @@ class NumberedRows:
             compute: Compute = loss.sums
             if loss.passes > 1:
                 device = self._forwards.model.devices[0]
-                compute = loss.loss(self._forwards.copies, device, is_split=False).collect
+                make = functools.partial(loss.loss, self._forwards.copies, device, is_split=False)
+                compute = lambda calls: make().collect(calls)  # noqa: E731 - each is a loss of its own
             self._random.find_draws(
                 kind,
                 batch,

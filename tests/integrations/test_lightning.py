@@ -184,7 +184,7 @@ class WithoutLoss(Classifier):
     [
         (Contrastive, "does not add up over the rows"),
         (WithConstant, "a sum over a number"),
-        (SharpeRatio, "is not a sum of known means"),
+        (SharpeRatio, "is not a function of sums over the rows"),
         (Manual, "has automatic_optimization=False, expected neither"),
         (lambda: torch.compile(Classifier(), backend="eager"), "is compiled"),
         (WithClosure, "LBFGS evaluates the loss several times per step"),

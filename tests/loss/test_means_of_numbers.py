@@ -89,7 +89,7 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
 
     inputs, values = torch.randn(12, 4), torch.randn(12, 5)
     masks = torch.ones(12, dtype=torch.bool), torch.arange(12) < 4
-    with pytest.raises(ValueError, match=r"computes mse_loss, 0.5 \* mean for some rows, and .* for others"):
+    with pytest.raises(ValueError, match=r"computes mse_loss \+ mean \* 0.5 for some rows, and .* for others"):
         update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 

@@ -311,7 +311,7 @@ def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
 
     net, (x, target) = build("tanh"), batch(7)
     outputs = DataParallelModel(net, CPUS)(x)
-    with pytest.raises(ValueError, match="is not a sum of known means"):
+    with pytest.raises(ValueError, match="is not a function of sums over the rows"):
         DataParallelCriterion(loss)(outputs, target)
     found = DataParallelCriterion(loss, reduction="sum")(outputs, target)
     torch.testing.assert_close(found, F.mse_loss(net(x), target))
