@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..batch import containers
+from ..replicas.all_rows import sum_over_rows
 from ..runtime.devices import move
 from ..runtime.torch_private import base_of, is_output_of_ddp, storage_id, versions
 from .entries import values_to_log
@@ -359,12 +360,14 @@ _UNKNOWN = Facts(_OF_ROWS)
 class SumNotes(TorchFunctionMode):
     """Notes the sums over the rows that are computed in its block, and the operations on them.
 
-    ``parameters`` and ``constants`` do not depend on the rows, and ``targets`` not on the outputs.
+    ``parameters`` of the criterion, those ``outside`` of it and ``constants`` do not depend on the
+    rows, and ``targets`` not on the outputs.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
+        outside: Sequence[Tensor],
         constants: object,
         output: object,
         targets: object,
@@ -387,10 +390,14 @@ class SumNotes(TorchFunctionMode):
             self._facts[tensor] = Facts(_OF_NOTHING, is_target=True)
         for place, parameter in enumerate(parameters):
             self._facts[parameter] = Facts(_OF_NOTHING, -1 - place, is_target=True)
+        for parameter in outside:
+            self._capture(parameter)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, and notes a sum, or an operation on sums."""
         kwargs = kwargs or {}
+        if func is sum_over_rows:  # The rows of a shard are computed of it.
+            return func(*args, **kwargs)
         if func in RULES or not self._is_unknown(func, args, kwargs):
             return self._call(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -439,10 +446,12 @@ class SumNotes(TorchFunctionMode):
         if has_places and level <= _OF_SUMS and is_outside:
             arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
         first, second = (*args, *kwargs.values(), None, None)[:2]
+        writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
+        if writes and level:
+            self._keep_values(first)
         result = results[0] if results else func(*args, **kwargs)
         self._note_read(name, tensors, result)
         made = _tensors(result, args)
-        writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
         if arguments is not None and made:
             operation = Operation(func, name, arguments, (), writes)
             self._note(operation, level, first, second, made)
@@ -450,7 +459,7 @@ class SumNotes(TorchFunctionMode):
             for tensor in made:
                 self._learn(tensor, self._facts_of(name, args, tensors, level, tensor))
         if writes and level and isinstance(first, Tensor) and base_of(first) is not first:
-            self._facts[base_of(first)] = Facts(_OF_BOTH)
+            self._learn(base_of(first), _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH))
         is_reduction = name in _REDUCTIONS and level == _OF_ROWS and is_outside
         if is_reduction and made and not result.dim() and first.dim():
             self._reduce(name, first, result)
@@ -462,12 +471,17 @@ class SumNotes(TorchFunctionMode):
             return Facts(_OF_NOTHING, is_target=True)
         facts: Facts | None = self._facts.get(value)
         if facts is None and isinstance(value, nn.Parameter):
-            facts = Facts(_OF_NOTHING, next(self._numbers), is_target=True)
-            self._facts[value] = facts
-            self._outside[facts.number] = value
+            facts = self._capture(value)
         if facts and facts.is_copy and not is_output_of_ddp(value):
             return Facts(_OF_BOTH)
         return facts or _UNKNOWN
+
+    def _capture(self, parameter: Tensor) -> Facts:
+        """Gives a place to a parameter that the criterion does not have itself."""
+        number = next(self._numbers)
+        self._outside[number] = parameter
+        facts = self._facts[parameter] = Facts(_OF_NOTHING, number, is_target=True)
+        return facts
 
     def _level_of(self, tensors: Iterable[object]) -> int:
         levels = {self._of(tensor).level for tensor in tensors}
@@ -584,6 +598,13 @@ class SumNotes(TorchFunctionMode):
         statistic = Statistic(kind, value, next(self._numbers), key)
         self.statistics.append(statistic)
         return statistic
+
+    def _keep_values(self, written: Tensor) -> None:
+        """Copies the statistics in the memory of a tensor that is written to."""
+        place = storage_id(written.untyped_storage())
+        for number, each in enumerate(self.statistics):
+            if isinstance(each.value, Tensor) and storage_id(each.value.untyped_storage()) == place:
+                self.statistics[number] = each._replace(value=each.value.clone())
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
         """Notes an undivided sum over the rows."""

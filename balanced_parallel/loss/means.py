@@ -103,13 +103,12 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
         return shard.output.noted
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     owner = shard.output if isinstance(criterion, Additive) else criterion
-    constants: Any = arguments, settings
-    parameters: list[Tensor] = []
-    if isinstance(owner, nn.Module):
-        constants = [*owner.parameters(), *owner.buffers()]
-        parameters = [*owner.parameters()] if owner is criterion else []
+    is_module = isinstance(owner, nn.Module)
+    constants = [*owner.buffers()] if is_module else [arguments, settings]
+    parameters = [*owner.parameters()] if is_module else []
+    own, outside = (parameters, []) if owner is criterion else ([], parameters)
     targets = shard.targets, shard.kwargs
-    with SumNotes(parameters, constants, shard.output, targets, shard.rows) as notes:
+    with SumNotes(own, outside, constants, shard.output, targets, shard.rows) as notes:
         result = shard.call()
     if shard.collectives.is_used:
         return _as_it_is(result)

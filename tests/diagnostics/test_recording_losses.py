@@ -67,10 +67,11 @@ def wrong_count(output, target):
 @pytest.mark.parametrize(
     ("criterion", "wrong", "right"),
     [
-        (variational_loss, [{}], {"reduction": "sum"}),
-        (mean_of_few, [{}, {"weight": "rows"}], {"weight": count_of_few}),
+        (variational_loss, [{"weight": "rows"}], {}),
+        (mean_of_few, [{"weight": "rows"}], {}),
+        (mean_of_few, [], {"weight": count_of_few}),
         (plain_mean, [{"weight": wrong_count}], {"weight": "rows"}),
-        (sum_plus_mean, [{}], {"whole": True}),
+        (sum_plus_mean, [{"weight": "rows"}], {}),
         (nn.CrossEntropyLoss(), [{"weight": wrong_count}], {}),
         (functools.partial(F.cross_entropy), [{"weight": wrong_count}], {}),
     ],
@@ -138,11 +139,12 @@ def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
 def test_a_wrong_mean_has_no_reason_in_half_precision():
     """The errors of parts are within the tolerance, and the report says to compare in float64."""
     inputs, targets = torch.randn(64, 4), torch.tensor([0, 0, 0, 2] * 8 + [2, 3, 2, 0] * 8)
-    report = verify(build_net().bfloat16(), mean_of_few, inputs.bfloat16(), targets, device_ids=CPUS)
+    wrong = DataParallelCriterion(mean_of_few, weight="rows")
+    report = verify(build_net().bfloat16(), wrong, inputs.bfloat16(), targets, device_ids=CPUS)
     assert not report.equal
     assert report.reasons == ()
     assert "no known reason: compare in float64" in str(report)
-    assert verify(build_net(), mean_of_few, inputs, targets, device_ids=CPUS).reasons == (REASON,)
+    assert verify(build_net(), wrong, inputs, targets, device_ids=CPUS).reasons == (REASON,)
 
 
 def test_a_coupled_loss_is_never_told_to_be_whole():

@@ -256,7 +256,7 @@ class Contrastive(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("head", "model", "text"), [("routers", None, "depend on each other"), ("images", Contrastive, "depend on each other")]
+    ("head", "model", "text"), [("routers", None, "is not a function of sums"), ("images", Contrastive, "depend on each other")]
 )
 def test_losses_that_are_no_sums_are_refused(head, model, text):
     trainer = make_trainer(head, make_arguments(), model=model and model())
@@ -362,6 +362,6 @@ def test_detectors_whose_labels_are_a_list_of_mappings(tmp_path, settings):
     torch.testing.assert_close(result, expected)
     with pytest.raises(
         ValueError,
-        match="computes mean for some rows, and .*mean, .*mean for others|computes .*, .* for some rows, and mean for others",
+        match="computes mean.* for some rows, and mean.* for others",
     ):
         train_boxes(lambda boxes: torch.stack([each.mean() for each in boxes]).mean(), tmp_path, BalancedTrainer, 4, **settings)
