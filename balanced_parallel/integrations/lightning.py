@@ -67,7 +67,8 @@ class StepTask(nn.Module):
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
         logged = [
-            (name, None if is_loss(value, noted.result) else value, *more) for name, value, *more in logged
+            (name, None if is_loss(value, noted.result) else value, *more)
+            for name, value, *more in logged
         ]
         rest = rows, {**output, "loss": None}, logged
         return FoundMeans(noted.times(scale), inputs, rest)

@@ -15,7 +15,7 @@ result that depends on the rows in another way has no formula.
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +32,8 @@ from .entries import values_to_log
 from .rules import RULES, arguments_of, divisor, reduction_in
 from .sums import widen, zero_of
 
-# Levels: what a tensor depends on.
-_OF_NOTHING = 0
-_OF_SUMS = 1
-_OF_ROWS = 2
-_OF_BOTH = 3  # on rows and on sums of them, or in an unknown way
+# Levels: what a tensor depends on. The last one is rows and sums of them, or an unknown way.
+_OF_NOTHING, _OF_SUMS, _OF_ROWS, _OF_BOTH = range(4)
 OVER_NUMBER = "a sum over a number"
 # Names of one operation, without underscores.
 _NAMES = {
@@ -53,20 +50,19 @@ _NAMES = {
     "divide": "div",
     "negative": "neg",
 }
-_SIGNS = {"add": "+", "sub": "-", "rsub": "-", "mul": "*", "div": "/"}
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 # Values of a tensor, as Python objects.
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
-# Their size depends on values.
+# The size of the result depends on values.
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
-# Another tensor gives them its type and its device.
+# Another tensor gives its type and its device.
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "as_tensor"}
 # Operations of one tensor that keep the sum of its elements.
 _UNCHANGED = _CONVERSIONS | {"view", "reshape", "squeeze", "clone", "pos", "detach"}
-_LINEAR = _UNCHANGED | {"neg", "sum", "mean", "add", "sub", "rsub", "stack", "cat"}
-_REDUCTIONS = {"sum", "nansum", "count_nonzero", "mean", "nanmean"}
+_SUMS = {"sum", "nansum", "count_nonzero"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
-_CREATIONS = _NEW | {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
+_CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
 _INDICES = slice, int, type(None), type(...)  # They select elements that no value tells.
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
@@ -91,43 +87,43 @@ class Unknown(containers.Leaf):
     """A result that is no function of sums."""
 
 
-class Operation(NamedTuple):
-    """An operation of a formula, with places for its tensors."""
+class Form(NamedTuple):
+    """A tensor as a linear combination: of sums that are not divided, or that have equal counts."""
 
-    function: Any
-    name: str
-    arguments: tuple[Any, Any]  # positional ones, and those by name
-    results: tuple[int, ...]
-    writes: bool  # to its first argument
-    text: str = ""  # in place of that of the arguments
-
-
-class Statistic(NamedTuple):
-    """A sum over the rows of a shard. Counts with one key are equal by their construction."""
-
-    kind: str  # the function that computes it
-    value: Any  # a tensor or a number
-    number: int  # its place in the formula
-    key: Hashable = None  # None: not a count
-    is_bounded: bool = False  # A quotient has a lower bound of the count.
-
-
-class Mean(NamedTuple):
-    """A linear combination of sums over counts that are equal, or of undivided sums."""
-
-    count: int | None = None  # the place of a count, or None
-    key: Hashable = None
-    least: float = 0.0  # the lower bound of the count
-    is_count: bool = False  # It is the count itself.
+    kind: str = "other"  # "zero", "constant", "sum", "bounded" or "mean"
+    count: int = -1  # The sum or the bounded count itself, or the count of a mean, by number.
+    key: Hashable = None  # Counts with one key are equal by their construction.
+    least: float = 0.0  # The lower bound of the count.
     has_constant: bool = False
 
     @property
     def bound(self) -> float:
         """The lower bound of the divisor. Sums that are not divided have no count."""
-        return 1.0 if self.count is None else self.least
+        return 1.0 if self.kind == "sum" else self.least
 
 
-_ZERO, _FIXED = "zero", "a constant"
+_OTHER, _CONSTANT, _ZERO, _SUM = Form(), Form("constant"), Form("zero"), Form("sum")
+
+
+class Operation(NamedTuple):
+    """An operation of a formula, with places for its tensors."""
+
+    function: Callable[..., object]
+    name: str
+    arguments: tuple[Sequence[object], dict[str, object]]
+    results: Sequence[int]
+    writes: bool = False  # The first argument gets the result.
+    text: str = ""  # It stands in place of that of the arguments.
+
+
+class Statistic(NamedTuple):
+    """A sum over the rows of a shard."""
+
+    kind: str  # The function that computes it.
+    value: Tensor | float | None
+    number: int  # Its place in the formula.
+    key: Hashable = None  # None: not a count.
+    is_bounded: bool = False  # A quotient has a lower bound of the count.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,10 +132,8 @@ class Formula:
 
     Args:
         result: the result, with a place for each tensor.
-        inputs: the places of the statistics.
-        kinds: the functions that compute them.
-        keys: the keys of those that are counts, as numbers.
-        counts: the places of counts without a bound. Nothing is counted if all are zero.
+        inputs: the statistics, without their values.
+        forms: those of the entries of the result.
         outside: parameters that the criterion does not have itself, by their places.
         losses: the entries of the result that are losses.
         logged: the others, values to log.
@@ -147,55 +141,23 @@ class Formula:
 
     result: Any
     operations: Sequence[Operation]
-    inputs: Sequence[int]
-    kinds: Sequence[str]
-    keys: dict[int, int]
-    counts: set[int]
+    inputs: Sequence[Statistic]
+    forms: dict[str, Form]
     outside: dict[int, Tensor]
     losses: Sequence[str]
     logged: Sequence[str]
 
-    @classmethod
-    def of(
-        cls,
-        structure: Any,
-        result: Any,
-        operations: Sequence[Operation],
-        statistics: Sequence[Statistic],
-        outside: dict[int, Tensor],
-    ) -> "Formula":
-        """Returns the formula of a result, whose tensors have their places in ``structure``."""
-        counts = [each for each in statistics if each.key is not None]
-        distinct = [*dict.fromkeys(each.key for each in counts)]
-        logged = values_to_log(result)
-        entries = [place for place, leaf in containers.leaves(result) if leaf is not None]
-        return cls(
-            structure,
-            operations,
-            [each.number for each in statistics],
-            [each.kind for each in statistics],
-            {each.number: distinct.index(each.key) for each in counts},
-            {each.number for each in counts if not each.is_bounded},
-            outside,
-            [place for place in entries if place not in logged],
-            [place for place in entries if place in logged],
-        )
-
     def compute(self, sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         """Returns the result for sums, with their graph and that of ``parameters``."""
-        values: dict[int, Any] = dict(zip(self.inputs, sums, strict=True))
-        for number, parameter in itertools.chain(
-            self.outside.items(), ((-1 - place, each) for place, each in enumerate(parameters))
-        ):
-            values[number] = move(parameter, sums[0].device) if sums else parameter
+        home = sums[0].device if sums else None
+        own = {-1 - place: parameter for place, parameter in enumerate(parameters)}
+        values = {number: move_to(each, home) for number, each in (own | self.outside).items()}
+        values.update(zip([each.number for each in self.inputs], sums, strict=True))
 
-        def fill(leaf: Any) -> Any:
+        def fill(leaf: object) -> object:
             if isinstance(leaf, Value):
                 return values[leaf.number]
-            if not isinstance(leaf, Constant):
-                return leaf
-            is_scalar = leaf.tensor.is_cpu and not leaf.tensor.dim()
-            return leaf.tensor if is_scalar or not sums else move(leaf.tensor, sums[0].device)
+            return move_to(leaf.tensor, home) if isinstance(leaf, Constant) else leaf
 
         for each in self.operations:
             args, kwargs = containers.map_leaves(fill, each.arguments)
@@ -207,41 +169,39 @@ class Formula:
 
     def times(self, factor: Tensor | float) -> "Formula":
         """Returns the formula of a single loss times a factor."""
-        number = 1 + max([*self.inputs, *(max(each.results) for each in self.operations)], default=0)
-        tensor = torch.as_tensor(factor)
-        arguments = (self.result, Constant(tensor, "the scale")), {}
-        product = Operation(torch.mul, "mul", arguments, (number,), writes=False)
+        numbers = [each.number for each in self.inputs]
+        number = 1 + max(itertools.chain(numbers, *(each.results for each in self.operations)))
+        arguments = (self.result, Constant(torch.as_tensor(factor), "the scale")), {}
+        product = Operation(torch.mul, "mul", arguments, [number])
         operations = [*self.operations, product]
         return dataclasses.replace(self, result=Value(number), operations=operations)
 
-    def inputs_of(self, place: str) -> set[int]:
-        """Returns the places of the statistics that an entry of the result needs."""
-        leaf = dict(containers.leaves(self.result))[place]
-        return needed([leaf], self.operations).intersection(self.inputs)
+    def inputs_of(self, places: Sequence[str]) -> list[Statistic]:
+        """Returns the statistics that some entries of the result need."""
+        leaves = dict(containers.leaves(self.result))
+        numbers = needed([leaves[place] for place in places], self.operations)
+        return [each for each in self.inputs if each.number in numbers]
 
-    def text_of(self, places: Iterable[str]) -> str:
+    def text_of(self, places: Sequence[str]) -> str:
         """Returns entries of the result as text. It has all numbers, and is equal for other rows."""
-        texts = dict(zip(self.inputs, self.kinds, strict=True))
+        texts = {each.number: each.kind for each in self.inputs}
         for each in self.operations:
             text = each.text or _text_of(each, texts)
-            for position, number in enumerate(each.results):
-                texts[number] = text if len(each.results) == 1 else f"{text}[{position}]"
+            texts.update((number, text) for number in each.results)
         leaves = dict(containers.leaves(self.result))
         return ", ".join(_text(leaves[place], texts) for place in places)
 
-    def mean_of(self, places: Iterable[str]) -> Mean | None:
-        """Returns the mean that the sum of some entries is, or None if it is none over one count."""
-        found: dict[int, Any] = dict.fromkeys(self.outside, _FIXED)
-        for number in self.inputs:
-            key = self.keys.get(number)
-            found[number] = Mean() if key is None else Mean(number, key, is_count=True)
-        for each in self.operations:
-            mean = _mean_of(each, found)
-            found.update(dict.fromkeys(each.results, mean))
-        leaves = dict(containers.leaves(self.result))
-        whole = _add([_kind_of(leaves[place], found) for place in places])
-        is_mean = isinstance(whole, Mean) and not (whole.least and whole.has_constant)
-        return whole if is_mean and not whole.is_count else None
+    def mean_of(self, places: Sequence[str]) -> Form | None:
+        """Returns the sum of some entries, or None if it is no linear combination over one count."""
+        form = _add([self.forms.get(place, _OTHER) for place in places])
+        is_bounded = form.has_constant and bool(form.least)
+        return form if form.kind in ("sum", "mean") and not is_bounded else None
+
+
+def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Moves a tensor to a device. A scalar may stay on the host."""
+    is_on_host = tensor.is_cpu and not tensor.dim() and not tensor.requires_grad
+    return tensor if device is None or is_on_host else move(tensor, device)
 
 
 def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int]:
@@ -249,19 +209,21 @@ def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int
     places = {leaf.number for leaf in leaves if isinstance(leaf, Value)}
     for each in reversed(operations):
         if places.intersection(each.results):
-            places.update(value.number for value in _values(each.arguments))
+            leaves = [leaf for _, leaf in containers.leaves(each.arguments)]
+            places.update(leaf.number for leaf in leaves if isinstance(leaf, Value))
     return places
 
 
-def _values(arguments: object) -> Iterator[Value]:
-    return (leaf for _, leaf in containers.leaves(arguments) if isinstance(leaf, Value))
-
-
-def _tensors(result: Any, args: Any) -> list[Tensor]:
-    """Returns the tensors in the result of an operation. It may have written to its first argument."""
-    if result is None:
-        result = args[:1]
-    return [*filter(torch.is_tensor, result if isinstance(result, (tuple, list)) else [result])]
+def _tensors(result: object, args: Sequence[object]) -> list[Tensor]:
+    """Returns the tensors in the result of an operation, which may have written to its first
+    argument.
+    """
+    parts = args[:1] if result is None else result
+    return [
+        part
+        for part in (parts if isinstance(parts, (tuple, list)) else [parts])
+        if isinstance(part, Tensor)
+    ]
 
 
 def _text_of(operation: Operation, texts: dict[int, str]) -> str:
@@ -271,8 +233,6 @@ def _text_of(operation: Operation, texts: dict[int, str]) -> str:
         return parts[0]
     if sign is None or len(parts) != 2:
         return f"{operation.name}({', '.join(parts)})"
-    if operation.function.__name__.startswith("__r"):
-        parts.reverse()
     first, second = (f"({part})" if sign in "*/" and " " in part else part for part in parts)
     return f"{first} {sign} {second}"
 
@@ -283,78 +243,45 @@ def _text(leaf: object, texts: dict[int, str]) -> str:
     return leaf.text if isinstance(leaf, Constant) else str(leaf)
 
 
-def _kind_of(leaf: object, found: dict[int, Any]) -> Any:
-    """Returns the mean that a leaf is, or what else it is; None if it is neither."""
-    if isinstance(leaf, Value):
-        return found.get(leaf.number, _FIXED)
-    return _ZERO if isinstance(leaf, (int, float)) and not leaf else _FIXED
+def _add(forms: Sequence[Form]) -> Form:
+    """Returns the form of a sum."""
+    kinds = {form.kind for form in forms} - {"zero"}
+    if not kinds - {"constant"}:
+        return _CONSTANT if kinds else _ZERO
+    has_constant = "constant" in kinds or any(form.has_constant for form in forms)
+    alike = {
+        form._replace(count=-1, has_constant=False)
+        for form in forms
+        if form.kind not in ("zero", "constant")
+    }
+    if len(alike) > 1 or kinds & {"other", "bounded"} or (has_constant and "sum" in kinds):
+        return _OTHER
+    first = next(form for form in forms if form.kind in ("sum", "mean"))
+    return first._replace(has_constant=has_constant)
 
 
-def _add(kinds: Sequence[Any]) -> Any:
-    """Returns the kind of a sum."""
-    means = [kind for kind in kinds if isinstance(kind, Mean)]
-    if None in kinds:
-        return None
-    if not means:
-        return _FIXED if _FIXED in kinds else _ZERO
-    has_constant = _FIXED in kinds or any(mean.has_constant for mean in means)
-    alike = {mean._replace(count=None, has_constant=False) for mean in means}
-    is_undivided = means[0].key is None or means[0].is_count
-    if len(alike) > 1 or (has_constant and is_undivided):
-        return None
-    return means[0]._replace(has_constant=has_constant)
-
-
-def _mean_of(operation: Operation, found: dict[int, Any]) -> Any:
-    """Returns the kind of the result of an operation."""
-    (args, kwargs), name = operation.arguments, operation.name
-    leaves = [leaf for _, leaf in containers.leaves((args, kwargs))]
-    kinds = [_kind_of(leaf, found) for leaf in leaves if isinstance(leaf, (Value, Constant))]
-    if all(kind in (_ZERO, _FIXED) for kind in kinds):
-        return _FIXED
-    first, second = ([_kind_of(leaf, found) for leaf in args] + [None, None])[:2]
-    if name in _UNCHANGED:
-        return kinds[0]
-    if name in _BOUNDS and isinstance(first, Mean) and first.is_count:
-        settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
-        least = settings.get("min", settings.get("other"))
-        least = float(least.tensor) if isinstance(least, Constant) and least.tensor.is_cpu else least
-        is_bound = isinstance(least, (int, float)) and settings.get("max") is None
-        return first._replace(least=float(least)) if is_bound and not first.least else None
-    if any(isinstance(kind, Mean) and kind.is_count for kind in kinds[: 2 - (name == "div")]):
-        return None
-    if name in ("add", "sub", "rsub"):
-        return _add([_kind_of(leaf, found) for leaf in args]) if not kwargs else None
-    if name in _LINEAR:
-        return _add(kinds)
-    if name == "mul" and second is not None:
-        first, second = (first, second) if isinstance(first, Mean) else (second, first)
-        return second if second == _ZERO else first if second == _FIXED else None
-    if name != "div" or kwargs or first is None:
-        return None
-    if isinstance(second, Mean):
-        is_quotient = second.is_count and first == Mean()
-        return second._replace(is_count=False) if is_quotient else None
-    return first if second == _FIXED else None
+def _multiply(first: Form, second: Form) -> Form:
+    if "zero" in (first.kind, second.kind):
+        return _ZERO
+    first, second = (first, second) if second.kind == "constant" else (second, first)
+    return first if second.kind == "constant" and first.kind != "bounded" else _OTHER
 
 
 class Facts(NamedTuple):
     """Facts about a tensor."""
 
     level: int
-    number: int | None = None  # its place in the formula
-    statistic: int | None = None  # the number of the statistic that it is, or bounds
-    is_bounded: bool = False
-    is_sum: bool = False  # It is a combination of undivided sums. A number divides it by a count.
+    number: int | None = None  # Its place in the formula.
+    form: Form = _OTHER
     divided: tuple[int, float] | None = None  # The place of a sum, and the number that divided it.
-    is_selected: bool = False  # The size depends on values.
-    is_copy: bool = False  # A copy in an autograd function; only that of DDP hands a gradient on.
     is_target: bool = False  # It does not depend on the outputs.
-    is_loss: bool = False  # It is computed of a quotient that depends on them.
-    text: str = "a tensor"  # of a constant
+    is_selected: bool = False  # Its size depends on values.
+    is_copy: bool = False  # A copy in an autograd function. Only that of DDP hands a gradient on.
+    text: str = "a tensor"  # That of a constant.
 
 
 _UNKNOWN = Facts(_OF_ROWS)
+_FIXED = Facts(_OF_NOTHING, form=_CONSTANT, is_target=True)
 
 
 class SumNotes(TorchFunctionMode):
@@ -387,9 +314,9 @@ class SumNotes(TorchFunctionMode):
         for tensor in containers.tensors_in(targets):
             self._facts[tensor] = Facts(_OF_ROWS, is_target=True)
         for tensor in containers.tensors_in(constants):
-            self._facts[tensor] = Facts(_OF_NOTHING, is_target=True)
+            self._facts[tensor] = _FIXED
         for place, parameter in enumerate(parameters):
-            self._facts[parameter] = Facts(_OF_NOTHING, -1 - place, is_target=True)
+            self._facts[parameter] = _FIXED._replace(number=-1 - place)
         for parameter in outside:
             self._capture(parameter)
 
@@ -441,34 +368,43 @@ class SumNotes(TorchFunctionMode):
         is_outside = torch.is_grad_enabled() == self._has_graph
         if func in RULES and level == _OF_ROWS and is_outside:
             return self._loss(func, arguments_of(func, *args, **kwargs))
-        has_places = any(self._of(tensor).number is not None for tensor in tensors)
-        arguments = None
-        if has_places and level <= _OF_SUMS and is_outside:
-            arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
-        first, second = (*args, *kwargs.values(), None, None)[:2]
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
+        operation = None
+        if (
+            is_outside
+            and level <= _OF_SUMS
+            and any(self._of(each).number is not None for each in tensors)
+        ):
+            arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
+            operation = Operation(func, name, arguments, (), writes)
         if writes and level:
-            self._keep_values(first)
+            self._keep_values(args[0])
         result = results[0] if results else func(*args, **kwargs)
         self._note_read(name, tensors, result)
-        made = _tensors(result, args)
-        if arguments is not None and made:
-            operation = Operation(func, name, arguments, (), writes)
-            self._note(operation, level, first, second, made)
+        values = (*args, *kwargs.values())
+        made = _tensors(result, values)
+        if operation is not None and made:
+            self._note(operation, level, values, made)
         else:
             for tensor in made:
-                self._learn(tensor, self._facts_of(name, args, tensors, level, tensor))
-        if writes and level and isinstance(first, Tensor) and base_of(first) is not first:
-            self._learn(base_of(first), _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH))
-        is_reduction = name in _REDUCTIONS and level == _OF_ROWS and is_outside
-        if is_reduction and made and not result.dim() and first.dim():
-            self._reduce(name, first, result)
+                self._learn(tensor, self._facts_of(name, values, tensors, level, tensor))
+        if writes and level and base_of(args[0]) is not args[0]:
+            self._learn(base_of(args[0]), _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH))
+        is_reduction = name in _SUMS or name in ("mean", "nanmean")
+        if (
+            is_reduction
+            and is_outside
+            and level == _OF_ROWS
+            and values[0].dim()
+            and not made[0].dim()
+        ):
+            self._reduce(name, values[0], result)
         return result
 
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
         if not isinstance(value, Tensor):
-            return Facts(_OF_NOTHING, is_target=True)
+            return _FIXED
         facts: Facts | None = self._facts.get(value)
         if facts is None and isinstance(value, nn.Parameter):
             facts = self._capture(value)
@@ -480,10 +416,10 @@ class SumNotes(TorchFunctionMode):
         """Gives a place to a parameter that the criterion does not have itself."""
         number = next(self._numbers)
         self._outside[number] = parameter
-        facts = self._facts[parameter] = Facts(_OF_NOTHING, number, is_target=True)
+        facts = self._facts[parameter] = _FIXED._replace(number=number)
         return facts
 
-    def _level_of(self, tensors: Iterable[object]) -> int:
+    def _level_of(self, tensors: Iterable[Tensor]) -> int:
         levels = {self._of(tensor).level for tensor in tensors}
         return _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
 
@@ -501,104 +437,6 @@ class SumNotes(TorchFunctionMode):
             return Value(facts.number)
         return Constant(tensor.detach().clone(), facts.text)
 
-    def _facts_of(
-        self, name: str, args: Any, tensors: Sequence[Tensor], level: int, result: Tensor
-    ) -> Facts:
-        """Returns the facts about a result that is not in the formula."""
-        is_inside = torch.is_grad_enabled() != self._has_graph
-        if name == "clone" and is_inside and level == _OF_SUMS:
-            return self._of(args[0])._replace(is_copy=True)
-        is_new = name in _NEW and len(tensors) == 1
-        if result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS)):
-            text = self._text(name, args[1:] if is_new else args)
-            return Facts(_OF_NOTHING, text=text, is_target=True)
-        if not tensors:
-            return _UNKNOWN  # It may be random, or be written to unseen.
-        facts = [*map(self._of, tensors)]
-        known = Facts(
-            level,
-            is_selected=_is_selection(name, tensors, result) or any(each.is_selected for each in facts),
-            is_target=all(each.is_target for each in facts) and not result.requires_grad,
-        )
-        if level == _OF_NOTHING:
-            return known._replace(text=self._text(name, args))
-        is_unknown = level == _OF_SUMS or (is_inside and not result.dim())
-        return known._replace(level=_OF_BOTH) if is_unknown else known
-
-    def _text(self, name: str, args: Any) -> str:
-        parts = [leaf for _, leaf in containers.leaves(tuple(args))]
-        texts = (self._of(part).text if isinstance(part, Tensor) else str(part) for part in parts)
-        return f"{name}({', '.join(texts)})"
-
-    def _note_read(self, name: str, tensors: list[Tensor], result: Any) -> None:
-        """Notes numbers of Python that may be values of the batch."""
-        is_size = type(result) in (int, torch.Size)
-        if is_size and any(self._of(tensor).is_selected for tensor in tensors):
-            self._knows_numbers = False
-        if name in _READS and tensors and not isinstance(result, Tensor):
-            facts = self._of(tensors[0])
-            # A loss may be read to print it.
-            self._knows_numbers &= facts.level == _OF_NOTHING or facts.is_loss
-
-    def _note(
-        self, operation: Operation, level: int, first: Any, second: Any, made: Sequence[Tensor]
-    ) -> None:
-        """Notes an operation that made some tensors from ``first`` and ``second``."""
-        name = operation.name
-        facts, other = self._of(first), self._of(second)
-        is_number = isinstance(second, (int, float)) and bool(second)
-        is_division = name == "div" and bool(level) and not operation.arguments[1]
-        if is_division and is_number and not operation.writes and (facts.is_sum or facts.divided):
-            self._divide(facts, second, made[0])
-            return
-        if level and self._is_sum(name, operation.arguments, first, second):
-            is_target = facts.is_target and other.is_target
-            self._sum("sum", widen(made[0]), made[0], is_target=is_target)
-            return
-        if is_division and other.statistic is not None:
-            self._count(other)
-        numbers = tuple(next(self._numbers) for _ in made)
-        self._operations.append(operation._replace(results=numbers))
-        is_bounded = name in _BOUNDS and not other.level
-        known = Facts(
-            level,
-            statistic=facts.statistic if is_bounded or name in _UNCHANGED else None,
-            is_bounded=is_bounded or facts.is_bounded,
-            is_target=facts.is_target and other.is_target,
-            is_loss=(is_division and other.level == _OF_SUMS and not facts.is_target)
-            or facts.is_loss
-            or other.is_loss,
-        )
-        for number, tensor in zip(numbers, made, strict=True):
-            self._facts[tensor] = known._replace(number=number)
-
-    def _count(self, facts: Facts) -> None:
-        """Notes that a sum is a count: it divides another."""
-        assert facts.statistic is not None
-        statistic = self.statistics[facts.statistic]
-        self.statistics[facts.statistic] = statistic._replace(
-            key=statistic.key or object(),
-            is_bounded=statistic.is_bounded or facts.is_bounded,
-        )
-
-    def _is_sum(self, name: str, arguments: Any, first: Any, second: Any) -> bool:
-        """Returns True for a combination of undivided sums, which is one."""
-        facts, other = self._of(first), self._of(second)
-        if name in _UNCHANGED or name == "neg":
-            return facts.is_sum
-        if name == "mul":
-            has_factor = _OF_NOTHING in (facts.level, other.level) and 0 not in arguments[0]
-            return has_factor and facts.is_sum != other.is_sum
-        if name not in ("add", "sub", "rsub") or arguments[1]:
-            return False
-        return facts.is_sum and (other.is_sum or (isinstance(second, int) and not second))
-
-    def _add(self, kind: str, value: Any, key: Hashable = None) -> Statistic:
-        """Notes a statistic."""
-        statistic = Statistic(kind, value, next(self._numbers), key)
-        self.statistics.append(statistic)
-        return statistic
-
     def _keep_values(self, written: Tensor) -> None:
         """Copies the statistics in the memory of a tensor that is written to."""
         place = storage_id(written.untyped_storage())
@@ -606,30 +444,144 @@ class SumNotes(TorchFunctionMode):
             if isinstance(each.value, Tensor) and storage_id(each.value.untyped_storage()) == place:
                 self.statistics[number] = each._replace(value=each.value.clone())
 
+    def _facts_of(
+        self,
+        name: str,
+        values: Sequence[Any],
+        tensors: Sequence[Tensor],
+        level: int,
+        result: Tensor,
+    ) -> Facts:
+        """Returns the facts about a result that is not in the formula."""
+        is_inside = torch.is_grad_enabled() != self._has_graph
+        if name == "clone" and is_inside and level == _OF_SUMS:
+            return self._of(tensors[0])._replace(is_copy=True)
+        is_new = name in _NEW and len(tensors) == 1
+        if result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS)):
+            return _FIXED._replace(text=self._text(name, values[int(is_new) :]))
+        if not tensors:
+            return _UNKNOWN  # It may be random, or be written to unseen.
+        facts = [*map(self._of, tensors)]
+        is_selected = any(each.is_selected for each in facts)
+        is_target = all(each.is_target for each in facts) and not result.requires_grad
+        if level == _OF_NOTHING:
+            return _FIXED._replace(text=self._text(name, values))
+        is_unknown = level == _OF_SUMS or (is_inside and not result.dim())
+        return Facts(
+            _OF_BOTH if is_unknown else level,
+            is_target=is_target,
+            is_selected=is_selected or _is_selection(name, tensors, result),
+        )
+
+    def _text(self, name: str, values: Sequence[object]) -> str:
+        leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
+        texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
+        return f"{name}({', '.join(texts)})"
+
+    def _note_read(self, name: str, tensors: Sequence[Tensor], result: object) -> None:
+        """Notes numbers of Python that may be values of the batch."""
+        if isinstance(result, Tensor):
+            return
+        if type(result) in (int, torch.Size):
+            self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in tensors)
+        if name in _READS and tensors:
+            facts = self._of(tensors[0])
+            is_count = facts.is_target or facts.form.kind in ("sum", "bounded")
+            # A loss may be read to print it.
+            self._knows_numbers &= not facts.level or (facts.level == _OF_SUMS and not is_count)
+
+    def _note(
+        self, operation: Operation, level: int, values: Sequence[Any], made: Sequence[Tensor]
+    ) -> None:
+        """Notes an operation that made some tensors from values."""
+        facts, other = self._of(values[0]), self._of(values[1] if len(values) > 1 else None)
+        is_target = facts.is_target and other.is_target
+        is_division = operation.name == "div" and len(operation.arguments[0]) == 2
+        form = self._form_of(operation, values) if level else _CONSTANT
+        if is_division and level and not operation.writes:
+            number = values[1]
+            is_sum = facts.form.kind == "sum" or facts.divided is not None
+            if is_sum and isinstance(number, (int, float)) and number:
+                self._divide(facts, number, made[0])
+                return
+        if form.kind == "sum" and made[0].numel() == 1:
+            self._sum("sum", widen(made[0]), made[0], is_target=is_target)
+            return
+        if is_division and other.form.kind in ("sum", "bounded"):
+            form = self._over(facts.form, other.form)
+        numbers = [next(self._numbers) for _ in made]
+        self._operations.append(operation._replace(results=numbers))
+        for number, tensor in zip(numbers, made, strict=True):
+            self._facts[tensor] = Facts(level, number, form, is_target=is_target)
+
+    def _form_of(self, operation: Operation, values: Sequence[Any]) -> Form:
+        """Returns the form of the result of an operation on sums."""
+        name = operation.name
+        leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
+        forms = [self._form(leaf) for leaf in leaves]
+        tensors = [self._form(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        if name in _UNCHANGED or name == "neg":
+            return forms[0]
+        if name in _BOUNDS and forms[0].kind == "sum":
+            return self._bound(forms[0], operation)
+        if name in ("stack", "cat", "sum", "mean"):
+            return _add(tensors)
+        if len(forms) != 2 or operation.arguments[1]:
+            return _OTHER
+        if name in ("add", "sub", "rsub"):
+            return _add(forms)
+        if name == "mul":
+            return _multiply(*forms)
+        return _multiply(*forms) if name == "div" and forms[1].kind == "constant" else _OTHER
+
+    def _form(self, value: object) -> Form:
+        if isinstance(value, (int, float)) and not value:
+            return _ZERO
+        return self._of(value).form
+
+    def _bound(self, form: Form, operation: Operation) -> Form:
+        """Returns the form of a count with a lower bound that is a number."""
+        args, kwargs = operation.arguments
+        settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
+        least = settings.get("min", settings.get("other"))
+        if isinstance(least, Constant) and least.tensor.is_cpu and least.tensor.numel() == 1:
+            least = least.tensor.item()
+        if not isinstance(least, (int, float)) or settings.get("max") is not None:
+            return _OTHER
+        return form._replace(kind="bounded", least=float(least))
+
+    def _over(self, form: Form, count: Form) -> Form:
+        """Returns the form of a quotient. Its divisor is a count from now on."""
+        place = next(n for n, each in enumerate(self.statistics) if each.number == count.count)
+        statistic = self.statistics[place]
+        key = statistic.key or object()
+        is_bounded = statistic.is_bounded or count.kind == "bounded"
+        self.statistics[place] = statistic._replace(key=key, is_bounded=is_bounded)
+        return count._replace(kind="mean", key=key) if form.kind == "sum" else _OTHER
+
+    def _add(self, kind: str, value: Any, key: Hashable = None) -> int:
+        """Notes a statistic. Returns its place."""
+        number = next(self._numbers)
+        self.statistics.append(Statistic(kind, value, number, key))
+        return number
+
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
         """Notes an undivided sum over the rows."""
-        number = self._add(kind, total).number
-        place = len(self.statistics) - 1
-        self._facts[result] = Facts(_OF_SUMS, number, place, is_sum=True, is_target=is_target)
+        number = self._add(kind, total)
+        form = _SUM._replace(count=number)
+        self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
 
     def _quotient(
-        self,
-        kind: str,
-        total: int,
-        count: Any,
-        key: Hashable,
-        result: Tensor,
-        *,
-        is_target: bool = False,
+        self, kind: str, total: int, count: Any, key: Hashable, result: Tensor, *, is_target: bool
     ) -> None:
         """Notes the quotient of a sum and a count."""
-        statistic = self._add(kind, count, key)
+        divisor = self._add(kind, count, key)
         number = next(self._numbers)
-        arguments = (Value(total), Value(statistic.number)), {}
         text = "" if kind == OVER_NUMBER else kind
-        operation = Operation(torch.div, "div", arguments, (number,), writes=False, text=text)
-        self._operations.append(operation)
-        self._facts[result] = Facts(_OF_SUMS, number, is_loss=not is_target, is_target=is_target)
+        arguments = (Value(total), Value(divisor)), {}
+        self._operations.append(Operation(torch.div, "div", arguments, [number], text=text))
+        form = Form("mean", divisor, key)
+        self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
 
     def _divide(self, facts: Facts, number: float, result: Tensor) -> None:
         """Divides a sum by a number, which follows from the sizes of the rows."""
@@ -637,8 +589,7 @@ class SumNotes(TorchFunctionMode):
             self.has_unknown_count = True
             self._facts[result] = Facts(_OF_BOTH)
             return
-        assert facts.number is not None
-        total, before = facts.divided or (facts.number, 1.0)
+        total, before = facts.divided or (facts.form.count, 1.0)
         count = before * float(number)
         key = "a number", count
         self._quotient(OVER_NUMBER, total, count, key, result, is_target=facts.is_target)
@@ -647,27 +598,26 @@ class SumNotes(TorchFunctionMode):
     def _reduce(self, name: str, rows: Tensor, result: Tensor) -> None:
         """Notes the sum of all elements of a tensor, or their mean."""
         is_target = self._of(rows).is_target
-        if name in ("sum", "nansum", "count_nonzero"):
+        if name in _SUMS:
             self._sum("sum", widen(result), result, is_target=is_target)
             return
         count: Any = rows.numel()
-        if name == "mean":
-            total: Any = rows.sum(dtype=torch.promote_types(result.dtype, torch.float32))
-        else:
+        total = rows.nansum() if name == "nanmean" else rows.sum(dtype=_wide(result.dtype))
+        if name == "nanmean":
             count = rows.isnan().logical_not().sum()
-            total = widen(rows.nansum())
-        total = self._add(name, total).number
-        self._quotient(name, total, count, object(), result, is_target=is_target)
+        place = self._add(name, widen(total))
+        self._quotient(name, place, count, object(), result, is_target=is_target)
 
     def _loss(self, function: Any, arguments: dict[str, Any]) -> Tensor:
         """Computes a loss of torch. Of a mean, the sum and the count are noted."""
         mean = sum_and_count(function, arguments)
         name = function.__name__
+        result: Tensor
         if mean is not None:
             total, count = mean
             result = total / count
             key = self._key(function, arguments)
-            self._quotient(name, self._add(name, total).number, count, key, result)
+            self._quotient(name, self._add(name, total), count, key, result, is_target=False)
             return result
         result = function(**arguments)
         if reduction_in(arguments) == "sum" and not result.dim():
@@ -708,19 +658,50 @@ class SumNotes(TorchFunctionMode):
 
         ``statistics`` are those of the formula then.
         """
+        forms = {}
+        leaves = []
 
-        def place(leaf: Any) -> Any:
+        def place(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             is_known = leaf.numel() == 1 and self._of(leaf).level <= _OF_SUMS
             return self._place(leaf) if is_known else Unknown()
 
         structure = containers.map_leaves(place, result)
-        places = needed([leaf for _, leaf in containers.leaves(structure)], self._operations)
-        operations = [each for each in self._operations if places.intersection(each.results)]
+        leaves = [leaf for _, leaf in containers.leaves(structure)]
+        for name, leaf in containers.leaves(result):
+            forms[name] = self._form(leaf)
+        places = needed(leaves, self._operations)
         self.statistics = [each for each in self.statistics if each.number in places]
-        outside = {number: each for number, each in self._outside.items() if number in places}
-        return Formula.of(structure, result, operations, self.statistics, outside)
+        return make_formula(
+            result,
+            structure,
+            [each for each in self._operations if places.intersection(each.results)],
+            self.statistics,
+            forms,
+            {number: each for number, each in self._outside.items() if number in places},
+        )
+
+
+def make_formula(
+    result: object,
+    structure: object,
+    operations: Sequence[Operation],
+    statistics: Sequence[Statistic],
+    forms: dict[str, Form],
+    outside: dict[int, Tensor],
+) -> Formula:
+    """Returns the formula of a result, whose tensors have their places in ``structure``."""
+    logged = values_to_log(result)
+    entries = [place for place, leaf in containers.leaves(result) if leaf is not None]
+    inputs = [each._replace(value=None) for each in statistics]
+    losses = [place for place in entries if place not in logged]
+    values = [place for place in entries if place in logged]
+    return Formula(structure, operations, inputs, forms, outside, losses, values)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:

@@ -25,7 +25,17 @@ from ..runtime.devices import move
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import ROWS_TO_CHECK, LossOfSums, ShardStatistics
 from .entries import LoggedMeans, places_to_log, refuse_total
-from .formula import OVER_NUMBER, Formula, Mean, Operation, Statistic, SumNotes, Unknown, Value
+from .formula import (
+    OVER_NUMBER,
+    Form,
+    Formula,
+    Operation,
+    Statistic,
+    SumNotes,
+    Unknown,
+    Value,
+    make_formula,
+)
 from .rules import refuse_coupled, unwrap
 from .sums import Bound, LossSum, add_numbers, add_up, weighted_sum, widen
 
@@ -127,22 +137,21 @@ def _as_it_is(result: Any) -> Noted:
 
     The criterion averages over ranks, or is called once.
     """
-    places = itertools.count()
     statistics: list[Statistic] = []
     operations: list[Operation] = []
 
     def mean_of(leaf: Any) -> Any:
         if leaf is None:
             return None
-        total, count, mean = itertools.islice(places, 3)
+        total, count, mean = range(3 * len(operations), 3 * len(operations) + 3)
         statistics.append(Statistic("the loss", weighted_sum(leaf, 1), total))
         statistics.append(Statistic("the loss", 1.0, count, key=object()))
-        arguments = (Value(total), Value(count)), {}
-        operations.append(Operation(torch.div, "div", arguments, (mean,), writes=False))
+        operations.append(Operation(torch.div, "div", ((Value(total), Value(count)), {}), [mean]))
         return Value(mean)
 
     structure = containers.map_leaves(mean_of, result)
-    return Noted(result, Formula.of(structure, result, operations, statistics, {}), statistics)
+    formula = make_formula(result, structure, operations, statistics, {}, {})
+    return Noted(result, formula, statistics)
 
 
 def single_mean(shard: ShardLoss, least: float) -> LossSum:
@@ -172,30 +181,30 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
             means = [] if isinstance(leaf, Unknown) else [formula.mean_of([place])]
             parts = [_sum_of(noted, [place], each, sums, shard) for each in means if each]
             logged[place] = [*map(_detached, parts)] or None
-    return dataclasses.replace(whole, terms=dict(zip(noted.names(), sums, strict=True)), logged=logged)
+    return dataclasses.replace(
+        whole, terms=dict(zip(noted.names(), sums, strict=True)), logged=logged
+    )
 
 
 def _sum_of(
-    noted: Noted, places: Sequence[str], mean: Mean, sums: Sequence[Tensor], shard: ShardLoss
+    noted: Noted, places: Sequence[str], mean: Form, sums: Sequence[Tensor], shard: ShardLoss
 ) -> LossSum:
     """Returns the sum of some entries, and its weight. No count is zero in it."""
-    formula = noted.formula
     count: Any = 0.0
-    safe: Any = None
+    factor: Any = 1.0
     values = []
     for each, value in zip(noted.statistics, sums, strict=True):
-        if mean.key is not None and formula.keys.get(each.number) == mean.key:
-            count = each.value
-            safe = torch.where(value != 0, value, 1)
-            safe = value = safe.clamp(min=mean.least) if mean.least else safe
+        if mean.kind == "mean" and each.key == mean.key:
+            count = factor = each.value
+            value = torch.where(value != 0, value, 1)
+            if mean.least:
+                value = factor = value.clamp(min=mean.least)
         values.append(value)
     criterion = shard.criterion
     parameters = [*criterion.parameters()] if isinstance(criterion, nn.Module) else []
-    entries = dict(containers.leaves(formula.compute(values, parameters)))
+    entries = dict(containers.leaves(noted.formula.compute(values, parameters)))
     total = functools.reduce(torch.add, [weighted_sum(entries[place], 1) for place in places])
-    if safe is not None:
-        total = total * (safe if mean.least else count)
-    return LossSum(total, count, bound=Bound(mean.least))
+    return LossSum(total * factor, count, bound=Bound(mean.least))
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
@@ -209,13 +218,12 @@ def _detached(mean: LossSum) -> LossSum:
 
 def refuse_shared(formula: Formula) -> None:
     """Raises ``ValueError`` if a sum is in several losses."""
-    kinds = dict(zip(formula.inputs, formula.kinds, strict=True))
     places: dict[int, str] = {}
     for place in formula.losses:
-        for number in formula.inputs_of(place) - formula.keys.keys():
-            if number in places:
-                refuse_total(f"the same {kinds[number]} in {places[number]} and {place}")
-            places[number] = place
+        for each in formula.inputs_of([place]):
+            if each.key is None and each.number in places:
+                refuse_total(f"the same {each.kind} in {places[each.number]} and {place}")
+            places[each.number] = place
 
 
 def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = False) -> NoReturn:
@@ -262,7 +270,7 @@ class LossOfMeans(LossOfSums):
         return formula
 
     @functools.cached_property
-    def mean(self) -> Mean | None:
+    def mean(self) -> Form | None:
         """The mean over one count that an update that was split has shown, and values to log."""
         if not self.is_split or self._structure is None:
             return None
@@ -275,10 +283,10 @@ class LossOfMeans(LossOfSums):
     @functools.cached_property
     def _is_empty(self) -> bool:
         """True if nothing was counted. To read the counts waits for the device."""
-        needed = set[int]().union(*map(self.formula.inputs_of, self.formula.losses))
-        sums = zip(self.formula.inputs, self._sums(), strict=True)
-        counts = [count for number, count in sums if number in needed & self.formula.counts]
-        return bool(counts) and not any(map(bool, counts))
+        sums = dict(zip([each.number for each in self.formula.inputs], self._sums(), strict=True))
+        needed = self.formula.inputs_of(self.formula.losses)
+        counts = [each for each in needed if each.key is not None and not each.is_bounded]
+        return bool(counts) and not any(bool(sums[each.number]) for each in counts)
 
     def _sums(self) -> list[Tensor]:
         return [total for name, total in self._total.items() if name.role in ("total", "count")]
@@ -295,8 +303,12 @@ class LossOfMeans(LossOfSums):
 
     def _learns(self, place: Any) -> bool:
         """Returns True for the sums of losses."""
-        number = self.formula.inputs[place.number] if place.role in ("total", "count") else None
-        return any(number in self.formula.inputs_of(loss) for loss in self.formula.losses)
+        return place.role in ("total", "count") and self._is_of_loss[place.number]
+
+    @functools.cached_property
+    def _is_of_loss(self) -> list[bool]:
+        needed = self.formula.inputs_of(self.formula.losses)
+        return [each in needed for each in self.formula.inputs]
 
     def _trained(self) -> list[Tensor]:
         """Returns the parameters of the formula that learn."""

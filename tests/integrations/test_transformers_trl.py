@@ -210,7 +210,10 @@ def test_micro_batches_of_trl_differ():
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        (functools.partial(dpo, loss_type=["sigmoid", "sft"]), "for some rows, and .* for others|is not a function of sums"),  # a mean over tokens, expanded to rows
+        (
+            functools.partial(dpo, loss_type=["sigmoid", "sft"]),
+            "for some rows, and .* for others|is not a function of sums",
+        ),  # a mean over tokens, expanded to rows
         (functools.partial(kto), "KTO has a mean over the rows"),
         (functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b"), "depend on each other"),
         (

@@ -5,13 +5,22 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import CLASSES, assert_exact_update, build_net, class_targets, plain_program
+from helpers.problems import (
+    CLASSES,
+    assert_exact_update,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+    whole_gradients,
+)
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, parallelize
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -69,7 +78,7 @@ class RandomFormula(nn.Module):
 
     def __init__(self, seed):
         super().__init__()
-        self.seed = seed
+        self.seed, self.has_penalty = seed, False
         self.scale = nn.Parameter(torch.tensor(0.3))
         draw = random.Random(seed)
         self.names = draw.choices([*SUMS], k=draw.randint(1, 4))
@@ -85,28 +94,93 @@ class RandomFormula(nn.Module):
             if len(parts) > 1:
                 parts[:2] = [TWO[draw.choice([*TWO])](parts[0], parts[1])]
             draw.shuffle(parts)
-        loss = parts[0]
-        # Some draws have no gradient.
-        return loss * 1.0 if loss.requires_grad else loss + 1e-3 * out.square().mean()
+        return parts[0] + 1e-3 * out.square().mean() if self.has_penalty else parts[0] * 1.0
 
 
 def problem(seed, rows):
     torch.manual_seed(seed)
-    labels = class_targets(rows, rows // 4)
-    return build_net(), RandomFormula(seed), torch.randn(rows, 4), (labels, torch.rand(rows, CLASSES))
+    net, criterion, inputs = build_net(), RandomFormula(seed), torch.randn(rows, 4)
+    targets = class_targets(rows, rows // 4), torch.rand(rows, CLASSES)
+    loss = criterion(net(inputs), *targets)
+    gradients = torch.autograd.grad(loss, [*net.parameters()], allow_unused=True) if loss.requires_grad else [None]
+    criterion.has_penalty = gradients[0] is None  # A draw may detach all of its sums.
+    return net, criterion, inputs, targets
 
 
 def check_step(seed):
     draw = random.Random(seed)
-    rows = draw.randint(3, 12)
-    net, criterion, inputs, targets = problem(seed, rows)
+    sizes = draw.choice([[draw.randint(3, 12)], [draw.randint(3, 12)], [5, 1, 6], [4, 0, 3]])
+    net, criterion, inputs, targets = problem(seed, sum(sizes))
     devices, size = draw.choice([(1, 1), (1, 2), (2, None), (3, None), (3, 1), (2, 2), (1, None)])
     step = still_step(net, DataParallelCriterion(criterion), devices, micro_batch_size=size)
     for _ in range(2):
-        assert_exact_update(step, net, criterion, inputs, targets)
+        assert_exact_update(step if len(sizes) == 1 else add_parts(step, sizes), net, criterion, inputs, targets)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(400), *range(20)))
+def add_parts(step, sizes):
+    """Returns a function that adds parts of a batch to a step, and applies them."""
+
+    def run(inputs, targets):
+        for part in zip(*(tensor.split(sizes) for tensor in (inputs, *targets)), strict=True):
+            step.add(part[0], part[1:])
+        return step.apply()
+
+    return run
+
+
+@pytest.mark.parametrize("seed", slow_but(range(400), *range(12)))
 def test_any_function_of_sums_is_exact(seed):
     for part in range(5):
         check_step(1000 * part + seed)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(4)))
+def test_a_loop_by_hand_is_exact(seed):
+    for part in range(5):
+        net, criterion, inputs, targets = problem(1000 * part + seed, 7)
+        model, split = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(criterion)
+        loss, expected = plain_program(net, criterion, inputs, targets)
+        for rows in (inputs, inputs):
+            net.zero_grad(), criterion.zero_grad()
+            result = split(model(rows), *targets)
+            result.backward()
+            torch.testing.assert_close(result.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
+            assert_same_gradients(gradients(net, criterion), expected)
+
+
+def rank_updates(rank, seeds, strategy):
+    """Returns losses and gradients of some draws on one of two ranks, which may have no rows."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        sizes, size = draw.choice([[4, 3], [7, 0], [0, 7], [1, 6]]), draw.choice([None, 1, 2])
+        net, criterion, inputs, targets = problem(seed, 7)
+        criterion.requires_grad_(strategy == "ddp")  # FSDP2 shards the model alone.
+        inputs, *targets = (tensor.split(sizes)[rank] for tensor in (inputs, *targets))
+        model, split = parallelize(net, criterion, ["cpu"], strategy=strategy)
+        parameters = [*model.parameters(), *(each for each in criterion.parameters() if each.requires_grad)]
+        if draw.random() < 0.3:
+            loss = split(model(inputs), *targets)
+            loss.backward()
+        else:
+            step = TrainStep(model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=size)
+            loss = step(inputs, tuple(targets))
+        found.append((loss.detach(), whole_gradients(parameters)))
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "strategy"),
+    [(0, "ddp"), (0, "fsdp"), *[slow(first, strategy) for first in range(8, 160, 8) for strategy in ("ddp", "fsdp")]],
+)
+def test_ranks_are_exact(first, strategy):
+    seeds = range(first, first + 8)
+    for found in run_ranks(2, rank_updates, seeds, strategy):
+        for seed, (loss, found_gradients) in zip(seeds, found, strict=True):
+            net, criterion, inputs, targets = problem(seed, 7)
+            criterion.requires_grad_(strategy == "ddp")
+            expected_loss, expected = plain_program(net, criterion, inputs, targets)
+            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-10, atol=1e-10)
+            assert_same_gradients(found_gradients, [each for each in expected if each is not None or strategy == "ddp"])
