@@ -163,11 +163,11 @@ class CoupledLoss(abc.ABC):
     def _values_to_log(self, result: object) -> LoggedMeans:
         """Returns the values beside the loss of all rows, which each rank has."""
         values = dict(containers.leaves(result))
-        logged: dict[str, Sequence[LossSum] | None] = {}
+        logged: dict[str, LossSum | None] = {}
         for place in places_to_log(result):
             value = values[place]
             if value is not None:
-                logged[place] = [LossSum(weighted_sum(value, 1).detach(), 1.0)]
+                logged[place] = LossSum(weighted_sum(value, 1).detach(), 1.0)
         return logged
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:

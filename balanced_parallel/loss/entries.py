@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch
@@ -23,7 +23,7 @@ from ..batch import containers
 from ..runtime.collectives import gather_objects
 from .sums import LossSum, add_numbers, weighted_sum
 
-LoggedMeans = Mapping[str, Sequence[LossSum] | None]
+LoggedMeans = Mapping[str, LossSum | None]
 MeanNumbers = tuple[
     float, float | None, float
 ]  # the total of a mean, its weight, and the least weight
@@ -106,12 +106,13 @@ def add_means(part: object) -> LossSum:
             "step(inputs, targets) with functions of the targets alone, one per mean, as in weight={'class': lambda target: "
             "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
         )
-    logged = {place: [_detached(entries[place])] for place in places}
+    logged = {place: detached(entries[place]) for place in places}
     total = functools.reduce(torch.add, [mean.total for mean in sums])
     return LossSum(total, sums[0].weight, logged=logged)
 
 
-def _detached(mean: LossSum) -> LossSum:
+def detached(mean: LossSum) -> LossSum:
+    """Returns a sum without a graph."""
     return dataclasses.replace(mean, total=mean.total.detach())
 
 
@@ -122,10 +123,10 @@ def merge_logged(parts: Iterable[LoggedMeans]) -> dict[str, float]:
     """
     local = []
     for part in parts:
-        for place, value in part.items():
-            numbers = None if value is None else [*map(_numbers_of, value)]
+        for place, mean in part.items():
+            numbers = None if mean is None else _numbers_of(mean)
             local.append((place.strip(".[]'\""), numbers))
-    values: dict[str, list[list[MeanNumbers] | None]] = {}
+    values: dict[str, list[MeanNumbers | None]] = {}
     for name, numbers in itertools.chain(*gather_objects(local)):
         values.setdefault(name, []).append(numbers)
     return {name: _merge(name, each) for name, each in values.items()}
@@ -136,16 +137,14 @@ def _numbers_of(mean: LossSum) -> MeanNumbers:
     return float(mean.total), weight, mean.bound.minimum if mean.bound else 0.0
 
 
-def _merge(name: str, values: list[list[MeanNumbers] | None]) -> float:
+def _merge(name: str, values: list[MeanNumbers | None]) -> float:
     """Returns the value of the whole batch."""
-    if None in values:
+    means = [value for value in values if value is not None]
+    if len(means) < len(values):
         raise ValueError(
-            f"the value {name!r} beside the loss is not a function of sums over the rows, so that of the whole batch is unknown, expected "
-            "means over the rows; or compute it of the outputs: step(..., return_outputs=True)"
+            f"the value {name!r} beside the loss is not a function of sums over the rows, so that of the whole batch is unknown, "
+            "expected sums and means over the rows; or compute it of the outputs: step(..., return_outputs=True)"
         )
-    result = 0.0
-    for column in zip(*values, strict=True):
-        totals, weights, bounds = zip(*column, strict=True)
-        divisor = 1.0 if None in weights else max(add_numbers(weights), bounds[0])
-        result += add_numbers(totals) / divisor if divisor else math.nan
-    return result
+    totals, weights, bounds = zip(*means, strict=True)
+    divisor = 1.0 if None in weights else max(add_numbers(weights), bounds[0])
+    return add_numbers(totals) / divisor if divisor else math.nan

@@ -61,6 +61,7 @@ _CONVERSIONS = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "as_t
 # Operations of one tensor that keep the sum of its elements.
 _UNCHANGED = _CONVERSIONS | {"view", "reshape", "squeeze", "clone", "pos", "detach"}
 _SUMS = {"sum", "nansum", "count_nonzero"}
+_REDUCTIONS = _SUMS | {"mean", "nanmean"}
 _NEW = {"new_zeros", "zeros_like", "new_tensor", "new_full", "new_ones", "ones_like", "full_like"}
 _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
@@ -91,7 +92,7 @@ class Form(NamedTuple):
     """A tensor as a linear combination: of sums that are not divided, or that have equal counts."""
 
     kind: str = "other"  # "zero", "constant", "sum", "bounded" or "mean"
-    count: int = -1  # The sum or the bounded count itself, or the count of a mean, by number.
+    place: int = -1  # The sum or the bounded count itself, or the count of a mean, by number.
     key: Hashable = None  # Counts with one key are equal by their construction.
     least: float = 0.0  # The lower bound of the count.
     has_constant: bool = False
@@ -121,7 +122,7 @@ class Statistic(NamedTuple):
 
     kind: str  # The function that computes it.
     value: Tensor | float | None
-    number: int  # Its place in the formula.
+    number: int  # the place in the formula
     key: Hashable = None  # None: not a count.
     is_bounded: bool = False  # A quotient has a lower bound of the count.
 
@@ -150,8 +151,8 @@ class Formula:
     def compute(self, sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         """Returns the result for sums, with their graph and that of ``parameters``."""
         home = sums[0].device if sums else None
-        own = {-1 - place: parameter for place, parameter in enumerate(parameters)}
-        values = {number: move_to(each, home) for number, each in (own | self.outside).items()}
+        fixed = {-1 - place: parameter for place, parameter in enumerate(parameters)}
+        values = {number: move_to(each, home) for number, each in (fixed | self.outside).items()}
         values.update(zip([each.number for each in self.inputs], sums, strict=True))
 
         def fill(leaf: object) -> object:
@@ -160,7 +161,8 @@ class Formula:
             return move_to(leaf.tensor, home) if isinstance(leaf, Constant) else leaf
 
         for each in self.operations:
-            args, kwargs = containers.map_leaves(fill, each.arguments)
+            arguments: Any = containers.map_leaves(fill, each.arguments)
+            args, kwargs = arguments
             if each.writes:
                 args = (args[0].clone(), *args[1:])
             result = each.function(*args, **kwargs)
@@ -171,8 +173,8 @@ class Formula:
         """Returns the formula of a single loss times a factor."""
         numbers = [each.number for each in self.inputs]
         number = 1 + max(itertools.chain(numbers, *(each.results for each in self.operations)))
-        arguments = (self.result, Constant(torch.as_tensor(factor), "the scale")), {}
-        product = Operation(torch.mul, "mul", arguments, [number])
+        scale = Constant(torch.as_tensor(factor), "the scale")
+        product = Operation(torch.mul, "mul", ((self.result, scale), {}), [number])
         operations = [*self.operations, product]
         return dataclasses.replace(self, result=Value(number), operations=operations)
 
@@ -250,7 +252,7 @@ def _add(forms: Sequence[Form]) -> Form:
         return _CONSTANT if kinds else _ZERO
     has_constant = "constant" in kinds or any(form.has_constant for form in forms)
     alike = {
-        form._replace(count=-1, has_constant=False)
+        form._replace(place=-1, has_constant=False)
         for form in forms
         if form.kind not in ("zero", "constant")
     }
@@ -271,17 +273,29 @@ class Facts(NamedTuple):
     """Facts about a tensor."""
 
     level: int
-    number: int | None = None  # Its place in the formula.
+    number: int | None = None  # the place in the formula
     form: Form = _OTHER
     divided: tuple[int, float] | None = None  # The place of a sum, and the number that divided it.
     is_target: bool = False  # It does not depend on the outputs.
-    is_selected: bool = False  # Its size depends on values.
+    is_selected: bool = False  # The size depends on values.
     is_copy: bool = False  # A copy in an autograd function. Only that of DDP hands a gradient on.
-    text: str = "a tensor"  # That of a constant.
+    text: str = "a tensor"  # "a tensor", or how a constant was made
 
 
 _UNKNOWN = Facts(_OF_ROWS)
 _FIXED = Facts(_OF_NOTHING, form=_CONSTANT, is_target=True)
+
+
+class FunctionCall(NamedTuple):
+    """A call of a function of torch."""
+
+    name: str
+    values: Sequence[Any]  # All arguments.
+    kwargs: dict[str, Any]
+    tensors: Sequence[Tensor]  # The result depends on these.
+    level: int
+    is_outside: bool  # It is not in an autograd function.
+    writes: bool
 
 
 class SumNotes(TorchFunctionMode):
@@ -309,7 +323,7 @@ class SumNotes(TorchFunctionMode):
         self._has_graph = torch.is_grad_enabled()
         # No value of the batch is a Python number.
         self._knows_numbers = not _has_entries((output, targets), rows)
-        self._held: list[Tensor] = []  # Their storages identify counts.
+        self._held: list[Tensor] = []  # The storages identify counts.
         self._facts = WeakIdKeyDictionary()
         for tensor in containers.tensors_in(targets):
             self._facts[tensor] = Facts(_OF_ROWS, is_target=True)
@@ -358,48 +372,46 @@ class SumNotes(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
+        call = self._describe(func, args, kwargs)
+        if func in RULES and call.level == _OF_ROWS and call.is_outside:
+            return self._loss(func, arguments_of(func, *args, **kwargs))
+        operation = self._operation(call, func, args, kwargs)
+        if call.writes and call.level:
+            self._keep_values(args[0], call.level)
+        result = results[0] if results else func(*args, **kwargs)
+        self._note_read(call, result)
+        tensors = _tensors(result, call.values)
+        if operation is not None and tensors:
+            self._note(call, operation, tensors)
+            return result
+        for tensor in tensors:
+            self._learn(tensor, self._facts_of(call, tensor))
+        if call.is_outside and call.level == _OF_ROWS and call.name in _REDUCTIONS:
+            self._reduce(call, tensors[0])
+        return result
+
+    def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
+        """Returns an operation on sums or parameters, or None for another one."""
+        places = [self._of(tensor).number for tensor in call.tensors]
+        if not call.is_outside or call.level > _OF_SUMS or not {*places} - {None}:
+            return None
+        arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
+        return Operation(func, call.name, arguments, (), call.writes)
+
+    def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:
         whole_name = str(getattr(func, "__name__", ""))
         name = _NAMES.get(whole_name.strip("_"), whole_name.strip("_"))
         tensors = containers.tensors_in((args, kwargs))
         if name in _CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
-        level = self._level_of(tensors)
+        levels = {self._of(tensor).level for tensor in tensors}
+        level = _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
+        writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
         # The backward of an autograd function is not that of the sums in its forward.
         is_outside = torch.is_grad_enabled() == self._has_graph
-        if func in RULES and level == _OF_ROWS and is_outside:
-            return self._loss(func, arguments_of(func, *args, **kwargs))
-        writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
-        operation = None
-        if (
-            is_outside
-            and level <= _OF_SUMS
-            and any(self._of(each).number is not None for each in tensors)
-        ):
-            arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
-            operation = Operation(func, name, arguments, (), writes)
-        if writes and level:
-            self._keep_values(args[0])
-        result = results[0] if results else func(*args, **kwargs)
-        self._note_read(name, tensors, result)
-        values = (*args, *kwargs.values())
-        made = _tensors(result, values)
-        if operation is not None and made:
-            self._note(operation, level, values, made)
-        else:
-            for tensor in made:
-                self._learn(tensor, self._facts_of(name, values, tensors, level, tensor))
-        if writes and level and base_of(args[0]) is not args[0]:
-            self._learn(base_of(args[0]), _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH))
-        is_reduction = name in _SUMS or name in ("mean", "nanmean")
-        if (
-            is_reduction
-            and is_outside
-            and level == _OF_ROWS
-            and values[0].dim()
-            and not made[0].dim()
-        ):
-            self._reduce(name, values[0], result)
-        return result
+        return FunctionCall(
+            name, (*args, *kwargs.values()), kwargs, tensors, level, is_outside, writes
+        )
 
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
@@ -419,10 +431,6 @@ class SumNotes(TorchFunctionMode):
         facts = self._facts[parameter] = _FIXED._replace(number=number)
         return facts
 
-    def _level_of(self, tensors: Iterable[Tensor]) -> int:
-        levels = {self._of(tensor).level for tensor in tensors}
-        return _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
-
     def _learn(self, tensor: Tensor, facts: Facts) -> None:
         """Keeps the facts about a tensor, if they are not those of an unknown one."""
         if facts == _UNKNOWN:
@@ -437,122 +445,112 @@ class SumNotes(TorchFunctionMode):
             return Value(facts.number)
         return Constant(tensor.detach().clone(), facts.text)
 
-    def _keep_values(self, written: Tensor) -> None:
-        """Copies the statistics in the memory of a tensor that is written to."""
+    def _keep_values(self, written: Tensor, level: int) -> None:
+        """Copies the statistics in the memory of a tensor that is written to.
+
+        The tensor that it is a view of becomes unknown.
+        """
         place = storage_id(written.untyped_storage())
         for number, each in enumerate(self.statistics):
             if isinstance(each.value, Tensor) and storage_id(each.value.untyped_storage()) == place:
                 self.statistics[number] = each._replace(value=each.value.clone())
+        if base_of(written) is not written:
+            self._learn(base_of(written), _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH))
 
-    def _facts_of(
-        self,
-        name: str,
-        values: Sequence[Any],
-        tensors: Sequence[Tensor],
-        level: int,
-        result: Tensor,
-    ) -> Facts:
+    def _facts_of(self, call: FunctionCall, result: Tensor) -> Facts:
         """Returns the facts about a result that is not in the formula."""
-        is_inside = torch.is_grad_enabled() != self._has_graph
-        if name == "clone" and is_inside and level == _OF_SUMS:
+        name, tensors, level = call.name, call.tensors, call.level
+        if name == "clone" and level == _OF_SUMS and not call.is_outside:
             return self._of(tensors[0])._replace(is_copy=True)
         is_new = name in _NEW and len(tensors) == 1
-        if result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS)):
-            return _FIXED._replace(text=self._text(name, values[int(is_new) :]))
+        is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
+        if is_created or (tensors and level == _OF_NOTHING):
+            return _FIXED._replace(text=self._text(name, call.values[int(is_new) :]))
         if not tensors:
             return _UNKNOWN  # It may be random, or be written to unseen.
-        facts = [*map(self._of, tensors)]
-        is_selected = any(each.is_selected for each in facts)
+        if level == _OF_SUMS or not (call.is_outside or result.dim()):
+            return Facts(_OF_BOTH)
+        return self._facts_of_rows(call, result)
+
+    def _facts_of_rows(self, call: FunctionCall, result: Tensor) -> Facts:
+        facts = [*map(self._of, call.tensors)]
         is_target = all(each.is_target for each in facts) and not result.requires_grad
-        if level == _OF_NOTHING:
-            return _FIXED._replace(text=self._text(name, values))
-        is_unknown = level == _OF_SUMS or (is_inside and not result.dim())
-        return Facts(
-            _OF_BOTH if is_unknown else level,
-            is_target=is_target,
-            is_selected=is_selected or _is_selection(name, tensors, result),
-        )
+        is_selected = any(each.is_selected for each in facts)
+        is_selected = is_selected or _is_selection(call.name, call.tensors, result)
+        return Facts(call.level, is_target=is_target, is_selected=is_selected)
 
     def _text(self, name: str, values: Sequence[object]) -> str:
         leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
         texts = (self._of(leaf).text if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
         return f"{name}({', '.join(texts)})"
 
-    def _note_read(self, name: str, tensors: Sequence[Tensor], result: object) -> None:
+    def _note_read(self, call: FunctionCall, result: object) -> None:
         """Notes numbers of Python that may be values of the batch."""
         if isinstance(result, Tensor):
             return
         if type(result) in (int, torch.Size):
-            self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in tensors)
-        if name in _READS and tensors:
-            facts = self._of(tensors[0])
+            self._knows_numbers &= not any(self._of(tensor).is_selected for tensor in call.tensors)
+        if call.name in _READS and call.tensors:
+            facts = self._of(call.tensors[0])
             is_count = facts.is_target or facts.form.kind in ("sum", "bounded")
             # A loss may be read to print it.
             self._knows_numbers &= not facts.level or (facts.level == _OF_SUMS and not is_count)
 
-    def _note(
-        self, operation: Operation, level: int, values: Sequence[Any], made: Sequence[Tensor]
-    ) -> None:
-        """Notes an operation that made some tensors from values."""
-        facts, other = self._of(values[0]), self._of(values[1] if len(values) > 1 else None)
+    def _note(self, call: FunctionCall, operation: Operation, results: Sequence[Tensor]) -> None:
+        """Notes an operation on sums or parameters."""
+        first, second = (*call.values, None)[:2]
+        facts, other = self._of(first), self._of(second)
         is_target = facts.is_target and other.is_target
-        is_division = operation.name == "div" and len(operation.arguments[0]) == 2
-        form = self._form_of(operation, values) if level else _CONSTANT
-        if is_division and level and not operation.writes:
-            number = values[1]
-            is_sum = facts.form.kind == "sum" or facts.divided is not None
-            if is_sum and isinstance(number, (int, float)) and number:
-                self._divide(facts, number, made[0])
+        form = self._form_of(call) if call.level else _CONSTANT
+        if call.name == "div" and call.level and not call.kwargs:
+            if self._divide(call, facts, second, results[0]):
                 return
-        if form.kind == "sum" and made[0].numel() == 1:
-            self._sum("sum", widen(made[0]), made[0], is_target=is_target)
+            form = self._over(facts.form, other.form) or form
+        if form.kind == "sum" and results[0].numel() == 1:
+            self._sum("sum", widen(results[0]), results[0], is_target=is_target)
             return
-        if is_division and other.form.kind in ("sum", "bounded"):
-            form = self._over(facts.form, other.form)
-        numbers = [next(self._numbers) for _ in made]
+        numbers = [next(self._numbers) for _ in results]
         self._operations.append(operation._replace(results=numbers))
-        for number, tensor in zip(numbers, made, strict=True):
-            self._facts[tensor] = Facts(level, number, form, is_target=is_target)
+        for number, tensor in zip(numbers, results, strict=True):
+            self._facts[tensor] = Facts(call.level, number, form, is_target=is_target)
 
-    def _form_of(self, operation: Operation, values: Sequence[Any]) -> Form:
+    def _form_of(self, call: FunctionCall) -> Form:
         """Returns the form of the result of an operation on sums."""
-        name = operation.name
-        leaves = [leaf for _, leaf in containers.leaves(tuple(values))]
-        forms = [self._form(leaf) for leaf in leaves]
-        tensors = [self._form(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        name = call.name
+        if name in ("stack", "cat", "sum", "mean"):
+            return _add([*map(self._form, call.tensors)])
+        forms = [*map(self._form, call.values)]
         if name in _UNCHANGED or name == "neg":
             return forms[0]
         if name in _BOUNDS and forms[0].kind == "sum":
-            return self._bound(forms[0], operation)
-        if name in ("stack", "cat", "sum", "mean"):
-            return _add(tensors)
-        if len(forms) != 2 or operation.arguments[1]:
+            return self._bound(forms[0], call)
+        if len(forms) != 2 or call.kwargs:
             return _OTHER
         if name in ("add", "sub", "rsub"):
             return _add(forms)
-        if name == "mul":
-            return _multiply(*forms)
-        return _multiply(*forms) if name == "div" and forms[1].kind == "constant" else _OTHER
+        has_factor = name == "mul" or (name == "div" and forms[1].kind == "constant")
+        return _multiply(*forms) if has_factor else _OTHER
 
     def _form(self, value: object) -> Form:
         if isinstance(value, (int, float)) and not value:
             return _ZERO
         return self._of(value).form
 
-    def _bound(self, form: Form, operation: Operation) -> Form:
+    def _bound(self, form: Form, call: FunctionCall) -> Form:
         """Returns the form of a count with a lower bound that is a number."""
-        args, kwargs = operation.arguments
-        settings = {**dict(zip(("input", "min", "max"), args, strict=False)), **kwargs}
+        settings = {**dict(zip(("input", "min", "max"), call.values, strict=False)), **call.kwargs}
         least = settings.get("min", settings.get("other"))
-        if isinstance(least, Constant) and least.tensor.is_cpu and least.tensor.numel() == 1:
-            least = least.tensor.item()
+        if isinstance(least, Tensor) and least.is_cpu and self._of(least).level == _OF_NOTHING:
+            least = least.item()
         if not isinstance(least, (int, float)) or settings.get("max") is not None:
             return _OTHER
         return form._replace(kind="bounded", least=float(least))
 
-    def _over(self, form: Form, count: Form) -> Form:
-        """Returns the form of a quotient. Its divisor is a count from now on."""
-        place = next(n for n, each in enumerate(self.statistics) if each.number == count.count)
+    def _over(self, form: Form, count: Form) -> Form | None:
+        """Returns the form of a quotient whose divisor is a sum, a count from now on, or None."""
+        if count.kind not in ("sum", "bounded"):
+            return None
+        place = next(n for n, each in enumerate(self.statistics) if each.number == count.place)
         statistic = self.statistics[place]
         key = statistic.key or object()
         is_bounded = statistic.is_bounded or count.kind == "bounded"
@@ -568,7 +566,7 @@ class SumNotes(TorchFunctionMode):
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:
         """Notes an undivided sum over the rows."""
         number = self._add(kind, total)
-        form = _SUM._replace(count=number)
+        form = _SUM._replace(place=number)
         self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
 
     def _quotient(
@@ -578,31 +576,41 @@ class SumNotes(TorchFunctionMode):
         divisor = self._add(kind, count, key)
         number = next(self._numbers)
         text = "" if kind == OVER_NUMBER else kind
-        arguments = (Value(total), Value(divisor)), {}
-        self._operations.append(Operation(torch.div, "div", arguments, [number], text=text))
+        parts = Value(total), Value(divisor)
+        self._operations.append(Operation(torch.div, "div", (parts, {}), [number], text=text))
         form = Form("mean", divisor, key)
         self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
 
-    def _divide(self, facts: Facts, number: float, result: Tensor) -> None:
-        """Divides a sum by a number, which follows from the sizes of the rows."""
+    def _divide(self, call: FunctionCall, facts: Facts, number: Any, result: Tensor) -> bool:
+        """Divides a sum by a number, which follows from the sizes of the rows.
+
+        Returns False for another division.
+        """
+        is_number = isinstance(number, (int, float)) and bool(number) and not call.writes
+        if not is_number or (facts.form.kind != "sum" and facts.divided is None):
+            return False
         if not self._knows_numbers:
             self.has_unknown_count = True
             self._facts[result] = Facts(_OF_BOTH)
-            return
-        total, before = facts.divided or (facts.form.count, 1.0)
+            return True
+        total, before = facts.divided or (facts.form.place, 1.0)
         count = before * float(number)
         key = "a number", count
         self._quotient(OVER_NUMBER, total, count, key, result, is_target=facts.is_target)
         self._facts[result] = self._facts[result]._replace(divided=(total, count))
+        return True
 
-    def _reduce(self, name: str, rows: Tensor, result: Tensor) -> None:
+    def _reduce(self, call: FunctionCall, result: Tensor) -> None:
         """Notes the sum of all elements of a tensor, or their mean."""
+        rows, name = call.values[0], call.name
+        if result.dim() or not rows.dim():
+            return
         is_target = self._of(rows).is_target
         if name in _SUMS:
             self._sum("sum", widen(result), result, is_target=is_target)
             return
         count: Any = rows.numel()
-        total = rows.nansum() if name == "nanmean" else rows.sum(dtype=_wide(result.dtype))
+        total = rows.nansum() if name == "nanmean" else rows.sum(dtype=widen(result).dtype)
         if name == "nanmean":
             count = rows.isnan().logical_not().sum()
         place = self._add(name, widen(total))
@@ -698,10 +706,6 @@ def make_formula(
     losses = [place for place in entries if place not in logged]
     values = [place for place in entries if place in logged]
     return Formula(structure, operations, inputs, forms, outside, losses, values)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:

@@ -24,7 +24,7 @@ from ..batch.rows import Shard
 from ..runtime.devices import move
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import ROWS_TO_CHECK, LossOfSums, ShardStatistics
-from .entries import LoggedMeans, places_to_log, refuse_total
+from .entries import LoggedMeans, detached, places_to_log, refuse_total
 from .formula import (
     OVER_NUMBER,
     Form,
@@ -78,7 +78,8 @@ class Noted(NamedTuple):
 
     def tensors(self, device: torch.device) -> list[Tensor]:
         """Returns the sums as tensors on a device."""
-        return [add_up([each.value], device) for each in self.statistics]
+        values = [0.0 if each.value is None else each.value for each in self.statistics]
+        return [add_up([value], device) for value in values]
 
 
 class FoundMeans(NamedTuple):
@@ -113,12 +114,14 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
         return shard.output.noted
     criterion, (_, arguments, settings) = shard.criterion, unwrap(shard.criterion)
     owner = shard.output if isinstance(criterion, Additive) else criterion
-    is_module = isinstance(owner, nn.Module)
-    constants = [*owner.buffers()] if is_module else [arguments, settings]
-    parameters = [*owner.parameters()] if is_module else []
-    own, outside = (parameters, []) if owner is criterion else ([], parameters)
+    constants: object = arguments, settings
+    parameters: list[Tensor] = []
+    outside: list[Tensor] = []
+    if isinstance(owner, nn.Module):
+        constants = [*owner.buffers()]
+        (parameters if owner is criterion else outside).extend(owner.parameters())
     targets = shard.targets, shard.kwargs
-    with SumNotes(own, outside, constants, shard.output, targets, shard.rows) as notes:
+    with SumNotes(parameters, outside, constants, shard.output, targets, shard.rows) as notes:
         result = shard.call()
     if shard.collectives.is_used:
         return _as_it_is(result)
@@ -175,12 +178,13 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
         )
     sums = noted.tensors(nothing.device)
     whole = _sum_of(noted, formula.losses, mean, sums, shard)
-    logged = {}
+    logged: dict[str, LossSum | None] = {}
     for place, leaf in containers.leaves(formula.result):
         if place in formula.logged and not isinstance(leaf, (int, float, type(None))):
-            means = [] if isinstance(leaf, Unknown) else [formula.mean_of([place])]
-            parts = [_sum_of(noted, [place], each, sums, shard) for each in means if each]
-            logged[place] = [*map(_detached, parts)] or None
+            mean_of_place = formula.mean_of([place])
+            logged[place] = mean_of_place and detached(
+                _sum_of(noted, [place], mean_of_place, sums, shard)
+            )
     return dataclasses.replace(
         whole, terms=dict(zip(noted.names(), sums, strict=True)), logged=logged
     )
@@ -212,10 +216,6 @@ def _as_leaf(tensor: Tensor) -> Tensor:
     return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
-def _detached(mean: LossSum) -> LossSum:
-    return dataclasses.replace(mean, total=mean.total.detach())
-
-
 def refuse_shared(formula: Formula) -> None:
     """Raises ``ValueError`` if a sum is in several losses."""
     places: dict[int, str] = {}
@@ -241,9 +241,10 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
     )
     raise UnknownMeanError(
         f"the loss{place} of {containers.describe(criterion)} is not a function of sums over the rows, so that of several shards "
-        "of a batch is unknown, expected losses of torch, such as F.cross_entropy(output, target), errors.mean(), errors.sum(), and "
-        "functions of these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the "
-        f"mean's divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on each other{note}"
+        "of a batch is unknown, expected losses of torch, such as F.cross_entropy(output, target), errors.mean(), errors.sum(), "
+        "and functions of these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
+        "returns the mean's divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on "
+        f"each other{note}"
     )
 
 
@@ -265,7 +266,7 @@ class LossOfMeans(LossOfSums):
 
     @property
     def formula(self) -> Formula:
-        """That of the batch, once a shard with rows has run."""
+        """The formula of the batch, once a shard with rows has run."""
         formula: Formula = self._structure
         return formula
 
@@ -318,14 +319,14 @@ class LossOfMeans(LossOfSums):
         """Returns the values beside the loss of all rows."""
         places_to_log(result)
         refuse_shared(self.formula)
-        logged: dict[str, Sequence[LossSum] | None] = {}
+        logged: dict[str, LossSum | None] = {}
         for place, leaf in containers.leaves(result):
             if place not in self.formula.logged:
                 continue
             if isinstance(leaf, Unknown):
                 logged[place] = None
             elif isinstance(leaf, Tensor):
-                logged[place] = [LossSum(weighted_sum(leaf, 1).detach(), 1.0)]
+                logged[place] = LossSum(weighted_sum(leaf, 1).detach(), 1.0)
         return logged
 
     def finish(self, nothing: Tensor) -> Any:
