@@ -142,7 +142,7 @@ class ExactSteps(Strategy):
 
     Raises:
         TypeError: manual optimization; a compiled module; a metric that several replicas update.
-        UnknownMeanError: the loss is not a sum of means.
+        UnknownMeanError: the loss is not a function of sums over the rows.
         ValueError: its rows depend on each other. One shard alone may have any loss.
     """
 

@@ -687,6 +687,6 @@ def _no_settings() -> Any:
 _OF_GENERATION = ("dapo", "cispo", "vespo")  # losses over the tokens of all generated completions
 _LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 _EXPECTED = (
-    "expected a sum of means of torch's losses, of .mean(), or of sums over num_items_in_batch: for another loss, let an update "
+    "expected a function of torch's losses, of .mean(), or of sums over num_items_in_batch: for another loss, let an update "
     "be one forward, or use TrainStep, and DataParallelCriterion(..., whole=True)"
 )

@@ -52,7 +52,7 @@ class DataParallelCriterion(nn.Module):
             outputs' devices only if that fails. For several means with different divisors it
             returns a divisor for each, in the same structure. Or a mapping or sequence of functions
             ``(*targets) -> scalar``, one for each mean: :class:`TrainStep` counts targets before
-            the first micro-batch. A criterion that computes known means inside, and adds them,
+            the first micro-batch. A criterion that is a function of sums and means over the rows
             needs none.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
@@ -65,14 +65,14 @@ class DataParallelCriterion(nn.Module):
             if they are not a :class:`PerReplica`.
         whole: gathers all outputs and targets, of all ranks too, and computes the loss once per
             process, on ``output_device``. For losses whose rows depend on each other, such as
-            contrastive ones. For functions of sums: :class:`AdditiveLoss`.
+            contrastive ones.
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on
             each other.
         ValueError: targets and outputs have different numbers of rows; a loss is not a scalar, or
-            it is split over several shards and is neither a sum of known means nor described by
-            ``weight`` or ``reduction``.
+            it is split over several shards and is neither a function of sums and means over the
+            rows nor described by ``weight`` or ``reduction``.
         BaseException: the first failure of a replica. A note on it names the replica and its
             device.
 

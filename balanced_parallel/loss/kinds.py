@@ -5,8 +5,8 @@ It is chosen once, from the settings of a criterion::
     Sum          the parts add up
     KnownMean    a loss of torch: called with reduction="sum", and divided once by its weight
     WeighedMean  mean x weight of each shard, divided once by the sum of the weights
-    MeansInside  the criterion computes known means and adds them up, each over its own count
-    OneCount     the same, once a batch has shown that all of them have one count
+    MeansInside  the criterion is a function of sums over the rows
+    OneCount     the same, once a batch has shown a linear combination of sums over one count
     MeanOfRanks  the criterion communicates with the other ranks: the mean of their values
     OfSums       a function of statistics that add up (Dice)
     OfAllRows    a function of all outputs (contrastive)
@@ -436,7 +436,7 @@ class _OfTwoPasses(Kind):
 
 
 class MeansInside(_OfRows, _OfTwoPasses):
-    """Means that a criterion computes inside, with counts that a batch has not shown yet."""
+    """A function of sums over the rows, which a criterion computes inside."""
 
     loss = LossOfMeans
 
@@ -452,7 +452,7 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
 
 class ExactMeansInside(MeansInside):
-    """Means inside of a criterion, with sums of counts and terms that have no order."""
+    """A function of sums over the rows that have no order."""
 
     loss = ExactLossOfMeans
 
@@ -463,9 +463,9 @@ class ExactMeansInside(MeansInside):
 
 @dataclass(frozen=True, eq=False)
 class OneCount(MeansInside):
-    """Means inside of a criterion that have one count.
+    """A linear combination of sums over one count.
 
-    Terms of some batches are compared with those of halves.
+    Sums of some batches are compared with those of halves.
     """
 
     passes = 1

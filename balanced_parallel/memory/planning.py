@@ -54,8 +54,8 @@ _NOTES = {
     "a norm within each row, such as LayerNorm, has none",
 }
 _UNKNOWN_DIVISOR = (
-    "the divisor of the loss is not known before it runs: a sum of means is exact, another loss needs weight= in plan.apply, as "
-    "in DataParallelCriterion"
+    "the divisor of the loss is not known before it runs: a function of sums is exact, another loss needs weight= in plan.apply, "
+    "as in DataParallelCriterion"
 )
 MATERIALIZE = 'module.to_empty(device="cpu")  # it is on meta, without values: load them here'
 _RESERVED = (
@@ -85,7 +85,7 @@ class MemoryPlan:
             less memory does not.
         skipped: names of options that could not be traced, with the reasons.
         remarks: savings that no trace has, as text.
-        unknown_divisor: the loss needs a ``weight=`` if it is not a sum of means.
+        unknown_divisor: the loss needs a ``weight=`` if it is not a function of sums.
         report: the estimate of the chosen one.
     """
 

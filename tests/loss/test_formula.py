@@ -17,10 +17,10 @@ from helpers.problems import (
 )
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
-from helpers.steps import still_step
+from helpers.steps import make_step, still_step
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate, verify
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -146,6 +146,38 @@ def test_a_loop_by_hand_is_exact(seed):
             result.backward()
             torch.testing.assert_close(result.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
             assert_same_gradients(gradients(net, criterion), expected)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(40), 0, 1))
+def test_bits_are_those_of_any_number_of_devices(seed):
+    found = []
+    for devices in (1, 2, 3):
+        net, criterion, inputs, targets = problem(seed, 11)
+        step = make_step(net.float(), criterion.float(), devices=devices, micro_batch_size=2, reproducible="bits")
+        batch = inputs.float(), (targets[0], targets[1].float())
+        losses = [step(*batch).item() for _ in range(3)]
+        found.append((losses, [parameter.detach().clone() for parameter in (*net.parameters(), *criterion.parameters())]))
+    for losses, parameters in found[1:]:
+        assert losses == found[0][0]
+        assert all(map(torch.equal, parameters, found[0][1]))
+
+
+def test_distinct_devices_and_verify_agree():
+    for seed in range(6):
+        net, criterion, inputs, targets = problem(seed, 9)
+        report = verify(net, criterion, inputs, targets, device_ids=["cpu"] * 3, micro_batch_size=2)
+        assert report.equal, report
+        loss, expected = plain_program(net, criterion, inputs, targets)
+        with simulate(3):
+            net.to("sim:0"), criterion.to("sim:0")
+            model = DataParallelModel(net, ["sim:0", "sim:1", "sim:2"])
+            step = TrainStep(
+                model, DataParallelCriterion(criterion), torch.optim.SGD([*net.parameters(), *criterion.parameters()], 0.0)
+            )
+            on_device = [tensor.to("sim:0") for tensor in (inputs, *targets)]
+            result = step(on_device[0], tuple(on_device[1:]))
+            torch.testing.assert_close(result.cpu(), loss.detach(), rtol=1e-10, atol=1e-10)
+            assert_same_gradients([each if each is None else each.cpu() for each in gradients(net, criterion)], expected)
 
 
 def rank_updates(rank, seeds, strategy):

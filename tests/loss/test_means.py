@@ -204,6 +204,12 @@ def two_outputs(criterion, rows=8):
 
 
 REFUSED = {
+    "a norm": lambda out, values: (out - values).norm(),
+    "a log of a sum of exponentials": lambda out, values: out.logsumexp((0, 1)),
+    "a variance": lambda out, values: (out - out.mean()).square().mean(),
+    "concordance": lambda out, values: ((out - out.mean()) * (values - values.mean())).mean(),
+    "a view that is written to": lambda out, values: write_to_a_view(out),
+    "a random number": lambda out, values: F.mse_loss(out, values) * torch.rand(()),
     "a median": lambda out, values: (out - values).abs().median(),
     "a mean times a value of the rows": lambda out, values: F.mse_loss(out, values) * values.amax(),
     "the output itself": lambda out, values: out[0, 0],
@@ -223,6 +229,12 @@ class MeanOfSquares(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         return gradient * 2 * context.saved_tensors[0] / context.saved_tensors[0].numel()
+
+
+def write_to_a_view(output):
+    loss = torch.zeros(1)
+    loss[0].add_(output.exp().mean())
+    return loss.sum()
 
 
 def fill_zeros(output):
@@ -309,6 +321,20 @@ def test_random_numbers_of_the_check_are_put_back():
 
 
 ACCEPTED = {
+    "Dice": lambda out, values: 1 - 2 * (out.sigmoid() * values).sum() / (out.sigmoid().sum() + values.sum()),
+    "smooth Dice": lambda out, values: 1 - (2 * (out.sigmoid() * values).sum() + 1) / (out.sigmoid().sum() + values.sum() + 1),
+    "PSNR": lambda out, values: 10 * torch.log10(F.mse_loss(out, values)),
+    "the log of a mean": lambda out, values: F.mse_loss(out, values).log(),
+    "Huber and a root": lambda out, values: F.huber_loss(out, values) + F.mse_loss(out, values).sqrt(),
+    "uncertainty": lambda out, values: F.mse_loss(out, values) / (2 * F.l1_loss(out, values)) + F.l1_loss(out, values).log(),
+    "explained variance": lambda out, values: (
+        1 - ((out * values).mean() - out.mean() * values.mean()) / ((values * values).mean() - values.mean() ** 2)
+    ),
+    "focal by counts": lambda out, values: (
+        (out * (values > 0.5)).sum() / (values > 0.5).sum() + (out * (values <= 0.5)).sum() / (values <= 0.5).sum()
+    ),
+    "a sum times a number": lambda out, values: out.sum() * (1 / 12),
+    "a condition on a count": lambda out, values: torch.where((values > 2).sum() > 0, out.exp().mean(), out.mean()),
     "a sum": lambda out, values: (out - values).pow(2).sum(),
     "a root of a mean": lambda out, values: F.mse_loss(out, values).sqrt(),
     "a product of means": lambda out, values: F.mse_loss(out, values) * F.l1_loss(out, values),
