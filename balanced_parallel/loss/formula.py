@@ -112,6 +112,7 @@ class Operation(NamedTuple):
     function: Callable[..., object]
     name: str
     arguments: tuple[Sequence[object], dict[str, object]]
+    inputs: Sequence[int]  # the places that are computed before
     results: Sequence[int]
     writes: bool = False  # The first argument gets the result.
     text: str = ""  # It stands in place of that of the arguments.
@@ -133,6 +134,7 @@ class Formula:
 
     Args:
         result: the result, with a place for each tensor.
+        entries: its leaves, by their key paths.
         inputs: the statistics, without their values.
         forms: those of the entries of the result.
         outside: parameters that the criterion does not have itself, by their places.
@@ -141,6 +143,7 @@ class Formula:
     """
 
     result: Any
+    entries: dict[str, object]
     operations: Sequence[Operation]
     inputs: Sequence[Statistic]
     forms: dict[str, Form]
@@ -174,14 +177,15 @@ class Formula:
         numbers = [each.number for each in self.inputs]
         number = 1 + max(itertools.chain(numbers, *(each.results for each in self.operations)))
         scale = Constant(torch.as_tensor(factor), "the scale")
-        product = Operation(torch.mul, "mul", ((self.result, scale), {}), [number])
+        arguments = (self.result, scale), {}
+        product = Operation(torch.mul, "mul", arguments, [self.result.number], [number])
+        result = Value(number)
         operations = [*self.operations, product]
-        return dataclasses.replace(self, result=Value(number), operations=operations)
+        return dataclasses.replace(self, result=result, entries={"": result}, operations=operations)
 
     def inputs_of(self, places: Sequence[str]) -> list[Statistic]:
         """Returns the statistics that some entries of the result need."""
-        leaves = dict(containers.leaves(self.result))
-        numbers = needed([leaves[place] for place in places], self.operations)
+        numbers = needed([self.entries[place] for place in places], self.operations)
         return [each for each in self.inputs if each.number in numbers]
 
     def text_of(self, places: Sequence[str]) -> str:
@@ -190,8 +194,7 @@ class Formula:
         for each in self.operations:
             text = each.text or _text_of(each, texts)
             texts.update((number, text) for number in each.results)
-        leaves = dict(containers.leaves(self.result))
-        return ", ".join(_text(leaves[place], texts) for place in places)
+        return ", ".join(_text(self.entries[place], texts) for place in places)
 
     def mean_of(self, places: Sequence[str]) -> Form | None:
         """Returns the sum of some entries, or None if it is no linear combination over one count."""
@@ -211,8 +214,7 @@ def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int
     places = {leaf.number for leaf in leaves if isinstance(leaf, Value)}
     for each in reversed(operations):
         if places.intersection(each.results):
-            leaves = [leaf for _, leaf in containers.leaves(each.arguments)]
-            places.update(leaf.number for leaf in leaves if isinstance(leaf, Value))
+            places.update(each.inputs)
     return places
 
 
@@ -229,7 +231,8 @@ def _tensors(result: object, args: Sequence[object]) -> list[Tensor]:
 
 
 def _text_of(operation: Operation, texts: dict[int, str]) -> str:
-    parts = [_text(leaf, texts) for _, leaf in containers.leaves(operation.arguments)]
+    args, kwargs = operation.arguments
+    parts = [_text(leaf, texts) for leaf in _flatten((*args, *kwargs.values()))]
     sign = _SIGNS.get(operation.name)
     if operation.name in _UNCHANGED:
         return parts[0]
@@ -392,16 +395,20 @@ class SumNotes(TorchFunctionMode):
 
     def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Returns an operation on sums or parameters, or None for another one."""
+        if not call.is_outside or call.level > _OF_SUMS:
+            return None
         places = [self._of(tensor).number for tensor in call.tensors]
-        if not call.is_outside or call.level > _OF_SUMS or not {*places} - {None}:
+        inputs = [place for place in places if place is not None]
+        if not inputs:
             return None
         arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
-        return Operation(func, call.name, arguments, (), call.writes)
+        return Operation(func, call.name, arguments, inputs, (), call.writes)
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:
         whole_name = str(getattr(func, "__name__", ""))
         name = _NAMES.get(whole_name.strip("_"), whole_name.strip("_"))
-        tensors = containers.tensors_in((args, kwargs))
+        values = (*args, *kwargs.values())
+        tensors = [part for part in _flatten(values) if isinstance(part, Tensor)]
         if name in _CONVERSIONS and args and isinstance(args[0], Tensor):
             tensors = tensors[:1]
         levels = {self._of(tensor).level for tensor in tensors}
@@ -409,9 +416,7 @@ class SumNotes(TorchFunctionMode):
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
         # The backward of an autograd function is not that of the sums in its forward.
         is_outside = torch.is_grad_enabled() == self._has_graph
-        return FunctionCall(
-            name, (*args, *kwargs.values()), kwargs, tensors, level, is_outside, writes
-        )
+        return FunctionCall(name, values, kwargs, tensors, level, is_outside, writes)
 
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
@@ -576,8 +581,9 @@ class SumNotes(TorchFunctionMode):
         divisor = self._add(kind, count, key)
         number = next(self._numbers)
         text = "" if kind == OVER_NUMBER else kind
-        parts = Value(total), Value(divisor)
-        self._operations.append(Operation(torch.div, "div", (parts, {}), [number], text=text))
+        arguments = (Value(total), Value(divisor)), {}
+        inputs = [total, divisor]
+        self._operations.append(Operation(torch.div, "div", arguments, inputs, [number], text=text))
         form = Form("mean", divisor, key)
         self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
 
@@ -666,8 +672,6 @@ class SumNotes(TorchFunctionMode):
 
         ``statistics`` are those of the formula then.
         """
-        forms = {}
-        leaves = []
 
         def place(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
@@ -676,17 +680,16 @@ class SumNotes(TorchFunctionMode):
             return self._place(leaf) if is_known else Unknown()
 
         structure = containers.map_leaves(place, result)
-        leaves = [leaf for _, leaf in containers.leaves(structure)]
-        for name, leaf in containers.leaves(result):
-            forms[name] = self._form(leaf)
-        places = needed(leaves, self._operations)
+        entries = dict(containers.leaves(structure))
+        places = needed(entries.values(), self._operations)
         self.statistics = [each for each in self.statistics if each.number in places]
         return make_formula(
             result,
             structure,
+            entries,
             [each for each in self._operations if places.intersection(each.results)],
             self.statistics,
-            forms,
+            {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
         )
 
@@ -694,6 +697,7 @@ class SumNotes(TorchFunctionMode):
 def make_formula(
     result: object,
     structure: object,
+    entries: dict[str, object],
     operations: Sequence[Operation],
     statistics: Sequence[Statistic],
     forms: dict[str, Form],
@@ -701,11 +705,11 @@ def make_formula(
 ) -> Formula:
     """Returns the formula of a result, whose tensors have their places in ``structure``."""
     logged = values_to_log(result)
-    entries = [place for place, leaf in containers.leaves(result) if leaf is not None]
     inputs = [each._replace(value=None) for each in statistics]
-    losses = [place for place in entries if place not in logged]
-    values = [place for place in entries if place in logged]
-    return Formula(structure, operations, inputs, forms, outside, losses, values)
+    places = [place for place, leaf in entries.items() if leaf is not None]
+    losses = [place for place in places if place not in logged]
+    logs = [place for place in places if place in logged]
+    return Formula(structure, entries, operations, inputs, forms, outside, losses, logs)
 
 
 def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
@@ -728,6 +732,8 @@ def _has_entries(value: Any, rows: int) -> bool:
     """Returns True for a structure with a list of an entry for each row, such as strings or
     mappings.
     """
+    if isinstance(value, Tensor):
+        return False
     if isinstance(value, list):
         return not all(
             isinstance(entry, Tensor) and entry.dim() and len(entry) == rows for entry in value

@@ -126,10 +126,10 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     if shard.collectives.is_used:
         return _as_it_is(result)
     formula = notes.formula(result)
-    leaves = dict(containers.leaves(formula.result))
-    if not is_split and any(isinstance(leaf, Unknown) for leaf in leaves.values()):
+    unknown = [place for place, leaf in formula.entries.items() if isinstance(leaf, Unknown)]
+    if unknown and not is_split:
         return _as_it_is(result)
-    unknown = [place for place in formula.losses if isinstance(leaves[place], Unknown)]
+    unknown = [place for place in unknown if place in formula.losses]
     if unknown:
         _refuse_unknown(criterion, unknown[0], has_unknown_count=notes.has_unknown_count)
     return Noted(result, formula, notes.statistics)
@@ -149,11 +149,13 @@ def _as_it_is(result: Any) -> Noted:
         total, count, mean = range(3 * len(operations), 3 * len(operations) + 3)
         statistics.append(Statistic("the loss", weighted_sum(leaf, 1), total))
         statistics.append(Statistic("the loss", 1.0, count, key=object()))
-        operations.append(Operation(torch.div, "div", ((Value(total), Value(count)), {}), [mean]))
+        arguments = (Value(total), Value(count)), {}
+        operations.append(Operation(torch.div, "div", arguments, [total, count], [mean]))
         return Value(mean)
 
     structure = containers.map_leaves(mean_of, result)
-    formula = make_formula(result, structure, operations, statistics, {}, {})
+    entries = dict(containers.leaves(structure))
+    formula = make_formula(result, structure, entries, operations, statistics, {}, {})
     return Noted(result, formula, statistics)
 
 
@@ -164,9 +166,8 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     Raises:
         UnknownMeanError: it is another one, or none.
     """
-    nothing = shard.nothing()
     if not shard.rows:
-        return LossSum(widen(nothing), 0.0)
+        return LossSum(widen(shard.nothing()), 0.0)
     noted = note_sums(shard)
     formula = noted.formula
     refuse_shared(formula)
@@ -176,10 +177,11 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
             f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the first batch: "
             f"{formula.text_of(formula.losses)}; {_ALWAYS}, a function (output, *targets) -> scalar"
         )
-    sums = noted.tensors(nothing.device)
+    devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
+    sums = noted.tensors(next(devices))
     whole = _sum_of(noted, formula.losses, mean, sums, shard)
     logged: dict[str, LossSum | None] = {}
-    for place, leaf in containers.leaves(formula.result):
+    for place, leaf in formula.entries.items():
         if place in formula.logged and not isinstance(leaf, (int, float, type(None))):
             mean_of_place = formula.mean_of([place])
             logged[place] = mean_of_place and detached(
@@ -219,7 +221,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 def refuse_shared(formula: Formula) -> None:
     """Raises ``ValueError`` if a sum is in several losses."""
     places: dict[int, str] = {}
-    for place in formula.losses:
+    for place in formula.losses if len(formula.losses) > 1 else ():
         for each in formula.inputs_of([place]):
             if each.key is None and each.number in places:
                 refuse_total(f"the same {each.kind} in {places[each.number]} and {place}")
@@ -275,8 +277,8 @@ class LossOfMeans(LossOfSums):
         """The mean over one count that an update that was split has shown, and values to log."""
         if not self.is_split or self._structure is None:
             return None
-        leaves = dict(containers.leaves(self.formula.result))
-        logged = [place for place in self.formula.logged if isinstance(leaves[place], Value)]
+        entries = self.formula.entries
+        logged = [place for place in self.formula.logged if isinstance(entries[place], Value)]
         if not all(map(self.formula.mean_of, ([place] for place in logged))):
             return None
         return self.formula.mean_of(self.formula.losses)
@@ -362,7 +364,7 @@ class LossOfMeans(LossOfSums):
             noted = note_sums(shard, is_split=self.is_split)
         names = noted.names()
         tensors = dict(zip(names, noted.tensors(nothing.device), strict=True))
-        for place, leaf in containers.leaves(noted.formula.result):
+        for place, leaf in noted.formula.entries.items():
             if isinstance(leaf, (int, float)):
                 name = SumName(len(tensors), "number", place, names[0].text if names else "")
                 tensors[name] = add_up([float(leaf * shard.rows)], nothing.device)
