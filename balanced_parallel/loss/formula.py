@@ -209,6 +209,12 @@ def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor if device is None or is_on_host else move(tensor, device)
 
 
+def divide_places(total: int, count: int, result: int, text: str = "") -> Operation:
+    """Returns the division of a sum by a count, by their places."""
+    arguments = [Value(total), Value(count)], dict[str, object]()
+    return Operation(torch.div, "div", arguments, [total, count], [result], text=text)
+
+
 def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int]:
     """Returns the places that some leaves are computed of, with their own."""
     places = {leaf.number for leaf in leaves if isinstance(leaf, Value)}
@@ -581,9 +587,7 @@ class SumNotes(TorchFunctionMode):
         divisor = self._add(kind, count, key)
         number = next(self._numbers)
         text = "" if kind == OVER_NUMBER else kind
-        arguments = (Value(total), Value(divisor)), {}
-        inputs = [total, divisor]
-        self._operations.append(Operation(torch.div, "div", arguments, inputs, [number], text=text))
+        self._operations.append(divide_places(total, divisor, number, text))
         form = Form("mean", divisor, key)
         self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
 

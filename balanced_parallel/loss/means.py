@@ -34,6 +34,7 @@ from .formula import (
     SumNotes,
     Unknown,
     Value,
+    divide_places,
     make_formula,
 )
 from .rules import refuse_coupled, unwrap
@@ -149,8 +150,7 @@ def _as_it_is(result: Any) -> Noted:
         total, count, mean = range(3 * len(operations), 3 * len(operations) + 3)
         statistics.append(Statistic("the loss", weighted_sum(leaf, 1), total))
         statistics.append(Statistic("the loss", 1.0, count, key=object()))
-        arguments = (Value(total), Value(count)), {}
-        operations.append(Operation(torch.div, "div", arguments, [total, count], [mean]))
+        operations.append(divide_places(total, count, mean))
         return Value(mean)
 
     structure = containers.map_leaves(mean_of, result)
