@@ -177,7 +177,7 @@ class Formula:
         numbers = [each.number for each in self.inputs]
         number = 1 + max(itertools.chain(numbers, *(each.results for each in self.operations)))
         scale = Constant(torch.as_tensor(factor), "the scale")
-        arguments = (self.result, scale), {}
+        arguments = [self.result, scale], dict[str, object]()
         product = Operation(torch.mul, "mul", arguments, [self.result.number], [number])
         result = Value(number)
         operations = [*self.operations, product]
