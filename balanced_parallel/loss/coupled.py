@@ -442,6 +442,8 @@ class LossOfSums(CoupledLoss):
         those of no rows, so its state stays.
         """
         outputs = join_outputs([parts[0].narrow(0, 0), *parts], parts[0].dim)
+        # A criterion may write to its arguments.
+        outputs = outputs.map(functools.partial(containers.map_tensors, Tensor.clone))
         devices = devices_of(outputs, None)
         states = generator_states(devices)
         rows = count_rows(targets, self.copies.dim, sum(filter(None, outputs.sizes)), "targets")

@@ -15,6 +15,7 @@ result that depends on the rows in another way has no formula.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -408,7 +409,11 @@ class SumNotes(TorchFunctionMode):
         if not inputs:
             return None
         arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
-        return Operation(func, call.name, arguments, inputs, (), call.writes)
+        name = call.name
+        if name == "get":  # Ranks exchange functions, and properties have none with a name.
+            name = func.__self__.__name__
+            func = operator.attrgetter(name)
+        return Operation(func, name, arguments, inputs, (), call.writes)
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:
         whole_name = str(getattr(func, "__name__", ""))

@@ -170,7 +170,7 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
         return LossSum(widen(shard.nothing()), 0.0)
     noted = note_sums(shard)
     formula = noted.formula
-    refuse_shared(formula)
+    _refuse_totals(noted.result, formula)
     mean = formula.mean_of(formula.losses)
     if mean is None or mean.bound != least:
         raise UnknownMeanError(
@@ -213,13 +213,15 @@ def _sum_of(
     return LossSum(total * factor, count, bound=Bound(mean.least))
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
+def _with_graph(tensor: Tensor) -> Tensor:
+    """Returns a copy with a graph of its own, which a criterion may write to."""
     leaf = tensor.detach()
-    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+    return leaf.requires_grad_().clone() if leaf.is_floating_point() else leaf
 
 
-def refuse_shared(formula: Formula) -> None:
-    """Raises ``ValueError`` if a sum is in several losses."""
+def _refuse_totals(result: object, formula: Formula) -> None:
+    """Raises ``ValueError`` if one of several losses is called their total, or has a sum of others."""
+    places_to_log(result)
     places: dict[int, str] = {}
     for place in formula.losses if len(formula.losses) > 1 else ():
         for each in formula.inputs_of([place]):
@@ -319,8 +321,7 @@ class LossOfMeans(LossOfSums):
 
     def _values_to_log(self, result: object) -> LoggedMeans:
         """Returns the values beside the loss of all rows."""
-        places_to_log(result)
-        refuse_shared(self.formula)
+        _refuse_totals(result, self.formula)
         logged: dict[str, LossSum | None] = {}
         for place, leaf in containers.leaves(result):
             if place not in self.formula.logged:
@@ -356,10 +357,10 @@ class LossOfMeans(LossOfSums):
             return ShardStatistics({}, None, nothing)
         calls_model = isinstance(shard.criterion, Additive) or isinstance(shard.output, FoundMeans)
         if self._is_first_pass and not calls_model:
-            shard = shard._replace(output=containers.map_tensors(_as_leaf, shard.output))
             # Losses have a graph, and values to log have none.
             with torch.enable_grad():
-                noted = note_sums(shard)
+                output = containers.map_tensors(_with_graph, shard.output)
+                noted = note_sums(shard._replace(output=output))
         else:
             noted = note_sums(shard, is_split=self.is_split)
         names = noted.names()
@@ -456,11 +457,10 @@ _ALWAYS = "expected the same means times the same numbers for all rows: compute 
 _COUNTS = (
     ", expected a number that follows from the sizes of the rows, as len(errors) does: for a count of some rows, divide by a "
     "tensor, as in errors.sum() / mask.sum().clamp(min=1), or give DataParallelCriterion weight=, a function "
-    "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, reduction='sum'"
+    "(output, *targets) -> scalar that counts them, and minimum=1 for max(count, 1); for a constant, multiply by 1 / constant"
 )
 _DEPENDENT = (
     ". The rows depend on each other, or it draws random numbers: give DataParallelCriterion whole=True; "
-    "AdditiveLoss(statistics, finish) for a function of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
-    "weight='rows' for a mean over rows; or, "
-    "if each shard pads to its own longest row, write (errors * mask).sum() / mask.sum()"
+    "AdditiveLoss(statistics, finish) for tensors of sums; weight=, a function (output, *targets) -> scalar, for a mean; "
+    "weight='rows' for a mean over rows; or, if each shard pads to its own longest row, write (errors * mask).sum() / mask.sum()"
 )

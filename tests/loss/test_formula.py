@@ -15,7 +15,7 @@ from helpers.problems import (
     plain_program,
     whole_gradients,
 )
-from helpers.ranks import run_ranks
+from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow, slow_but
 from helpers.steps import make_step, still_step
 from torch import nn
@@ -178,6 +178,38 @@ def test_distinct_devices_and_verify_agree():
             result = step(on_device[0], tuple(on_device[1:]))
             torch.testing.assert_close(result.cpu(), loss.detach(), rtol=1e-10, atol=1e-10)
             assert_same_gradients([each if each is None else each.cpu() for each in gradients(net, criterion)], expected)
+
+
+def writes_to_its_output(output, target):
+    output[target == 0] = 0.0
+    output.mul_(2)
+    return F.cross_entropy(output, target).sqrt() + output.square().mean()
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_criterion_that_writes_to_its_output(size):
+    net, inputs, target = build_net(), torch.randn(7, 4), torch.arange(7) % CLASSES
+    step = still_step(net, DataParallelCriterion(writes_to_its_output), micro_batch_size=size)
+    assert_exact_update(step, net, writes_to_its_output, inputs, target)
+
+
+def with_properties(output, target):
+    total = output.square().sum()
+    return (total / (1 + total.data)).real + total.T * 0.1 + F.cross_entropy(output, target)
+
+
+@on_ranks(2)
+def test_properties_of_sums_on_ranks(rank):
+    torch.set_default_dtype(torch.float64)
+    net, inputs, target = build_net(), torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7) % CLASSES
+    loss, expected = plain_program(net, with_properties, inputs, target)
+    net.zero_grad()
+    model, criterion = parallelize(net, with_properties, ["cpu"])
+    rows = [slice(0, 7), slice(0, 0)][rank]
+    result = criterion(model(inputs[rows]), target[rows])
+    result.backward()
+    torch.testing.assert_close(result.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
 
 
 def rank_updates(rank, seeds, strategy):

@@ -269,7 +269,7 @@ MESSAGES = [  # of an error, the losses, and the numbers of rows
     (r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight=", COUPLED, (2, 6)),
     (r"computes .* for some rows, and .* for others; expected the same means .*weight=", OTHER_TERMS, (2, 6)),
     (r"computes mse_loss / .* \+ l1_loss for some rows, and mse_loss / .* \+ l1_loss for others", OVER_ITS_VALUE, (2, 6)),
-    (r"expected a number that follows .*clamp\(min=1\).* weight=.*reduction='sum'", CONSTANTS, (2, 6)),
+    (r"expected a number that follows .*clamp\(min=1\).* weight=.*multiply by 1 / constant", CONSTANTS, (2, 6)),
 ]
 
 
