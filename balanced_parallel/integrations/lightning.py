@@ -10,6 +10,7 @@ Lightning keeps its loop and its hooks, and a :class:`TrainStep` makes the gradi
     optimizer_step     that of Lightning: clipping, scaler, optimizer, schedulers
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,22 +57,25 @@ class StepTask(nn.Module):
         output: Output = {}
         logged: Logged = []
 
-        def compute() -> Any:
+        def compute(scale: Tensor | float) -> Any:
             output.update(run(module, inputs, logged))
-            return output.get("loss")
+            loss = output.get("loss")
+            return loss if loss is None else loss * scale
 
-        noted = note_sums(ShardLoss(compute, rows, (), (), {}), is_split=is_split)
+        # Arguments of a partial are constants.
+        task = functools.partial(compute, scale)
+        noted = note_sums(ShardLoss(task, rows, (), (), {}), is_split=is_split)
         if current_replica() and updates != count_updates(module):
             raise TypeError(
                 "training_step updates a torchmetrics.Metric, of which each replica has a copy, expected none with several "
                 "devices in one process: log the mean of a batch, or update it in on_train_batch_end, from outputs"
             )
         logged = [
-            (name, None if is_loss(value, noted.result) else value, *more)
+            (name, None if is_loss(value, output["loss"]) else value, *more)
             for name, value, *more in logged
         ]
         rest = rows, {**output, "loss": None}, logged
-        return FoundMeans(noted.times(scale), inputs, rest)
+        return FoundMeans(noted, inputs, rest)
 
 
 def run(module: Any, inputs: tuple[object, ...], logged: Logged) -> Output:

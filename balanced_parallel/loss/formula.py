@@ -14,6 +14,7 @@ result that depends on the rows in another way has no formula.
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ from ..runtime.devices import move
 from ..runtime.torch_private import base_of, is_output_of_ddp, storage_id, versions
 from .entries import values_to_log
 from .rules import RULES, arguments_of, divisor, reduction_in
-from .sums import widen, zero_of
+from .sums import weighted_sum, widen, zero_of
 
 # Levels: what a tensor depends on. The last one is rows and sums of them, or an unknown way.
 _OF_NOTHING, _OF_SUMS, _OF_ROWS, _OF_BOTH = range(4)
@@ -139,8 +140,7 @@ class Formula:
         inputs: the statistics, without their values.
         forms: those of the entries of the result.
         outside: parameters that the criterion does not have itself, by their places.
-        losses: the entries of the result that are losses.
-        logged: the others, values to log.
+        logged: the entries that are values to log.
     """
 
     result: Any
@@ -149,8 +149,13 @@ class Formula:
     inputs: Sequence[Statistic]
     forms: dict[str, Form]
     outside: dict[int, Tensor]
-    losses: Sequence[str]
-    logged: Sequence[str]
+    logged: set[str]
+
+    @functools.cached_property
+    def losses(self) -> list[str]:
+        """The entries that are losses."""
+        entries = self.entries.items()
+        return [place for place, leaf in entries if leaf is not None and place not in self.logged]
 
     def compute(self, sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         """Returns the result for sums, with their graph and that of ``parameters``."""
@@ -172,17 +177,6 @@ class Formula:
             result = each.function(*args, **kwargs)
             values.update(zip(each.results, _tensors(result, args), strict=True))
         return containers.map_leaves(fill, self.result)
-
-    def times(self, factor: Tensor | float) -> "Formula":
-        """Returns the formula of a single loss times a factor."""
-        numbers = [each.number for each in self.inputs]
-        number = 1 + max(itertools.chain(numbers, *(each.results for each in self.operations)))
-        scale = Constant(torch.as_tensor(factor), "the scale")
-        arguments = [self.result, scale], dict[str, object]()
-        product = Operation(torch.mul, "mul", arguments, [self.result.number], [number])
-        result = Value(number)
-        operations = [*self.operations, product]
-        return dataclasses.replace(self, result=result, entries={"": result}, operations=operations)
 
     def inputs_of(self, places: Sequence[str]) -> list[Statistic]:
         """Returns the statistics that some entries of the result need."""
@@ -208,12 +202,6 @@ def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:
     """Moves a tensor to a device. A scalar may stay on the host."""
     is_on_host = tensor.is_cpu and not tensor.dim() and not tensor.requires_grad
     return tensor if device is None or is_on_host else move(tensor, device)
-
-
-def divide_places(total: int, count: int, result: int, text: str = "") -> Operation:
-    """Returns the division of a sum by a count, by their places."""
-    arguments = [Value(total), Value(count)], dict[str, object]()
-    return Operation(torch.div, "div", arguments, [total, count], [result], text=text)
 
 
 def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int]:
@@ -592,7 +580,9 @@ class SumNotes(TorchFunctionMode):
         divisor = self._add(kind, count, key)
         number = next(self._numbers)
         text = "" if kind == OVER_NUMBER else kind
-        self._operations.append(divide_places(total, divisor, number, text))
+        places = [Value(total), Value(divisor)], dict[str, object]()
+        inputs = [total, divisor]
+        self._operations.append(Operation(torch.div, "div", places, inputs, [number], text=text))
         form = Form("mean", divisor, key)
         self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
 
@@ -692,33 +682,23 @@ class SumNotes(TorchFunctionMode):
         entries = dict(containers.leaves(structure))
         places = needed(entries.values(), self._operations)
         self.statistics = [each for each in self.statistics if each.number in places]
-        return make_formula(
-            result,
+        return Formula(
             structure,
             entries,
             [each for each in self._operations if places.intersection(each.results)],
-            self.statistics,
+            [each._replace(value=None) for each in self.statistics],
             {name: self._form(leaf) for name, leaf in containers.leaves(result)},
             {number: each for number, each in self._outside.items() if number in places},
+            values_to_log(result),
         )
 
-
-def make_formula(
-    result: object,
-    structure: object,
-    entries: dict[str, object],
-    operations: Sequence[Operation],
-    statistics: Sequence[Statistic],
-    forms: dict[str, Form],
-    outside: dict[int, Tensor],
-) -> Formula:
-    """Returns the formula of a result, whose tensors have their places in ``structure``."""
-    logged = values_to_log(result)
-    inputs = [each._replace(value=None) for each in statistics]
-    places = [place for place, leaf in entries.items() if leaf is not None]
-    losses = [place for place in places if place not in logged]
-    logs = [place for place in places if place in logged]
-    return Formula(structure, entries, operations, inputs, forms, outside, losses, logs)
+    def average(self, result: object) -> None:
+        """Notes that the entries of a result are averaged over the shards, whatever they are."""
+        for _, leaf in containers.leaves(result):
+            if isinstance(leaf, Tensor):
+                total = self._add("the loss", weighted_sum(leaf, 1))
+                self._quotient("the loss", total, 1.0, object(), leaf, is_target=False)
+                self._facts[leaf] = self._facts[leaf]._replace(form=_OTHER)
 
 
 def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:

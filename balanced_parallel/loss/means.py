@@ -25,18 +25,7 @@ from ..runtime.devices import move
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import ROWS_TO_CHECK, LossOfSums, ShardStatistics
 from .entries import LoggedMeans, detached, places_to_log, refuse_total
-from .formula import (
-    OVER_NUMBER,
-    Form,
-    Formula,
-    Operation,
-    Statistic,
-    SumNotes,
-    Unknown,
-    Value,
-    divide_places,
-    make_formula,
-)
+from .formula import OVER_NUMBER, Form, Formula, Statistic, SumNotes, Unknown, Value
 from .rules import refuse_coupled, unwrap
 from .sums import Bound, LossSum, add_numbers, add_up, weighted_sum, widen
 
@@ -72,10 +61,6 @@ class Noted(NamedTuple):
             SumName(number, role, each.kind, text)
             for number, (role, each) in enumerate(zip(roles, self.statistics, strict=True))
         ]
-
-    def times(self, factor: Tensor | float) -> "Noted":
-        """Returns what was noted, for the result times a factor."""
-        return self._replace(formula=self.formula.times(factor))
 
     def tensors(self, device: torch.device) -> list[Tensor]:
         """Returns the sums as tensors on a device."""
@@ -125,38 +110,16 @@ def note_sums(shard: ShardLoss, *, is_split: bool = True) -> Noted:
     with SumNotes(parameters, outside, constants, shard.output, targets, shard.rows) as notes:
         result = shard.call()
     if shard.collectives.is_used:
-        return _as_it_is(result)
+        notes.average(result)
     formula = notes.formula(result)
     unknown = [place for place, leaf in formula.entries.items() if isinstance(leaf, Unknown)]
     if unknown and not is_split:
-        return _as_it_is(result)
+        notes.average(result)
+        return Noted(result, notes.formula(result), notes.statistics)
     unknown = [place for place in unknown if place in formula.losses]
     if unknown:
         _refuse_unknown(criterion, unknown[0], has_unknown_count=notes.has_unknown_count)
     return Noted(result, formula, notes.statistics)
-
-
-def _as_it_is(result: Any) -> Noted:
-    """Returns the mean of a result over the shards.
-
-    The criterion averages over ranks, or is called once.
-    """
-    statistics: list[Statistic] = []
-    operations: list[Operation] = []
-
-    def mean_of(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        total, count, mean = range(3 * len(operations), 3 * len(operations) + 3)
-        statistics.append(Statistic("the loss", weighted_sum(leaf, 1), total))
-        statistics.append(Statistic("the loss", 1.0, count, key=object()))
-        operations.append(divide_places(total, count, mean))
-        return Value(mean)
-
-    structure = containers.map_leaves(mean_of, result)
-    entries = dict(containers.leaves(structure))
-    formula = make_formula(result, structure, entries, operations, statistics, {}, {})
-    return Noted(result, formula, statistics)
 
 
 def single_mean(shard: ShardLoss, least: float) -> LossSum:
