@@ -175,7 +175,7 @@ class Formula:
             if each.writes:
                 args = (args[0].clone(), *args[1:])
             result = each.function(*args, **kwargs)
-            values.update(zip(each.results, _tensors(result, args), strict=True))
+            values.update(zip(each.results, _tensors(each.name, result, args), strict=True))
         return containers.map_leaves(fill, self.result)
 
     def inputs_of(self, places: Sequence[str]) -> list[Statistic]:
@@ -213,11 +213,9 @@ def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int
     return places
 
 
-def _tensors(result: object, args: Sequence[object]) -> list[Tensor]:
-    """Returns the tensors in the result of an operation, which may have written to its first
-    argument.
-    """
-    parts = args[:1] if result is None else result
+def _tensors(name: str, result: object, args: Sequence[object]) -> list[Tensor]:
+    """Returns the tensors in the result of an operation, or the one that it has written to."""
+    parts = args[:1] if name == "setitem" else result
     return [
         part
         for part in (parts if isinstance(parts, (tuple, list)) else [parts])
@@ -378,7 +376,7 @@ class SumNotes(TorchFunctionMode):
             self._keep_values(args[0], call.level)
         result = results[0] if results else func(*args, **kwargs)
         self._note_read(call, result)
-        tensors = _tensors(result, call.values)
+        tensors = _tensors(call.name, result, call.values)
         if operation is not None and tensors:
             self._note(call, operation, tensors)
             return result

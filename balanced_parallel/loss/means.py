@@ -401,6 +401,12 @@ class ExactLossOfMeans(LossOfMeans):
             for place, number in part.tensors.items():
                 self._numbers.setdefault(place, []).append(number)
 
+    def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
+        """Returns the derivative on one rank: a quotient of it would be rounded."""
+        if derivative is None or self._is_reporter:
+            return derivative
+        return torch.zeros_like(derivative)
+
     def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
         """Sums the statistics of all ranks, without a graph. Returns the ranks with rows."""
         form = {place: total.to("meta") for place, total in self._total.items()}

@@ -195,6 +195,7 @@ def test_a_criterion_that_writes_to_its_output(size):
 
 def with_properties(output, target):
     total = output.square().sum()
+    assert total.grad_fn is None or total.requires_grad
     return (total / (1 + total.data)).real + total.T * 0.1 + F.cross_entropy(output, target)
 
 
