@@ -450,14 +450,17 @@ class SumNotes(TorchFunctionMode):
     def _keep_values(self, written: Tensor, level: int) -> None:
         """Copies the statistics in the memory of a tensor that is written to.
 
-        The tensor that it is a view of becomes unknown.
+        Other tensors in it become unknown.
         """
-        place = storage_id(written.untyped_storage())
         for number, each in enumerate(self.statistics):
-            if isinstance(each.value, Tensor) and storage_id(each.value.untyped_storage()) == place:
+            if isinstance(each.value, Tensor) and _share_memory(each.value, written):
                 self.statistics[number] = each._replace(value=each.value.clone())
-        if base_of(written) is not written:
-            self._learn(base_of(written), _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH))
+        unknown = _UNKNOWN if level == _OF_ROWS else Facts(_OF_BOTH)
+        # Sums are scalars, so a write of rows leaves larger tensors as they are.
+        others = [each for each in self._facts if level != _OF_ROWS or each.numel() == 1]
+        for tensor in [base_of(written), *others]:
+            if tensor is not written and _share_memory(tensor, written):
+                self._learn(tensor, unknown)
 
     def _facts_of(self, call: FunctionCall, result: Tensor) -> Facts:
         """Returns the facts about a result that is not in the formula."""
@@ -697,6 +700,14 @@ class SumNotes(TorchFunctionMode):
                 total = self._add("the loss", weighted_sum(leaf, 1))
                 self._quotient("the loss", total, 1.0, object(), leaf, is_target=False)
                 self._facts[leaf] = self._facts[leaf]._replace(form=_OTHER)
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Returns True if two plain tensors have one storage."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not is_plain or tensor.device != other.device:
+        return False
+    return storage_id(tensor.untyped_storage()) == storage_id(other.untyped_storage())
 
 
 def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:

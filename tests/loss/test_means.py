@@ -209,6 +209,8 @@ REFUSED = {
     "a variance": lambda out, values: (out - out.mean()).square().mean(),
     "concordance": lambda out, values: ((out - out.mean()) * (values - values.mean())).mean(),
     "a view that is written to": lambda out, values: write_to_a_view(out),
+    "an alias of a mean that is written to": lambda out, values: write_to_an_alias(F.mse_loss(out, values), out.abs().mean()),
+    "an alias of a zero that is written to": lambda out, values: write_to_an_alias(torch.zeros(1), out.abs().mean()),
     "a random number": lambda out, values: F.mse_loss(out, values) * torch.rand(()),
     "a median": lambda out, values: (out - values).abs().median(),
     "a mean times a value of the rows": lambda out, values: F.mse_loss(out, values) * values.amax(),
@@ -229,6 +231,12 @@ class MeanOfSquares(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         return gradient * 2 * context.saved_tensors[0] / context.saved_tensors[0].numel()
+
+
+def write_to_an_alias(total, mean):
+    alias = total.view(())
+    total += mean
+    return alias * 1.0
 
 
 def write_to_a_view(output):
