@@ -13,6 +13,7 @@ The sums are added over shards, micro-batches and ranks, and the formula is comp
 result that depends on the rows in another way has no formula.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -117,6 +118,7 @@ class Operation(NamedTuple):
     inputs: Sequence[int]  # the places that are computed before
     results: Sequence[int]
     writes: bool = False  # The first argument gets the result.
+    has_graph: bool = True
     text: str = ""  # It stands in place of that of the arguments.
 
 
@@ -174,7 +176,8 @@ class Formula:
             args, kwargs = arguments
             if each.writes:
                 args = (args[0].clone(), *args[1:])
-            result = each.function(*args, **kwargs)
+            with contextlib.nullcontext() if each.has_graph else torch.no_grad():
+                result = each.function(*args, **kwargs)
             values.update(zip(each.results, _tensors(each.name, result, args), strict=True))
         return containers.map_leaves(fill, self.result)
 
@@ -274,7 +277,8 @@ class Facts(NamedTuple):
     divided: tuple[int, float] | None = None  # The place of a sum, and the number that divided it.
     is_target: bool = False  # It does not depend on the outputs.
     is_selected: bool = False  # The size depends on values.
-    is_copy: bool = False  # A copy in an autograd function. Only that of DDP hands a gradient on.
+    # It was computed without a graph. An autograd function may have given it a derivative.
+    is_inside: bool = False
     text: str = "a tensor"  # "a tensor", or how a constant was made
 
 
@@ -290,7 +294,6 @@ class FunctionCall(NamedTuple):
     kwargs: dict[str, Any]
     tensors: Sequence[Tensor]  # The result depends on these.
     level: int
-    is_outside: bool  # It is not in an autograd function.
     writes: bool
 
 
@@ -369,7 +372,7 @@ class SumNotes(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
         """Calls a function, which may have returned one of ``results``, and notes it."""
         call = self._describe(func, args, kwargs)
-        if func in RULES and call.level == _OF_ROWS and call.is_outside:
+        if func in RULES and call.level == _OF_ROWS:
             return self._loss(func, arguments_of(func, *args, **kwargs))
         operation = self._operation(call, func, args, kwargs)
         if call.writes and call.level:
@@ -382,13 +385,13 @@ class SumNotes(TorchFunctionMode):
             return result
         for tensor in tensors:
             self._learn(tensor, self._facts_of(call, tensor))
-        if call.is_outside and call.level == _OF_ROWS and call.name in _REDUCTIONS:
+        if call.level == _OF_ROWS and call.name in _REDUCTIONS:
             self._reduce(call, tensors[0])
         return result
 
     def _operation(self, call: FunctionCall, func: Any, args: Any, kwargs: Any) -> Operation | None:
         """Returns an operation on sums or parameters, or None for another one."""
-        if not call.is_outside or call.level > _OF_SUMS:
+        if call.level > _OF_SUMS or (call.name == "clone" and self._is_inside):
             return None
         places = [self._of(tensor).number for tensor in call.tensors]
         inputs = [place for place in places if place is not None]
@@ -399,7 +402,7 @@ class SumNotes(TorchFunctionMode):
         if name == "get":  # Ranks exchange functions, and properties have none with a name.
             name = func.__self__.__name__
             func = operator.attrgetter(name)
-        return Operation(func, name, arguments, inputs, (), call.writes)
+        return Operation(func, name, arguments, inputs, (), call.writes, not self._is_inside)
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:
         whole_name = str(getattr(func, "__name__", ""))
@@ -411,9 +414,12 @@ class SumNotes(TorchFunctionMode):
         levels = {self._of(tensor).level for tensor in tensors}
         level = _OF_BOTH if {_OF_SUMS, _OF_ROWS} <= levels else max(levels, default=_OF_NOTHING)
         writes = whole_name in _WRITES or (whole_name[-1:] == "_" and whole_name[:1] != "_")
-        # The backward of an autograd function is not that of the sums in its forward.
-        is_outside = torch.is_grad_enabled() == self._has_graph
-        return FunctionCall(name, values, kwargs, tensors, level, is_outside, writes)
+        return FunctionCall(name, values, kwargs, tensors, level, writes)
+
+    @property
+    def _is_inside(self) -> bool:
+        """True in a block without a graph, such as the forward of an autograd function."""
+        return torch.is_grad_enabled() != self._has_graph
 
     def _of(self, value: object) -> Facts:
         """Returns what is known of a value."""
@@ -422,7 +428,8 @@ class SumNotes(TorchFunctionMode):
         facts: Facts | None = self._facts.get(value)
         if facts is None and isinstance(value, nn.Parameter):
             facts = self._capture(value)
-        if facts and facts.is_copy and not is_output_of_ddp(value):
+        has_graph = facts is not None and facts.is_inside and value.requires_grad
+        if has_graph and not is_output_of_ddp(value):
             return Facts(_OF_BOTH)
         return facts or _UNKNOWN
 
@@ -438,7 +445,7 @@ class SumNotes(TorchFunctionMode):
         if facts == _UNKNOWN:
             self._facts.pop(tensor, None)
         else:
-            self._facts[tensor] = facts
+            self._facts[tensor] = facts._replace(is_inside=self._is_inside)
 
     def _place(self, tensor: Tensor) -> Value | Constant:
         """Returns the place of a tensor, or a copy of a constant, which may be written to."""
@@ -465,15 +472,15 @@ class SumNotes(TorchFunctionMode):
     def _facts_of(self, call: FunctionCall, result: Tensor) -> Facts:
         """Returns the facts about a result that is not in the formula."""
         name, tensors, level = call.name, call.tensors, call.level
-        if name == "clone" and level == _OF_SUMS and not call.is_outside:
-            return self._of(tensors[0])._replace(is_copy=True)
+        if name == "clone" and level == _OF_SUMS:  # DDP makes it in an autograd function.
+            return self._of(tensors[0])
         is_new = name in _NEW and len(tensors) == 1
         is_created = result.numel() == 1 and (is_new or (not tensors and name in _CREATIONS))
         if is_created or (tensors and level == _OF_NOTHING):
             return _FIXED._replace(text=self._text(name, call.values[int(is_new) :]))
         if not tensors:
             return _UNKNOWN  # It may be random, or be written to unseen.
-        if level == _OF_SUMS or not (call.is_outside or result.dim()):
+        if level == _OF_SUMS:
             return Facts(_OF_BOTH)
         return self._facts_of_rows(call, result)
 
@@ -517,7 +524,7 @@ class SumNotes(TorchFunctionMode):
         numbers = [next(self._numbers) for _ in results]
         self._operations.append(operation._replace(results=numbers))
         for number, tensor in zip(numbers, results, strict=True):
-            self._facts[tensor] = Facts(call.level, number, form, is_target=is_target)
+            self._learn(tensor, Facts(call.level, number, form, is_target=is_target))
 
     def _form_of(self, call: FunctionCall) -> Form:
         """Returns the form of the result of an operation on sums."""
@@ -572,7 +579,7 @@ class SumNotes(TorchFunctionMode):
         """Notes an undivided sum over the rows."""
         number = self._add(kind, total)
         form = _SUM._replace(place=number)
-        self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
+        self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
 
     def _quotient(
         self, kind: str, total: int, count: Any, key: Hashable, result: Tensor, *, is_target: bool
@@ -585,7 +592,7 @@ class SumNotes(TorchFunctionMode):
         inputs = [total, divisor]
         self._operations.append(Operation(torch.div, "div", places, inputs, [number], text=text))
         form = Form("mean", divisor, key)
-        self._facts[result] = Facts(_OF_SUMS, number, form, is_target=is_target)
+        self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
 
     def _divide(self, call: FunctionCall, facts: Facts, number: Any, result: Tensor) -> bool:
         """Divides a sum by a number, which follows from the sizes of the rows.

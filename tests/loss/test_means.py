@@ -211,6 +211,7 @@ REFUSED = {
     "a view that is written to": lambda out, values: write_to_a_view(out),
     "an alias of a mean that is written to": lambda out, values: write_to_an_alias(F.mse_loss(out, values), out.abs().mean()),
     "an alias of a zero that is written to": lambda out, values: write_to_an_alias(torch.zeros(1), out.abs().mean()),
+    "a loss with another derivative": lambda out, values: Tripled.apply(F.mse_loss(out, values)),
     "a random number": lambda out, values: F.mse_loss(out, values) * torch.rand(()),
     "a median": lambda out, values: (out - values).abs().median(),
     "a mean times a value of the rows": lambda out, values: F.mse_loss(out, values) * values.amax(),
@@ -231,6 +232,21 @@ class MeanOfSquares(torch.autograd.Function):
     @staticmethod
     def backward(context, gradient):
         return gradient * 2 * context.saved_tensors[0] / context.saved_tensors[0].numel()
+
+
+def without_graph(function):
+    with torch.no_grad():
+        return function()
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, loss):
+        return loss * 1.0
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3
 
 
 def write_to_an_alias(total, mean):
@@ -329,6 +345,10 @@ def test_random_numbers_of_the_check_are_put_back():
 
 
 ACCEPTED = {
+    "a count without a graph": lambda out, values: out.abs().sum() / without_graph(lambda: (values > 0.5).sum()),
+    "a weight without a graph": lambda out, values: (
+        F.mse_loss(out, values) * without_graph(lambda: F.l1_loss(out, values) / (1 + out.square().mean()))
+    ),
     "Dice": lambda out, values: 1 - 2 * (out.sigmoid() * values).sum() / (out.sigmoid().sum() + values.sum()),
     "smooth Dice": lambda out, values: 1 - (2 * (out.sigmoid() * values).sum() + 1) / (out.sigmoid().sum() + values.sum() + 1),
     "PSNR": lambda out, values: 10 * torch.log10(F.mse_loss(out, values)),
