@@ -515,7 +515,7 @@ class SumNotes(TorchFunctionMode):
         is_target = facts.is_target and other.is_target
         form = self._form_of(call) if call.level else _CONSTANT
         if call.name == "div" and call.level and not call.kwargs:
-            if self._divide(call, facts, second, results[0]):
+            if self._divide(facts, second, results[0]):
                 return
             form = self._over(facts.form, other.form) or form
         if form.kind == "sum" and results[0].numel() == 1:
@@ -594,12 +594,12 @@ class SumNotes(TorchFunctionMode):
         form = Form("mean", divisor, key)
         self._learn(result, Facts(_OF_SUMS, number, form, is_target=is_target))
 
-    def _divide(self, call: FunctionCall, facts: Facts, number: Any, result: Tensor) -> bool:
+    def _divide(self, facts: Facts, number: Any, result: Tensor) -> bool:
         """Divides a sum by a number, which follows from the sizes of the rows.
 
         Returns False for another division.
         """
-        is_number = isinstance(number, (int, float)) and bool(number) and not call.writes
+        is_number = isinstance(number, (int, float)) and bool(number)
         if not is_number or (facts.form.kind != "sum" and facts.divided is None):
             return False
         if not self._knows_numbers:

@@ -249,6 +249,12 @@ class Tripled(torch.autograd.Function):
         return gradient * 3
 
 
+def divide_in_place(total, *numbers):
+    for number in numbers:
+        total /= number
+    return total.div_(2)
+
+
 def write_to_an_alias(total, mean):
     alias = total.view(())
     total += mean
@@ -345,6 +351,8 @@ def test_random_numbers_of_the_check_are_put_back():
 
 
 ACCEPTED = {
+    "a sum that is divided in place": lambda out, values: divide_in_place(out.square().sum(), len(out)).sqrt(),
+    "a sum that is divided in place twice": lambda out, values: divide_in_place(out.square().sum(), out.size(1), len(out)),
     "a count without a graph": lambda out, values: out.abs().sum() / without_graph(lambda: (values > 0.5).sum()),
     "a weight without a graph": lambda out, values: (
         F.mse_loss(out, values) * without_graph(lambda: F.l1_loss(out, values) / (1 + out.square().mean()))
