@@ -86,6 +86,10 @@ class Constant(containers.Leaf):
     tensor: Tensor
     text: str
 
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what another rank gets, which may have other devices."""
+        return {"tensor": self.tensor.cpu(), "text": self.text}
+
 
 class Unknown(containers.Leaf):
     """A result that is no function of sums."""
@@ -152,6 +156,10 @@ class Formula:
     forms: dict[str, Form]
     outside: dict[int, Tensor]
     logged: set[str]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what another rank gets: parameters outside of the criterion stay on this one."""
+        return {**vars(self), "outside": dict.fromkeys(self.outside)}
 
     @functools.cached_property
     def losses(self) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.outputs import PerReplica
 from ..batch.rows import Shard
+from ..runtime.collectives import world_size
 from ..runtime.devices import move
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import ROWS_TO_CHECK, LossOfSums, ShardStatistics
@@ -223,6 +224,7 @@ class LossOfMeans(LossOfSums):
     """
 
     _is_first_pass = False
+    _is_by_hand = False
 
     def collect(self, calls: Calls) -> list[Any]:
         """Adds the statistics of a micro-batch in the first pass."""
@@ -255,6 +257,20 @@ class LossOfMeans(LossOfSums):
         needed = self.formula.inputs_of(self.formula.losses)
         counts = [each for each in needed if each.key is not None and not each.is_bounded]
         return bool(counts) and not any(bool(sums[each.number]) for each in counts)
+
+    def _sum_over_ranks(self, nothing: Tensor) -> list[int]:
+        """Sums the statistics of all ranks. Returns the ranks with rows, which have a formula each."""
+        formula = self._structure
+        ranks = super()._sum_over_ranks(nothing)
+        if formula is not None:
+            self._structure = formula
+        is_partly = ranks and len(ranks) < world_size()
+        if self._is_by_hand and is_partly and self.formula.outside:
+            raise ValueError(
+                "the criterion uses parameters that are not its own, and a rank has no rows, expected rows on each rank: add a "
+                "penalty to the loss that the criterion returned, or use TrainStep"
+            )
+        return ranks
 
     def _sums(self) -> list[Tensor]:
         return [total for name, total in self._total.items() if name.role in ("total", "count")]
@@ -297,6 +313,7 @@ class LossOfMeans(LossOfSums):
 
     def finish(self, nothing: Tensor) -> Any:
         """Returns the loss of all statistics, as in :class:`LossOfSums`."""
+        self._is_by_hand = True
         result = super().finish(nothing)
         numbers = {name.kind: self._total[name] for name in self._total if name.role == "number"}
         for place, leaf in containers.leaves(result):
@@ -414,7 +431,8 @@ class ExactLossOfMeans(LossOfMeans):
         everywhere = enumerate(self._gather((self._structure, form, numbers)))
         by_rank = {rank: parts for rank, parts in everywhere if parts[1]}
         self._check_shapes([form for _, form, _ in by_rank.values()])
-        for self._structure, form, _ in [*by_rank.values()][-1:]:
+        for formula, form, _ in [*by_rank.values()][-1:]:
+            self._structure = self._structure or formula
             for place, like in form.items():
                 everyone = itertools.chain(*(parts[2][place] for parts in by_rank.values()))
                 total = add_numbers([*everyone])

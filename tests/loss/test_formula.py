@@ -249,3 +249,53 @@ def test_ranks_are_exact(first, strategy):
             expected_loss, expected = plain_program(net, criterion, inputs, targets)
             torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-10, atol=1e-10)
             assert_same_gradients(found_gradients, [each for each in expected if each is not None or strategy == "ddp"])
+
+
+def penalized_updates(rank, sizes, way, strategy):
+    """Returns the loss and the gradients of an update whose criterion has a penalty on a parameter of the model."""
+    torch.set_default_dtype(torch.float64)
+    net, inputs, target = penalty_problem()
+    criterion = penalty_of(net)
+    inputs, target = (tensor.split(sizes)[rank] for tensor in (inputs, target))
+    model, split = parallelize(net, criterion, ["cpu"], strategy=strategy)
+    if way == "by hand":
+        loss = split(model(inputs), target)
+        loss.backward()
+    else:
+        loss = TrainStep(model, split, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=way)(inputs, target)
+    found = loss.detach(), gradients(net)
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def penalty_problem():
+    torch.manual_seed(0)
+    return build_net(), torch.randn(7, 4), torch.arange(7) % CLASSES
+
+
+def penalty_of(net):
+    weight = next(net.parameters())
+    return lambda out, target: (
+        F.cross_entropy(out, target).sqrt() * (1 + out.square().mean()) + 0.3 * weight.square().sum().sqrt()
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "way"), [([4, 3], "by hand"), ([4, 3], None), ([2, 5], 2), ([7, 0], 2), ([0, 7], None)], ids=str
+)
+def test_a_penalty_on_the_model_counts_once_on_ranks(sizes, way):
+    net, inputs, target = penalty_problem()
+    loss, expected = plain_program(net, penalty_of(net), inputs, target)
+    for found, found_gradients in run_ranks(2, penalized_updates, sizes, way, "ddp"):
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(found_gradients, expected)
+
+
+@on_ranks(2)
+def test_a_penalty_on_the_model_is_refused_by_hand_without_rows(rank):
+    torch.set_default_dtype(torch.float64)
+    net, inputs, target = penalty_problem()
+    model, criterion = parallelize(net, penalty_of(net), ["cpu"])
+    rows = [slice(0, 7), slice(0, 0)][rank]
+    with pytest.raises(ValueError, match="parameters that are not its own, and a rank has no rows"):
+        criterion(model(inputs[rows]), target[rows])
