@@ -335,7 +335,8 @@ class LossOfSums(CoupledLoss):
         for part in parts:
             if part.tensors:
                 self._check_shapes([self._total or part.tensors, part.tensors])
-                self._structure = part.structure
+                # That of the first replica, which has the parameters themselves.
+                self._structure = part.structure if self._structure is None else self._structure
             for place, tensor in part.tensors.items():
                 total = self._total.get(place)
                 self._total[place] = (

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer
 
+from balanced_parallel import simulate
 from balanced_parallel.integrations.transformers import BalancedTrainer
 
 THREE = ["cpu"] * 3
@@ -196,6 +197,26 @@ def test_losses_that_users_write(function, parts):
     devices = settings.pop("device_ids", None)
     arguments = make_arguments(**settings)
     check(train(Own(make_model("tags"), arguments, train_dataset=rows, data_collator=pad, device_ids=devices)), expected)
+
+
+def several_means_with_decay(model, inputs, items):
+    output = model(**inputs)
+    decay = sum(parameter.square().sum() for parameter in model.parameters())
+    return output.loss + 0.1 * output.logits.square().mean() + 1e-2 * decay
+
+
+def test_a_penalty_counts_on_distinct_devices_in_two_passes():
+    class Own(BalancedTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return several_means_with_decay(model, inputs, num_items_in_batch)
+
+    def train_on(model, devices):
+        arguments, rows = make_arguments(gradient_accumulation_steps=3), make_rows("tags", 13)
+        return train(Own(model, arguments, train_dataset=rows, data_collator=pad, device_ids=devices))
+
+    expected = train_on(make_model("tags"), ["cpu"] * 2)
+    with simulate(2):
+        check(train_on(make_model("tags").to("sim:0"), ["sim:0", "sim:1"]), expected)
 
 
 def test_a_number_read_from_the_rows_is_refused():
