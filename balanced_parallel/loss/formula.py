@@ -72,6 +72,14 @@ _INDICES = slice, int, type(None), type(...)  # They select elements that no val
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
 
 
+_METHODS = {id(each): name for kind in Tensor.__mro__ for name, each in vars(kind).items()}
+
+
+def call_method(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of a tensor, its first argument."""
+    return getattr(Tensor, name)(*args, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Value(containers.Leaf):
     """The place of a tensor in a formula. Parameters of the criterion have -1, -2, ..."""
@@ -407,9 +415,12 @@ class SumNotes(TorchFunctionMode):
             return None
         arguments = containers.map_tensors(self._place, (tuple(args), kwargs))
         name = call.name
-        if name == "get":  # Ranks exchange functions, and properties have none with a name.
+        # Ranks exchange functions. Properties and some operators have none that can be imported.
+        if name == "get":
             name = func.__self__.__name__
             func = operator.attrgetter(name)
+        elif id(func) in _METHODS:
+            func = functools.partial(call_method, _METHODS[id(func)])
         return Operation(func, name, arguments, inputs, (), call.writes, not self._is_inside)
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> FunctionCall:

@@ -45,6 +45,8 @@ ONE = {
     "log": lambda x: (1 + x.abs()).log(),
     "bounded": lambda x: x.clamp(min=-1, max=3),
     "exponential": lambda x: torch.exp(-x.square() * 0.02),
+    "power": lambda x: 2 ** -(x**2).clamp(max=20) + x,
+    "operators": lambda x: 1 - x.detach() // 1 + abs(-x) * 0.3 + 1 / (1 + x**2),
     "tanh": lambda x: torch.tanh(x * 0.3),
     "negative": lambda x: -2 * x,
     "detached": lambda x: x.detach() + 1,
