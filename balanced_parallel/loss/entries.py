@@ -13,8 +13,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +23,15 @@ from ..batch import containers
 from ..runtime.collectives import gather_objects
 from .sums import LossSum, add_numbers, weighted_sum
 
-LoggedMeans = Mapping[str, LossSum | None]
+
+class LoggedSums(NamedTuple):
+    """A value to log that is a function of sums, which add up over the parts."""
+
+    compute: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]  # No parameters are needed.
+    sums: Sequence[Any]
+
+
+LoggedMeans = Mapping[str, LossSum | LoggedSums | None]
 MeanNumbers = tuple[
     float, float | None, float
 ]  # the total of a mean, its weight, and the least weight
@@ -106,14 +114,12 @@ def add_means(part: object) -> LossSum:
             "step(inputs, targets) with functions of the targets alone, one per mean, as in weight={'class': lambda target: "
             "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
         )
-    logged = {place: detached(entries[place]) for place in places}
+    logged = {}
+    for place in places:
+        total = entries[place].total.detach()
+        logged[place] = dataclasses.replace(entries[place], total=total)
     total = functools.reduce(torch.add, [mean.total for mean in sums])
     return LossSum(total, sums[0].weight, logged=logged)
-
-
-def detached(mean: LossSum) -> LossSum:
-    """Returns a sum without a graph."""
-    return dataclasses.replace(mean, total=mean.total.detach())
 
 
 def merge_logged(parts: Iterable[LoggedMeans]) -> dict[str, float]:
@@ -126,25 +132,32 @@ def merge_logged(parts: Iterable[LoggedMeans]) -> dict[str, float]:
         for place, mean in part.items():
             numbers = None if mean is None else _numbers_of(mean)
             local.append((place.strip(".[]'\""), numbers))
-    values: dict[str, list[MeanNumbers | None]] = {}
+    values: dict[str, list[MeanNumbers | LoggedSums | None]] = {}
     for name, numbers in itertools.chain(*gather_objects(local)):
         values.setdefault(name, []).append(numbers)
     return {name: _merge(name, each) for name, each in values.items()}
 
 
-def _numbers_of(mean: LossSum) -> MeanNumbers:
+def _numbers_of(mean: LossSum | LoggedSums) -> MeanNumbers | LoggedSums:
+    if isinstance(mean, LoggedSums):
+        return LoggedSums(mean.compute, [*map(float, mean.sums)])
     weight = None if mean.weight is None else float(mean.weight)
     return float(mean.total), weight, mean.bound.minimum if mean.bound else 0.0
 
 
-def _merge(name: str, values: list[MeanNumbers | None]) -> float:
+def _merge(name: str, values: list[MeanNumbers | LoggedSums | None]) -> float:
     """Returns the value of the whole batch."""
-    means = [value for value in values if value is not None]
-    if len(means) < len(values):
+    if None in values:
         raise ValueError(
             f"the value {name!r} beside the loss is not a function of sums over the rows, so that of the whole batch is unknown, "
             "expected sums and means over the rows; or compute it of the outputs: step(..., return_outputs=True)"
         )
+    functions = [value for value in values if isinstance(value, LoggedSums)]
+    if functions:
+        columns = zip(*(value.sums for value in functions), strict=True)
+        sums = [torch.tensor(add_numbers(column), dtype=torch.float64) for column in columns]
+        return float(functions[0].compute(sums, ()))
+    means = [value for value in values if value is not None]
     totals, weights, bounds = zip(*means, strict=True)
     divisor = 1.0 if None in weights else max(add_numbers(weights), bounds[0])
     return add_numbers(totals) / divisor if divisor else math.nan

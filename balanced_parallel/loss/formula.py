@@ -197,6 +197,19 @@ class Formula:
             values.update(zip(each.results, _tensors(each.name, result, args), strict=True))
         return containers.map_leaves(fill, self.result)
 
+    def entry(self, place: str) -> "Formula | None":
+        """Returns the formula of one entry, or None if it needs parameters."""
+        leaf = self.entries[place]
+        numbers = needed([leaf], self.operations)
+        if numbers & self.outside.keys() or min(numbers, default=0) < 0:
+            return None
+        return dataclasses.replace(
+            self,
+            result=leaf,
+            operations=[each for each in self.operations if numbers.intersection(each.results)],
+            inputs=self.inputs_of([place]),
+        )
+
     def inputs_of(self, places: Sequence[str]) -> list[Statistic]:
         """Returns the statistics that some entries of the result need."""
         numbers = needed([self.entries[place] for place in places], self.operations)

@@ -25,10 +25,10 @@ from ..runtime.collectives import world_size
 from ..runtime.devices import move
 from .copies import Calls, CriterionCopies, ShardLoss
 from .coupled import ROWS_TO_CHECK, LossOfSums, ShardStatistics
-from .entries import LoggedMeans, detached, places_to_log, refuse_total
+from .entries import LoggedMeans, LoggedSums, places_to_log, refuse_total
 from .formula import OVER_NUMBER, Form, Formula, Statistic, SumNotes, Unknown, Value
 from .rules import refuse_coupled, unwrap
-from .sums import Bound, LossSum, add_numbers, add_up, weighted_sum, widen
+from .sums import LossSum, add_numbers, add_up, weighted_sum, widen
 
 
 class UnknownMeanError(ValueError):
@@ -143,23 +143,24 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
         )
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
-    whole = _sum_of(noted, formula.losses, mean, sums, shard)
-    logged: dict[str, LossSum | None] = {}
+    whole = _sum_of(noted, mean, sums, shard)
+    pairs = zip(noted.statistics, sums, strict=True)
+    detached = {each.number: number.detach() for each, number in pairs}
+    logged: dict[str, LoggedSums | None] = {}
     for place, leaf in formula.entries.items():
         if place in formula.logged and not isinstance(leaf, (int, float, type(None))):
-            mean_of_place = formula.mean_of([place])
-            logged[place] = mean_of_place and detached(
-                _sum_of(noted, [place], mean_of_place, sums, shard)
-            )
-    return dataclasses.replace(
-        whole, terms=dict(zip(noted.names(), sums, strict=True)), logged=logged
-    )
+            entry = None if isinstance(leaf, Unknown) else formula.entry(place)
+            logged[place] = None
+            if entry is not None:
+                numbers = [detached[each.number] for each in entry.inputs]
+                logged[place] = LoggedSums(entry.compute, numbers)
+    terms = dict(zip(noted.names(), sums, strict=True))
+    return dataclasses.replace(whole, terms=terms, logged=logged)
 
 
-def _sum_of(
-    noted: Noted, places: Sequence[str], mean: Form, sums: Sequence[Tensor], shard: ShardLoss
-) -> LossSum:
-    """Returns the sum of some entries, and its weight. No count is zero in it."""
+def _sum_of(noted: Noted, mean: Form, sums: Sequence[Tensor], shard: ShardLoss) -> LossSum:
+    """Returns the sum of the losses, and its weight. No count is zero in it."""
+    formula = noted.formula
     count: Any = 0.0
     factor: Any = 1.0
     values = []
@@ -172,9 +173,9 @@ def _sum_of(
         values.append(value)
     criterion = shard.criterion
     parameters = [*criterion.parameters()] if isinstance(criterion, nn.Module) else []
-    entries = dict(containers.leaves(noted.formula.compute(values, parameters)))
-    total = functools.reduce(torch.add, [weighted_sum(entries[place], 1) for place in places])
-    return LossSum(total * factor, count, bound=Bound(mean.least))
+    entries = dict(containers.leaves(formula.compute(values, parameters)))
+    losses = [weighted_sum(entries[place], 1) for place in formula.losses]
+    return LossSum(functools.reduce(torch.add, losses) * factor, count)
 
 
 def _with_graph(tensor: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ class LossOfMeans(LossOfSums):
             return None
         entries = self.formula.entries
         logged = [place for place in self.formula.logged if isinstance(entries[place], Value)]
-        if not all(map(self.formula.mean_of, ([place] for place in logged))):
+        if None in map(self.formula.entry, logged):
             return None
         return self.formula.mean_of(self.formula.losses)
 

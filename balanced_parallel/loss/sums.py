@@ -36,8 +36,8 @@ class LossSum(Leaf):
     weight: Weight | None
     terms: dict[Any, Tensor] | None = None  # the totals of the means that were found in the loss
     bound: "Bound | None" = None  # The bound of the divisor of one of several losses.
-    # Values beside the loss, by their place, or None for one that does not add up.
-    logged: Mapping[str, "LossSum | None"] | None = None
+    # Values beside the loss, by their place, as in ``LoggedMeans``.
+    logged: Mapping[str, Any] | None = None
 
 
 class Bound(NamedTuple):

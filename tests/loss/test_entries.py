@@ -203,7 +203,7 @@ def test_other_modes(case):
 def test_ranks_also_without_rows(rank, strategy):
     torch.set_default_dtype(torch.float64)
     rows = [[slice(0, 4), slice(0, 0), slice(0, ROWS)], [slice(4, ROWS), slice(0, ROWS), slice(0, 0)]][rank]
-    for case in ("total and parts", "tuple", "accuracy", "weights", "all rows"):
+    for case in ("total and parts", "tuple", "accuracy", "accuracy without a graph", "weights", "all rows"):
         for settings in ({}, {"micro_batch_size": 2}):
             check(case, lambda net, criterion: parallelize(net, criterion, ["cpu"], strategy=strategy), rows, **settings)
 
@@ -218,6 +218,22 @@ def test_a_loop_by_hand_gets_the_same_structure(case):
     assert pick(result).item() == pytest.approx(pick(expected).item(), rel=1e-12)
     gradients = [torch.autograd.grad(pick(value), net.parameters()) for value in (result, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_functions_of_sums_to_log_take_no_second_pass():
+    net, (inputs, targets) = build_net().double(), batch(0)
+    criterion = DataParallelCriterion(accuracy_without_a_graph)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=2)
+    forwards = []
+    net.register_forward_hook(lambda *_: forwards.append(1))
+    for _ in range(2):
+        forwards.clear()
+        expected = accuracy_without_a_graph(net(inputs), targets)
+        step(inputs, targets)
+        metrics = step.metrics()
+        assert metrics["share"] == pytest.approx(expected["share"].item(), rel=1e-12)
+    assert len(forwards) == 1 + 6  # The plain program, and three micro-batches on two devices.
 
 
 def total_beside_its_parts(output, target):
