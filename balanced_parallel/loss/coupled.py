@@ -377,7 +377,8 @@ class LossOfSums(CoupledLoss):
         for place, tensor in local.items():
             # Every rank computes the whole loss, and the backward sums its gradients over the
             # ranks, which DistributedDataParallel averages.
-            ours = tensor + nothing if is_differentiable(tensor) else tensor
+            learns = is_differentiable(tensor) and self._learns(place)
+            ours = tensor + nothing if learns else tensor
             self._total[place] = SumOverRanks.apply(ours, None)
         return [*by_rank]
 

@@ -142,6 +142,7 @@ class Statistic(NamedTuple):
     number: int  # the place in the formula
     key: Hashable = None  # None: not a count.
     is_bounded: bool = False  # A quotient has a lower bound of the count.
+    learns: bool = True  # It has a gradient, or nothing tells.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -604,7 +605,9 @@ class SumNotes(TorchFunctionMode):
     def _add(self, kind: str, value: Any, key: Hashable = None) -> int:
         """Notes a statistic. Returns its place."""
         number = next(self._numbers)
-        self.statistics.append(Statistic(kind, value, number, key))
+        has_gradient = isinstance(value, Tensor) and value.requires_grad
+        learns = has_gradient or not self._has_graph
+        self.statistics.append(Statistic(kind, value, number, key, learns=learns))
         return number
 
     def _sum(self, kind: str, total: Tensor, result: Tensor, *, is_target: bool = False) -> None:

@@ -287,13 +287,13 @@ class LossOfMeans(LossOfSums):
         return losses
 
     def _learns(self, place: Any) -> bool:
-        """Returns True for the sums of losses."""
+        """Returns True for the sums of losses that have a gradient."""
         return place.role in ("total", "count") and self._is_of_loss[place.number]
 
     @functools.cached_property
     def _is_of_loss(self) -> list[bool]:
         needed = self.formula.inputs_of(self.formula.losses)
-        return [each in needed for each in self.formula.inputs]
+        return [each.learns and each in needed for each in self.formula.inputs]
 
     def _trained(self) -> list[Tensor]:
         """Returns the parameters of the formula that learn."""
