@@ -409,6 +409,10 @@ class SumNotes(TorchFunctionMode):
             self._keep_values(args[0], call.level)
         result = results[0] if results else func(*args, **kwargs)
         self._note_read(call, result)
+        if (
+            call.values and result is call.values[0] and not call.writes
+        ):  # as .to() of the same type
+            return result
         tensors = _tensors(call.name, result, call.values)
         if operation is not None and tensors:
             self._note(call, operation, tensors)
@@ -461,10 +465,14 @@ class SumNotes(TorchFunctionMode):
         facts: Facts | None = self._facts.get(value)
         if facts is None and isinstance(value, nn.Parameter):
             facts = self._capture(value)
-        has_graph = facts is not None and facts.is_inside and value.requires_grad
-        if has_graph and not is_output_of_ddp(value):
+        if facts is None:
+            return _UNKNOWN
+        has_graph = facts.is_inside and value.requires_grad
+        if has_graph and facts.level == _OF_NOTHING:
+            return self._capture(value)
+        if has_graph and facts.level == _OF_SUMS and not is_output_of_ddp(value):
             return Facts(_OF_BOTH)
-        return facts or _UNKNOWN
+        return facts
 
     def _capture(self, parameter: Tensor) -> Facts:
         """Gives a place to a parameter that the criterion does not have itself."""

@@ -350,7 +350,12 @@ def test_random_numbers_of_the_check_are_put_back():
     assert torch.rand(()) == expected  # each replica drew one
 
 
+WEIGHT = nn.Parameter(torch.tensor([0.5, 0.25]))
 ACCEPTED = {
+    "a penalty with another derivative": lambda out, values: F.mse_loss(out, values).sqrt() + Tripled.apply(WEIGHT).sum(),
+    "a loss that is read without a graph": lambda out, values: (
+        lambda loss: (loss, without_graph(lambda: loss.to(loss.dtype) * 2))[0].sqrt()
+    )(F.mse_loss(out, values)),
     "a sum that is divided in place": lambda out, values: divide_in_place(out.square().sum(), len(out)).sqrt(),
     "a sum that is divided in place twice": lambda out, values: divide_in_place(out.square().sum(), out.size(1), len(out)),
     "a count without a graph": lambda out, values: out.abs().sum() / without_graph(lambda: (values > 0.5).sum()),
