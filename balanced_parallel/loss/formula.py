@@ -411,7 +411,7 @@ class SumNotes(TorchFunctionMode):
         self._note_read(call, result)
         if (
             call.values and result is call.values[0] and not call.writes
-        ):  # as .to() of the same type
+        ):  # A conversion to its own type.
             return result
         tensors = _tensors(call.name, result, call.values)
         if operation is not None and tensors:
