@@ -636,12 +636,13 @@ def _loss_of_rows(trainer: BalancedTrainer, model: nn.Module, rows: Inputs) -> T
 def _loss_of(parts: Sequence[ShardStatistics], otherwise: Tensor) -> Tensor:
     """Returns the loss of some shards. ``otherwise`` is that of rows that do not count."""
     totals: dict[Any, Tensor] = {}
-    loss = otherwise
+    parts = [part for part in parts if part.tensors]
+    if not parts:
+        return otherwise
     for part in parts:
         for place, tensor in part.tensors.items():
             totals[place] = totals.get(place, 0.0) + tensor.to(otherwise.device)
-    for part in [part for part in parts if part.tensors][:1]:
-        loss = part.structure.compute([*totals.values()], ())
+    loss: Tensor = parts[0].structure.compute([*totals.values()], ())
     return loss
 
 

@@ -234,7 +234,8 @@ class LossOfSums(CoupledLoss):
         self.is_shared = True
         self.compare(self.samples, self.home)
         if has_rows:
-            learning = {place: sum for place, sum in self._total.items() if self._learns(place)}
+            totals = self._total.items()
+            learning = {place: total for place, total in totals if self._learns(place)}
             slopes = self._derivatives(self._finish, [*learning.values()], ranks, scaler)
             self._slopes = dict(zip(learning, slopes, strict=True))
 
@@ -335,8 +336,8 @@ class LossOfSums(CoupledLoss):
         for part in parts:
             if part.tensors:
                 self._check_shapes([self._total or part.tensors, part.tensors])
-                # That of the first replica, which has the parameters themselves.
-                self._structure = part.structure if self._structure is None else self._structure
+                if self._structure is None:  # The first replica has the parameters themselves.
+                    self._structure = part.structure
             for place, tensor in part.tensors.items():
                 total = self._total.get(place)
                 self._total[place] = (

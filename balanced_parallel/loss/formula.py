@@ -70,8 +70,7 @@ _CREATIONS = {"tensor", "as_tensor", "zeros", "ones", "full", "scalar_tensor"}
 _PROPERTIES = {"__get__", "size", "dim"}  # They may be read, as in a model.
 _INDICES = slice, int, type(None), type(...)  # They select elements that no value tells.
 _WRITES = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
-
-
+# Names of the methods of a tensor. Some cannot be imported by the name that they have themselves.
 _METHODS = {id(each): name for kind in Tensor.__mro__ for name, each in vars(kind).items()}
 
 
@@ -201,7 +200,7 @@ class Formula:
     def entry(self, place: str) -> "Formula | None":
         """Returns the formula of one entry, or None if it needs parameters."""
         leaf = self.entries[place]
-        numbers = needed([leaf], self.operations)
+        numbers = places_behind([leaf], self.operations)
         if numbers & self.outside.keys() or min(numbers, default=0) < 0:
             return None
         return dataclasses.replace(
@@ -213,7 +212,7 @@ class Formula:
 
     def inputs_of(self, places: Sequence[str]) -> list[Statistic]:
         """Returns the statistics that some entries of the result need."""
-        numbers = needed([self.entries[place] for place in places], self.operations)
+        numbers = places_behind([self.entries[place] for place in places], self.operations)
         return [each for each in self.inputs if each.number in numbers]
 
     def text_of(self, places: Sequence[str]) -> str:
@@ -226,7 +225,7 @@ class Formula:
 
     def mean_of(self, places: Sequence[str]) -> Form | None:
         """Returns the sum of some entries, or None if it is no linear combination over one count."""
-        form = _add([self.forms.get(place, _OTHER) for place in places])
+        form = _add([self.forms[place] for place in places])
         is_bounded = form.has_constant and bool(form.least)
         return form if form.kind in ("sum", "mean") and not is_bounded else None
 
@@ -237,7 +236,7 @@ def move_to(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor if device is None or is_on_host else move(tensor, device)
 
 
-def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int]:
+def places_behind(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int]:
     """Returns the places that some leaves are computed of, with their own."""
     places = {leaf.number for leaf in leaves if isinstance(leaf, Value)}
     for each in reversed(operations):
@@ -249,11 +248,9 @@ def needed(leaves: Iterable[object], operations: Sequence[Operation]) -> set[int
 def _tensors(name: str, result: object, args: Sequence[object]) -> list[Tensor]:
     """Returns the tensors in the result of an operation, or the one that it has written to."""
     parts = args[:1] if name == "setitem" else result
-    return [
-        part
-        for part in (parts if isinstance(parts, (tuple, list)) else [parts])
-        if isinstance(part, Tensor)
-    ]
+    if not isinstance(parts, (tuple, list)):
+        parts = [parts]
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _text_of(operation: Operation, texts: dict[int, str]) -> str:
@@ -409,9 +406,8 @@ class SumNotes(TorchFunctionMode):
             self._keep_values(args[0], call.level)
         result = results[0] if results else func(*args, **kwargs)
         self._note_read(call, result)
-        if (
-            call.values and result is call.values[0] and not call.writes
-        ):  # A conversion to its own type.
+        is_same = bool(call.values) and result is call.values[0]
+        if is_same and not call.writes:  # A conversion to the own type returns its argument.
             return result
         tensors = _tensors(call.name, result, call.values)
         if operation is not None and tensors:
@@ -731,7 +727,7 @@ class SumNotes(TorchFunctionMode):
 
         structure = containers.map_leaves(place, result)
         entries = dict(containers.leaves(structure))
-        places = needed(entries.values(), self._operations)
+        places = places_behind(entries.values(), self._operations)
         self.statistics = [each for each in self.statistics if each.number in places]
         return Formula(
             structure,

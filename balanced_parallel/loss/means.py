@@ -144,18 +144,24 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
     whole = _sum_of(noted, mean, sums, shard)
-    pairs = zip(noted.statistics, sums, strict=True)
-    detached = {each.number: number.detach() for each, number in pairs}
-    logged: dict[str, LoggedSums | None] = {}
-    for place, leaf in formula.entries.items():
-        if place in formula.logged and not isinstance(leaf, (int, float, type(None))):
-            entry = None if isinstance(leaf, Unknown) else formula.entry(place)
-            logged[place] = None
-            if entry is not None:
-                numbers = [detached[each.number] for each in entry.inputs]
-                logged[place] = LoggedSums(entry.compute, numbers)
     terms = dict(zip(noted.names(), sums, strict=True))
-    return dataclasses.replace(whole, terms=terms, logged=logged)
+    return dataclasses.replace(whole, terms=terms, logged=_values_of(noted, sums))
+
+
+def _values_of(noted: Noted, sums: Sequence[Tensor]) -> LoggedMeans:
+    """Returns the values to log of a shard. Those that are unknown are None."""
+    pairs = zip(noted.statistics, sums, strict=True)
+    detached = {each.number: total.detach() for each, total in pairs}
+    logged: dict[str, LoggedSums | None] = {}
+    for place, leaf in noted.formula.entries.items():
+        if place not in noted.formula.logged or isinstance(leaf, (int, float, type(None))):
+            continue
+        entry = None if isinstance(leaf, Unknown) else noted.formula.entry(place)
+        logged[place] = None
+        if entry is not None:
+            totals = [detached[each.number] for each in entry.inputs]
+            logged[place] = LoggedSums(entry.compute, totals)
+    return logged
 
 
 def _sum_of(noted: Noted, mean: Form, sums: Sequence[Tensor], shard: ShardLoss) -> LossSum:

@@ -13,12 +13,14 @@ dimension that grows is that of the rows.
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..batch import containers
 from ..batch.rows import Batch, ParallelModel, Shard
+from ..loss.copies import Calls
 from ..loss.kinds import Kind
 from ..runtime.collectives import gather_objects, rank, tell_failure, world_size
 from ..runtime.row_random import Draw, DrawShapes, Forward, UpdateRandom, find_draws
@@ -147,8 +149,11 @@ class NumberedRows:
             compute: Compute = loss.sums
             if loss.passes > 1:
                 device = self._forwards.model.devices[0]
-                make = functools.partial(loss.loss, self._forwards.copies, device, is_split=False)
-                compute = lambda calls: make().collect(calls)  # noqa: E731 - each is a loss of its own
+
+                def compute(calls: Calls) -> list[Any]:
+                    # The state of the criterion differs between the two forwards.
+                    return loss.loss(calls.copies, device, is_split=False).collect(calls)
+
             self._random.find_draws(
                 kind,
                 batch,
