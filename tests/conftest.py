@@ -15,7 +15,9 @@ from hypothesis import settings
 
 from balanced_parallel.replicas import buckets as gradient_buckets
 
-settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
+settings.register_profile(
+    "suite", derandomize=True, deadline=None, database=None
+)  # the same cases on every machine
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite already runs one process per core
 
@@ -44,11 +46,25 @@ def nothing_left_behind():
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     yield
-    changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
-    by_libraries = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "KMP_"  # torch sets them on the first use
+    changed = {
+        name
+        for name in environment.keys() | os.environ.keys()
+        if environment.get(name) != os.environ.get(name)
+    }
+    by_libraries = (
+        "PYTEST_CURRENT_TEST",
+        "TORCHINDUCTOR_",
+        "TRITON_",
+        "CUDA_",
+        "KMP_",
+    )  # torch sets them on the first use
     changed = {name for name in changed if not name.startswith(by_libraries)}
     assert not changed, f"the test changed the environment: {changed}"
-    left = {thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("replica")}
+    left = {
+        thread
+        for thread in set(threading.enumerate()) - threads
+        if thread.name.startswith("replica")
+    }
     if left:  # a worker ends with its models, which may be in a cycle
         gc.collect()
     for thread in left:

@@ -12,16 +12,23 @@ FOLDERS = ("balanced_parallel", "benchmarks", "examples", "scripts")
 
 # Words that open a fragment of a sentence, or refer to a word that is not there.
 PRONOUNS = (
-    "he her his it its itself neither nobody none nothing other others same she such that their theirs them these they this those"
+    "he her his it its itself neither nobody none nothing other others same she such that their "
+    "theirs them these they this those"
 )
-QUESTIONS = "how what whatever when whenever where wherever whether which who whoever whom whose why"
+QUESTIONS = (
+    "how what whatever when whenever where wherever whether which who whoever whom whose why"
+)
 CONJUNCTIONS = "although and as because but if nor or since so than though unless until while yet"
 PREPOSITIONS = (
     "after at before beside beyond by down during for from in inside into like of on out outside over through till to toward "
     "under unlike up upon with within without"
 )
 OTHERS = "are can had has have having here is just less more most much no not once only rather said then there too was were"
-FORBIDDEN = {word for words in (PRONOUNS, QUESTIONS, CONJUNCTIONS, PREPOSITIONS, OTHERS) for word in words.split()}
+FORBIDDEN = {
+    word
+    for words in (PRONOUNS, QUESTIONS, CONJUNCTIONS, PREPOSITIONS, OTHERS)
+    for word in words.split()
+}
 
 
 def definitions(source):
@@ -33,8 +40,15 @@ def definitions(source):
         yield node, is_public
         inside_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         for child in ast.walk(node) if inside_function else _statements(node):
-            if child is not node and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                public = is_public and not inside_function and not child.name.startswith("_") and not _has_no_docstring(child)
+            if child is not node and isinstance(
+                child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            ):
+                public = (
+                    is_public
+                    and not inside_function
+                    and not child.name.startswith("_")
+                    and not _has_no_docstring(child)
+                )
                 waiting.append((child, public))
 
 
@@ -49,7 +63,10 @@ def _statements(node):
 def _has_no_docstring(node):
     """Returns True for setters of properties and for overloads, whose docstring is that of another definition."""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    return any(re.fullmatch(r".*\.(setter|deleter)|(typing\.)?overload", decorator) for decorator in decorators)
+    return any(
+        re.fullmatch(r".*\.(setter|deleter)|(typing\.)?overload", decorator)
+        for decorator in decorators
+    )
 
 
 def opens_badly(node):
@@ -63,12 +80,20 @@ def opens_badly(node):
 
 def bad_openers(source):
     """Returns the first lines of docstrings that open neither with a verb nor with a noun."""
-    return [ast.get_docstring(node).splitlines()[0] for node, _ in definitions(source) if opens_badly(node)]
+    return [
+        ast.get_docstring(node).splitlines()[0]
+        for node, _ in definitions(source)
+        if opens_badly(node)
+    ]
 
 
 def undocumented(source):
     """Returns the names of public definitions without a docstring."""
-    missing = [node for node, is_public in definitions(source) if is_public and ast.get_docstring(node) is None]
+    missing = [
+        node
+        for node, is_public in definitions(source)
+        if is_public and ast.get_docstring(node) is None
+    ]
     return [getattr(node, "name", "module") for node in missing]
 
 
@@ -112,10 +137,33 @@ def test_unmarked_drawings_are_found():
 
 
 def test_bad_openers_are_found():
-    for opener in ("What", "Whether", "Of", "Has", "Its", "How", "As", "Those", "If", "(of", "``x`` of"):
-        assert bad_openers(f'def _f():\n    def g():\n        """{opener} thing."""') == [f"{opener} thing."]
-    for opener in ("Returns", "The", "A bucket of gradients", "One replica's part", "``x``: number"):
-        assert bad_openers(f'"""{opener} of a thing."""\nclass _C:\n    """{opener} of a thing."""') == []
+    for opener in (
+        "What",
+        "Whether",
+        "Of",
+        "Has",
+        "Its",
+        "How",
+        "As",
+        "Those",
+        "If",
+        "(of",
+        "``x`` of",
+    ):
+        assert bad_openers(f'def _f():\n    def g():\n        """{opener} thing."""') == [
+            f"{opener} thing."
+        ]
+    for opener in (
+        "Returns",
+        "The",
+        "A bucket of gradients",
+        "One replica's part",
+        "``x``: number",
+    ):
+        assert (
+            bad_openers(f'"""{opener} of a thing."""\nclass _C:\n    """{opener} of a thing."""')
+            == []
+        )
 
 
 def test_missing_docstrings_of_public_definitions_are_found():

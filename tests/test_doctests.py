@@ -14,12 +14,20 @@ from torch import nn
 
 import balanced_parallel
 
-NAMES = {"torch": torch, "nn": nn, **{name: getattr(balanced_parallel, name) for name in balanced_parallel.__all__}}
-WITH_EXAMPLE = {name for name in balanced_parallel.__all__ if callable(getattr(balanced_parallel, name))}
+NAMES = {
+    "torch": torch,
+    "nn": nn,
+    **{name: getattr(balanced_parallel, name) for name in balanced_parallel.__all__},
+}
+WITH_EXAMPLE = {
+    name for name in balanced_parallel.__all__ if callable(getattr(balanced_parallel, name))
+}
 assert set(balanced_parallel.__all__) - WITH_EXAMPLE == {"memory", "savings"}  # packages
 REFERENCE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 IN_PACKAGES = [f"savings.{name}" for name in balanced_parallel.savings.__all__]
-IN_PACKAGES += re.findall(r"^   (memory\.(?!MemoryPlan)\w+)$", REFERENCE, re.MULTILINE)  # plan makes one
+IN_PACKAGES += re.findall(
+    r"^   (memory\.(?!MemoryPlan)\w+)$", REFERENCE, re.MULTILINE
+)  # plan makes one
 
 
 def examples():

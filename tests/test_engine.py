@@ -51,16 +51,36 @@ def pytest_sessionstart(session):
 @pytest.mark.slow  # tests/test_walls.py says the same of all imports, also of those in functions
 def test_the_engine_passes_its_tests_without_the_other_folders(tmp_path):
     package = Path(balanced_parallel.__file__).parent
-    shutil.copytree(package, tmp_path / "balanced_parallel", ignore=shutil.ignore_patterns(*OTHERS, "__pycache__"))
+    shutil.copytree(
+        package,
+        tmp_path / "balanced_parallel",
+        ignore=shutil.ignore_patterns(*OTHERS, "__pycache__"),
+    )
     assert not {path.name for path in (tmp_path / "balanced_parallel").iterdir()} & set(OTHERS)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_OTHERS)
     (tmp_path / "within_the_copy.py").write_text(WITHIN)
     # the folder of the copy is the first place where Python looks for modules
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "COPY": str(tmp_path)}
-    flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "within_the_copy", "--override-ini=addopts="]
-    flags += ["-c", str(TESTS.parent / "pyproject.toml"), "-m", "not slow and not browser and not libraries and not gpu"]
+    flags = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "within_the_copy",
+        "--override-ini=addopts=",
+    ]
+    flags += [
+        "-c",
+        str(TESTS.parent / "pyproject.toml"),
+        "-m",
+        "not slow and not browser and not libraries and not gpu",
+    ]
     command = [sys.executable, "-m", "pytest", *flags, *(str(TESTS / name) for name in FILES)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout.splitlines()[-1]
     assert "failed" not in done.stdout.splitlines()[-1]

@@ -6,7 +6,16 @@ import itertools
 import pytest
 import torch
 from helpers.by_row import Dropping, drawing_by_row
-from helpers.problems import BODIES, LOSSES, OnTop, assert_exact, assert_same_gradients, gradients, make_targets, plain_program
+from helpers.problems import (
+    BODIES,
+    LOSSES,
+    OnTop,
+    assert_exact,
+    assert_same_gradients,
+    gradients,
+    make_targets,
+    plain_program,
+)
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from hypothesis import given, settings
@@ -27,21 +36,28 @@ ROWS = [1, 2, 7, 9, 12]
 def test_three_replicas_equal_the_plain_program(name, rows):
     make_criterion, kind = LOSSES[name]
     module, criterion, inputs = OnTop(name), make_criterion(), torch.randn(rows, 4)
-    for ignored in [0, rows // 2, -(-rows // 3), rows] if kind == "classes" else [0]:  # among them a whole shard, and all
+    for ignored in (
+        [0, rows // 2, -(-rows // 3), rows] if kind == "classes" else [0]
+    ):  # among them a whole shard, and all
         assert_exact(module, criterion, inputs, *make_targets(kind, rows, ignored))
 
 
 CUTS = list(itertools.product(ROWS, [None, 1, 2]))
 
 
-@pytest.mark.parametrize(("rows", "micro_batch_size"), slow_but(CUTS, (1, 1), (2, None), (7, 2), (9, 1)))
+@pytest.mark.parametrize(
+    ("rows", "micro_batch_size"), slow_but(CUTS, (1, 1), (2, None), (7, 2), (9, 1))
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
     make_criterion, kind = LOSSES[name]
     module, criterion, inputs = OnTop(name), make_criterion(), torch.randn(rows, 4)
     targets = make_targets(kind, rows, rows // 2)
     loss, expected = plain_program(module, criterion, inputs, targets)
-    parameters = [*module.parameters(), *(criterion.parameters() if isinstance(criterion, torch.nn.Module) else ())]
+    parameters = [
+        *module.parameters(),
+        *(criterion.parameters() if isinstance(criterion, torch.nn.Module) else ()),
+    ]
     step = TrainStep(
         DataParallelModel(module, ["cpu"] * 3),
         DataParallelCriterion(criterion),
@@ -52,7 +68,9 @@ def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
     torch.testing.assert_close(step(inputs, targets), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(module, criterion), expected)
     for parameter, old, gradient in zip(parameters, before, expected, strict=True):
-        torch.testing.assert_close(parameter, old if gradient is None else old - 0.1 * gradient, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            parameter, old if gradient is None else old - 0.1 * gradient, rtol=1e-10, atol=1e-10
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +118,22 @@ def check_case(rank, case):
         loss, expected = plain_program(plain, plain_criterion, inputs, targets)
     else:
         plain, module = Dropping(plain), Dropping(module)
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(7)))
+        seed = int(
+            torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(7))
+        )
         with drawing_by_row(seed, range(rows), lambda count: plain(inputs[:1].expand(count, -1))):
             loss, expected = plain_program(plain, plain_criterion, inputs, targets)
         torch.manual_seed(7 + rank)  # the first rank's seed is that of all
 
     model, parallel = parallelize(module, criterion, ["cpu"] * case.devices)
     optimizer = torch.optim.SGD([*module.parameters(), *parallel.parameters()], lr=0.0)
-    step = TrainStep(model, parallel, optimizer, micro_batch_size=case.micro_batch_size, reproducible=case.dropout)
+    step = TrainStep(
+        model,
+        parallel,
+        optimizer,
+        micro_batch_size=case.micro_batch_size,
+        reproducible=case.dropout,
+    )
     mine = case.windows[rank]
     start = sum(map(sum, case.windows[:rank]))
     if case.whole:
@@ -115,7 +141,10 @@ def check_case(rank, case):
         found = step(inputs[start:end], tuple(target[start:end] for target in targets))
     else:
         for size in mine:
-            step.add(inputs[start : start + size], tuple(target[start : start + size] for target in targets))
+            step.add(
+                inputs[start : start + size],
+                tuple(target[start : start + size] for target in targets),
+            )
             start += size
         found = step.apply()
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
@@ -125,10 +154,15 @@ def check_case(rank, case):
 
 def without_zeros(found):
     """A gradient of zeros and none at all are the same update for whoever has nothing to learn: an empty or uncounted shard."""
-    return [torch.zeros(()) if gradient is None or not gradient.any() else gradient for gradient in found]
+    return [
+        torch.zeros(()) if gradient is None or not gradient.any() else gradient
+        for gradient in found
+    ]
 
 
-@pytest.mark.parametrize(("ranks", "examples"), [(1, 60), (2, 20), slow(1, 300), slow(2, 300), slow(3, 300)])
+@pytest.mark.parametrize(
+    ("ranks", "examples"), [(1, 60), (2, 20), slow(1, 300), slow(2, 300), slow(3, 300)]
+)
 def test_random_splits_equal_the_plain_program(ranks, examples):
     checked = []
 
@@ -169,7 +203,11 @@ def test_comparison_detects_division_by_the_number_of_micro_batches(monkeypatch)
 def test_comparison_detects_numbers_that_do_not_follow_the_rows(monkeypatch):
     """Numbers the rows of each shard from zero."""
     begin = Forward.__init__
-    monkeypatch.setattr(Forward, "__init__", lambda self, update, rows, *others: begin(self, update, range(len(rows)), *others))
+    monkeypatch.setattr(
+        Forward,
+        "__init__",
+        lambda self, update, rows, *others: begin(self, update, range(len(rows)), *others),
+    )
     case = Case("mlp", "MSELoss", 0.0, 2, 1, [[5]], True, dropout=True)
     with pytest.raises(AssertionError, match="not close"):
         check_case(0, case)

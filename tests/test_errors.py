@@ -34,7 +34,12 @@ def errors_of(source):
     """Yields line number and text of each raised error. An ellipsis stands for values, but not for constants of the module."""
     tree = ast.parse(source)
     assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
-    constants = {target.id: node.value for node in assignments for target in node.targets if isinstance(target, ast.Name)}
+    constants = {
+        target.id: node.value
+        for node in assignments
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
     def text(node):
         if isinstance(node, ast.Constant):
@@ -43,7 +48,9 @@ def errors_of(source):
             return "".join(map(text, node.values))
         if isinstance(node, ast.FormattedValue):
             return text(node.value)
-        return text(constants[node.id]) if isinstance(node, ast.Name) and node.id in constants else "…"
+        return (
+            text(constants[node.id]) if isinstance(node, ast.Name) and node.id in constants else "…"
+        )
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
@@ -65,7 +72,10 @@ def faults(source):
 
 
 def test_errors_are_one_sentence_that_says_what_to_do():
-    found = {path.relative_to(PACKAGE).as_posix(): faults(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    found = {
+        path.relative_to(PACKAGE).as_posix(): faults(path.read_text(encoding="utf-8"))
+        for path in PACKAGE.rglob("*.py")
+    }
     assert not {name: texts for name, texts in found.items() if texts}
 
 
@@ -82,4 +92,7 @@ def test_errors_are_one_sentence_that_says_what_to_do():
     ],
 )
 def test_faults_are_found(text, number):
-    assert len(faults(f"_LAST = 'Expected 4'\ndef f(x, advice):\n    raise ValueError({text})\n")) == number
+    assert (
+        len(faults(f"_LAST = 'Expected 4'\ndef f(x, advice):\n    raise ValueError({text})\n"))
+        == number
+    )

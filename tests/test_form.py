@@ -24,7 +24,14 @@ MOST_ATTRIBUTES_OF_OTHERS = 39
 MOST_FRAGMENTS_PER_100_COMMENTS = 0.5
 
 BRANCHY = 15  # A function with more branches is counted.
-NOT_READ = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+NOT_READ = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 PRAGMAS = ("type:", "noqa", "mypy", "pragma", "fmt", "http")
 FRAGMENT = re.compile(
     r"(of|that|those|by|with|without|for|in|its|their|until|since|as|where|also|not|from|to|at|on|which|who|what|has|how|whether|"
@@ -66,7 +73,10 @@ def measure(source, place=""):
 def measure_files(root):
     """Returns the form of all files below a folder, with the names of the files before the line numbers."""
     paths = sorted(root.rglob("*.py"))
-    forms = [measure(path.read_text(encoding="utf-8"), f"{path.relative_to(root).as_posix()}:") for path in paths]
+    forms = [
+        measure(path.read_text(encoding="utf-8"), f"{path.relative_to(root).as_posix()}:")
+        for path in paths
+    ]
     return Form(*(functools.reduce(operator.add, column) for column in zip(*forms, strict=True)))
 
 
@@ -74,7 +84,9 @@ def docstring_lines(tree):
     """Returns the numbers of the lines of docstrings."""
     lines = set()
     for node in ast.walk(tree):
-        can_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        can_have = isinstance(
+            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        )
         if can_have and ast.get_docstring(node) is not None:
             lines |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return lines
@@ -82,7 +94,9 @@ def docstring_lines(tree):
 
 def code_tokens(tokens, docstrings):
     """Returns the tokens of code."""
-    return [token for token in tokens if token.type not in NOT_READ and token.start[0] not in docstrings]
+    return [
+        token for token in tokens if token.type not in NOT_READ and token.start[0] not in docstrings
+    ]
 
 
 def first_lines_of_comments(tokens):
@@ -104,7 +118,19 @@ def branches(function):
     """Returns the cyclomatic number of a function, those inside of it included."""
     number = 1
     for node in ast.walk(function):
-        if isinstance(node, (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.With, ast.comprehension, ast.Assert)):
+        if isinstance(
+            node,
+            (
+                ast.If,
+                ast.For,
+                ast.While,
+                ast.IfExp,
+                ast.ExceptHandler,
+                ast.With,
+                ast.comprehension,
+                ast.Assert,
+            ),
+        ):
             number += 1
         if isinstance(node, ast.BoolOp):
             number += len(node.values) - 1
@@ -115,14 +141,28 @@ def branches(function):
 
 def branchy_functions(tree):
     """Returns the functions with more than ``BRANCHY`` branches."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return [f"{node.lineno} {node.name} {branches(node)}" for node in functions if branches(node) > BRANCHY]
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    return [
+        f"{node.lineno} {node.name} {branches(node)}"
+        for node in functions
+        if branches(node) > BRANCHY
+    ]
 
 
 def attributes_of_others(tree):
     """Returns the attributes that are set on an object other than ``self``, ``cls`` and the ``ctx`` of autograd."""
-    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    return [f"{node.lineno} {ast.unparse(node)}" for node in stores if ast.unparse(node.value) not in ("self", "cls", "ctx")]
+    stores = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    return [
+        f"{node.lineno} {ast.unparse(node)}"
+        for node in stores
+        if ast.unparse(node.value) not in ("self", "cls", "ctx")
+    ]
 
 
 @pytest.fixture(scope="module", name="form")
@@ -148,7 +188,9 @@ def test_attributes_set_on_other_objects(form):
 
 
 def test_fragments_among_comments(form):
-    assert round(100 * len(form.fragments) / form.comments, 1) <= MOST_FRAGMENTS_PER_100_COMMENTS, form.fragments
+    assert round(100 * len(form.fragments) / form.comments, 1) <= MOST_FRAGMENTS_PER_100_COMMENTS, (
+        form.fragments
+    )
 
 
 def test_branches_are_counted():
@@ -164,7 +206,9 @@ def test_branches_are_counted():
         "def g():\n   if a: pass": 2,
     }.items():
         assert branches(ast.parse(f"def f():\n  {body}").body[0]) == number, body
-    source = "def f():\n" + "  if a: pass\n" * BRANCHY + "def g():\n" + "  if a: pass\n" * (BRANCHY - 1)
+    source = (
+        "def f():\n" + "  if a: pass\n" * BRANCHY + "def g():\n" + "  if a: pass\n" * (BRANCHY - 1)
+    )
     assert measure(source).branchy == [f"1 f {BRANCHY + 1}"]
 
 
@@ -178,12 +222,18 @@ MODULE = '"""Module\nof two lines."""\n\n# A comment.\ndef f(x):\n    """Returns
         ("x = 1; \n", {"tokens": 4}),
         ("from typing import Any\ndef f(x: Any, y: list[Any]) -> int: ...\n", {"anys": 2}),
         ("self.x = cls.x = ctx.x = 1\n", {"outside": []}),
-        ("parameter.grad = None\nself.part.x += 1\n", {"outside": ["1 parameter.grad", "2 self.part.x"]}),
+        (
+            "parameter.grad = None\nself.part.x += 1\n",
+            {"outside": ["1 parameter.grad", "2 self.part.x"]},
+        ),
         ("for a.b, c in pairs: pass\n", {"outside": ["1 a.b"]}),
         ("print(a.b)\na['b'] = 1\ndel a.b\n", {"outside": []}),
         ("# The dtype of the tensor.\n\n# Offsets\n", {"comments": 2, "fragments": []}),
         ("# of the tensor\n", {"comments": 1, "fragments": ["1 of the tensor"]}),
-        ("x = 1  # by name\ny = 2  # Its place.\n", {"comments": 2, "fragments": ["1 by name", "2 Its place."]}),
+        (
+            "x = 1  # by name\ny = 2  # Its place.\n",
+            {"comments": 2, "fragments": ["1 by name", "2 Its place."]},
+        ),
         ("# Torch makes a copy\n# of the tensor.\n", {"comments": 1, "fragments": []}),
         ("x = 1  # noqa: E501\n", {"comments": 0, "fragments": []}),
         ("#\nx = '# of'\n", {"comments": 0, "fragments": []}),

@@ -25,7 +25,11 @@ def said(capsys, *arguments):
     assert ended.value.code == 2
     output, errors = capsys.readouterr()
     assert output == ""
-    (line,) = [line for line in errors.splitlines() if not line.startswith(("a model that speaks", "trying: "))]
+    (line,) = [
+        line
+        for line in errors.splitlines()
+        if not line.startswith(("a model that speaks", "trying: "))
+    ]
     return line
 
 
@@ -42,11 +46,25 @@ def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
 
 
 def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
-    flags = ["--problem", nets("small"), "--device-kind", "cpu", "--optimizer", "sgd", "--precision", "bf16"]
+    flags = [
+        "--problem",
+        nets("small"),
+        "--device-kind",
+        "cpu",
+        "--optimizer",
+        "sgd",
+        "--precision",
+        "bf16",
+    ]
     assert main(["estimate", *flags, "--json", "--micro-batch-size", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
     inputs, targets = torch.empty(8, 4), torch.zeros(8, dtype=torch.int64)
-    settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "micro_batch_size": 4, "device_kind": "cpu"}
+    settings = {
+        "optimizer": torch.optim.SGD,
+        "precision": "bf16",
+        "micro_batch_size": 4,
+        "device_kind": "cpu",
+    }
     report = memory.estimate(nn.Linear(4, 3), nn.CrossEntropyLoss(), inputs, targets, **settings)
     assert found["allocated"] == list(report.allocated)
     assert found["micro_batches"] == 2
@@ -57,7 +75,11 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     [
         ("small", [], {"rows": 8}),
         ("small", ["--batch-size", "24"], {"rows": 24}),
-        ("small", ["--layout", "ddp", "--devices", "3", "--balanced-optimizer"], {"layout": "ddp", "devices": 3, "rows": 3}),
+        (
+            "small",
+            ["--layout", "ddp", "--devices", "3", "--balanced-optimizer"],
+            {"layout": "ddp", "devices": 3, "rows": 3},
+        ),
         ("keywords", ["--batch-size", "6", "--devices", "2"], {"rows": 6}),
         (
             "time_major",
@@ -67,7 +89,9 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     ],
 )
 def test_flags_decide_about_rows_and_layout(nets, capsys, name, flags, expected):
-    assert main(["estimate", "--problem", nets(name), "--device-kind", "cpu", "--json", *flags]) == 0
+    assert (
+        main(["estimate", "--problem", nets(name), "--device-kind", "cpu", "--json", *flags]) == 0
+    )
     assert json.loads(capsys.readouterr().out).items() >= expected.items()
 
 
@@ -90,11 +114,19 @@ def test_estimate_prints_the_table(nets, capsys):
         ("small", ["--dim", "first"], "'first' was given, expected a dimension: 0, 1, ..."),
         ("small", ["--dim", "-1"], "'-1' was given, expected a dimension"),
         ("missing", [], "has no 'missing'; it defines: TimeMajor"),
-        ("needs", [], "cannot be built: TypeError: needs() missing 1 required positional argument: 'width': expected a function"),
+        (
+            "needs",
+            [],
+            "cannot be built: TypeError: needs() missing 1 required positional argument: 'width': expected a function",
+        ),
         ("fails", [], "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", [], "it ends the program"),
         ("number", [], "returned int 3: expected (module, criterion, inputs, targets)"),
-        ("net", [], "returned an object of type Linear: expected (module, criterion, inputs, targets)"),
+        (
+            "net",
+            [],
+            "returned an object of type Linear: expected (module, criterion, inputs, targets)",
+        ),
         ("distance", [], "cannot be built: TypeError"),
         ("loses", [], "KeyError: 'nothing'"),
         ("wide", [], "error: RuntimeError: "),
@@ -131,7 +163,12 @@ def plan(monkeypatch):
         calls.last, calls.settings = arguments, settings
         calls.does()
         return SimpleNamespace(
-            report=None, capacity=(1,), fits=calls.fits, lines=(), to_json=lambda: "{}", describe=lambda verbose: ""
+            report=None,
+            capacity=(1,),
+            fits=calls.fits,
+            lines=(),
+            to_json=lambda: "{}",
+            describe=lambda verbose: "",
         )
 
     calls = SimpleNamespace(fits=True, does=lambda: None)
@@ -140,13 +177,35 @@ def plan(monkeypatch):
 
 
 def test_plan_receives_the_arguments(nets, plan):
-    flags = ["--batch-size", "16", "--devices", "2", "--memory", "24GiB,8GiB", "--device-kind", "a10", "--optimizer", "RAdam"]
+    flags = [
+        "--batch-size",
+        "16",
+        "--devices",
+        "2",
+        "--memory",
+        "24GiB,8GiB",
+        "--device-kind",
+        "a10",
+        "--optimizer",
+        "RAdam",
+    ]
     assert main(["plan", "--problem", nets("pair"), *flags]) == 0
     module, criterion, inputs, targets = plan.last
     assert (type(module), type(criterion)) == (nn.Linear, nn.BCEWithLogitsLoss)
     assert (inputs.shape, targets.shape) == ((6, 4), (6, 1))
-    expected = {"batch_size": 16, "capacity": [24 * 2**30, 2**33], "devices": 2, "device_kind": "a10"}
-    expected |= {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1, "scalar": None}
+    expected = {
+        "batch_size": 16,
+        "capacity": [24 * 2**30, 2**33],
+        "devices": 2,
+        "device_kind": "a10",
+    }
+    expected |= {
+        "precision": "fp32",
+        "optimizer": torch.optim.RAdam,
+        "dim": 0,
+        "hosts": 1,
+        "scalar": None,
+    }
     assert plan.settings == expected
     assert main(["plan", "--problem", nets("time_major"), "--dim", "1"]) == 0
     assert plan.settings["dim"] == 1
@@ -164,11 +223,15 @@ def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, plan, flags, cap
 def test_errors_and_warnings_of_plan_print_one_line(nets, capsys, plan):
     plan.does = lambda: warnings.warn("twice the\nrows", stacklevel=1)
     assert main(["plan", "--problem", nets("small")]) == 0
-    assert capsys.readouterr().err.endswith("python -m balanced_parallel: warning: twice the rows\n")
+    assert capsys.readouterr().err.endswith(
+        "python -m balanced_parallel: warning: twice the rows\n"
+    )
     plan.does = Mock(side_effect=ValueError("no such device,\nexpected another"))
     line = said(capsys, "plan", "--problem", nets("small"), "--memory", "24GiB")
     assert line.endswith("error: no such device, expected another")
-    assert "'24' is not a memory size, it has no unit: 24GiB?" in said(capsys, "plan", "--problem", "nowhere", "--memory", "24")
+    assert "'24' is not a memory size, it has no unit: 24GiB?" in said(
+        capsys, "plan", "--problem", "nowhere", "--memory", "24"
+    )
 
 
 # The program
@@ -200,7 +263,11 @@ def test_a_value_that_the_module_reads_is_given_as_its_error_says(tmp_path, caps
     )
     flags = ["--problem", f"{tmp_path / 'reads.py'}:build", "--device-kind", "cpu"]
     for command in ("estimate", "plan", "tricks"):
-        sized = [command, *flags, *(["--batch-size", "6", "--memory", "1GiB"] if command == "plan" else [])]
+        sized = [
+            command,
+            *flags,
+            *(["--batch-size", "6", "--memory", "1GiB"] if command == "plan" else []),
+        ]
         assert "(--scalar)" in said(capsys, *sized)
         assert main([*sized, "--scalar", "8"]) == 0
         capsys.readouterr()

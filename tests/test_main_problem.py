@@ -11,7 +11,12 @@ from balanced_parallel.memory.problem import Problem
 
 
 def test_problems_are_built_on_the_meta_device_if_possible(nets):
-    for name, device in {"small": "meta", "pair": "meta", "reads_values": "cpu", "made": "cpu"}.items():
+    for name, device in {
+        "small": "meta",
+        "pair": "meta",
+        "reads_values": "cpu",
+        "made": "cpu",
+    }.items():
         module = build_problem(nets(name)).module
         assert next(module.parameters()).device.type == device
 
@@ -36,8 +41,16 @@ def test_files_import_their_neighbours(tmp_path):
 
 
 def test_marked_inputs_and_lists_get_the_rows():
-    images, sizes = Rows([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]), torch.tensor([[8, 8], [9, 9]])
-    problem = Problem(nn.Flatten(), nn.MSELoss(), (images, Whole(torch.zeros(3, 4)), sizes, ["a", "b"]), torch.zeros(4, 1))
+    images, sizes = (
+        Rows([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]),
+        torch.tensor([[8, 8], [9, 9]]),
+    )
+    problem = Problem(
+        nn.Flatten(),
+        nn.MSELoss(),
+        (images, Whole(torch.zeros(3, 4)), sizes, ["a", "b"]),
+        torch.zeros(4, 1),
+    )
     problem = problem.with_rows(3)
     images, anchors, sizes, names = problem.inputs
     assert [image.shape[-1] for image in images.entries] == [8, 9, 8]

@@ -30,7 +30,10 @@ def snippets(text):
     return found
 
 
-SNIPPETS = {PAGE: snippets(PAGES[PAGE]), LOOPS: snippets((ROOT / LOOPS).read_text(encoding="utf-8"))}
+SNIPPETS = {
+    PAGE: snippets(PAGES[PAGE]),
+    LOOPS: snippets((ROOT / LOOPS).read_text(encoding="utf-8")),
+}
 
 # transformers computes the loss of a language model in float32 (ForCausalLMLoss), in an order that depends on the processor
 TOLERANCES = {"A language model that computes its own loss": 1e-6}
@@ -69,7 +72,9 @@ def autoencoder(page):
 
 def teacher(page):
     with torch.no_grad():
-        for value, averaged in zip(page.net.parameters(), page.teacher_net.parameters(), strict=True):
+        for value, averaged in zip(
+            page.net.parameters(), page.teacher_net.parameters(), strict=True
+        ):
             averaged.mul_(0.9).add_(value, alpha=0.1)
         expected = page.teacher_net(page.inputs * 2)
     return F.mse_loss(page.net(page.inputs), expected)
@@ -96,41 +101,63 @@ PROGRAMS = {  # of each section: the loss of the plain program, a function of th
     LOOPS: {
         "A loss on gathered outputs": classes,
         "Several heads with losses of their own": several_heads,
-        "A list of outputs": lambda page: sum(F.mse_loss(output, page.heatmaps) for output in page.net(page.inputs)),
+        "A list of outputs": lambda page: sum(
+            F.mse_loss(output, page.heatmaps) for output in page.net(page.inputs)
+        ),
         "A loss that is a sum": autoencoder,
         "A language model that computes its own loss": lambda page: page.net(**page.batch).loss,
-        "Lists of images, a mapping of losses": lambda page: sum(page.net(page.images, page.boxes).values()),
-        "Adversarial training": lambda page: F.binary_cross_entropy_with_logits(page.critic_net(page.net(page.noise)), page.ones),
+        "Lists of images, a mapping of losses": lambda page: sum(
+            page.net(page.images, page.boxes).values()
+        ),
+        "Adversarial training": lambda page: F.binary_cross_entropy_with_logits(
+            page.critic_net(page.net(page.noise)), page.ones
+        ),
         "A teacher, a moving average": teacher,
-        "Rows in another dimension": lambda page: F.cross_entropy(page.net(page.sequences).flatten(0, 1), page.tags.flatten()),
+        "Rows in another dimension": lambda page: F.cross_entropy(
+            page.net(page.sequences).flatten(0, 1), page.tags.flatten()
+        ),
         "A loss over all rows": contrastive,
-        "A method besides forward": lambda page: F.mse_loss(page.net.encode_image(page.inputs), page.values),
+        "A method besides forward": lambda page: F.mse_loss(
+            page.net.encode_image(page.inputs), page.values
+        ),
         "Several optimizers, and outputs for metrics": classes,
     },
 }
 
 
 def test_every_snippet_has_a_plain_program():
-    assert {page: list(found) for page, found in SNIPPETS.items()} == {page: list(found) for page, found in PROGRAMS.items()}
+    assert {page: list(found) for page, found in SNIPPETS.items()} == {
+        page: list(found) for page, found in PROGRAMS.items()
+    }
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(("page", "title"), [(page, title) for page in PROGRAMS for title in PROGRAMS[page]])
+@pytest.mark.parametrize(
+    ("page", "title"), [(page, title) for page in PROGRAMS for title in PROGRAMS[page]]
+)
 def test_snippets_equal_the_plain_program(page, title):
     torch.manual_seed(0)
     problem, program = SNIPPETS[page][title]
     names = {}
     exec(compile(problem, f"{page}: {title}", "exec"), names)
-    data = {name: value for name, value in names.items() if isinstance(value, (Tensor, nn.Module, list, tuple, dict))}
+    data = {
+        name: value
+        for name, value in names.items()
+        if isinstance(value, (Tensor, nn.Module, list, tuple, dict))
+    }
     data.pop("__builtins__", None)
     plain = SimpleNamespace(**copy.deepcopy(data))
     loss = PROGRAMS[page][title](plain)
     loss.backward()
     exec(compile(program, f"{page}: {title}", "exec"), names)
     tolerance = TOLERANCES.get(title, 1e-10)
-    torch.testing.assert_close(names["loss"].detach(), loss.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        names["loss"].detach(), loss.detach(), rtol=tolerance, atol=tolerance
+    )
     used = re.findall(r"\w+", program)
-    modules = [name for name, value in data.items() if isinstance(value, nn.Module) and name in used]
+    modules = [
+        name for name, value in data.items() if isinstance(value, nn.Module) and name in used
+    ]
     assert modules
     for name in modules:
         assert_same_gradients(gradients(names[name]), gradients(getattr(plain, name)), tolerance)
@@ -145,7 +172,10 @@ def test_the_difference_of_the_page_keeps_loss_accuracy_and_gradients():
         names = {}
         exec(problem, names)
         lines = [line[1:] for line in difference.splitlines() if line[0] in f" {sign}"]
-        exec("\n".join(lines).replace("DataParallelModel(net)", "DataParallelModel(net, DEVICES)"), names)
+        exec(
+            "\n".join(lines).replace("DataParallelModel(net)", "DataParallelModel(net, DEVICES)"),
+            names,
+        )
         found[sign] = names
     torch.testing.assert_close(found["+"]["loss"], found["-"]["loss"], rtol=1e-10, atol=1e-10)
     assert found["+"]["accuracy"] == found["-"]["accuracy"]
@@ -164,7 +194,9 @@ def test_the_loop_of_a_step_trains_as_the_loop_with_accumulation():
         loop = "\n".join(line[1:] for line in difference.splitlines() if line[0] == sign)
         loop = loop.replace("torch.bfloat16)", "enabled=False)").replace('"bf16"', '"fp32"')
         if sign == "-":  # the mean over the micro-batches of the last update
-            loop = "found = []\n" + loop.replace("    (loss / 4)", "    found.append(loss.item())\n    (loss / 4)")
+            loop = "found = []\n" + loop.replace(
+                "    (loss / 4)", "    found.append(loss.item())\n    (loss / 4)"
+            )
         exec(loop, names)
         losses.append(sum(names["found"][-4:]) / 4 if sign == "-" else names["loss"].item())
         weights.append(names["net"].state_dict())

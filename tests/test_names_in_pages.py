@@ -17,7 +17,13 @@ PACKAGE = Path(balanced_parallel.__file__).parent
 SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
 DEFINED = set(re.findall(r"^\s*(?:class|def) (\w+)", SOURCES, re.MULTILINE))
 NAMESPACES = (balanced_parallel, nn, nn.parallel, torch.utils.flop_counter)
-ROOTS = {"torch": torch, "nn": nn, "sys": sys, "plan": memory.MemoryPlan, "report": memory.MemoryReport}
+ROOTS = {
+    "torch": torch,
+    "nn": nn,
+    "sys": sys,
+    "plan": memory.MemoryPlan,
+    "report": memory.MemoryReport,
+}
 WRITTEN = "metrics.jsonl"  # scripts/train.py writes it.
 
 
@@ -32,12 +38,20 @@ def is_missing(name):
     if re.fullmatch(r"[\w./-]+(/|\.py|\.md|\.yml|\.cff)", name):
         return not any((folder / name).exists() for folder in (ROOT, PACKAGE, ROOT / "tests"))
     match = re.fullmatch(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*\))?", name)
-    if match is None or name == WRITTEN or not (match[2] or "." in match[1] or re.match("[A-Z][a-z]", name)):
+    if (
+        match is None
+        or name == WRITTEN
+        or not (match[2] or "." in match[1] or re.match("[A-Z][a-z]", name))
+    ):
         return False
     first, *rest = match[1].split(".")
     if not rest:
         is_argument = first in ("model", "criterion")
-        return not (is_argument or first in DEFINED or any(hasattr(namespace, first) for namespace in NAMESPACES))
+        return not (
+            is_argument
+            or first in DEFINED
+            or any(hasattr(namespace, first) for namespace in NAMESPACES)
+        )
     owner = ROOTS.get(first, getattr(balanced_parallel, first, None))
     for part in rest:
         owner = getattr(owner, part, None)
@@ -46,13 +60,31 @@ def is_missing(name):
 
 @pytest.mark.parametrize("page", ["docs/internals.md", "docs/memory.md", "CONTRIBUTING.md"])
 def test_names_exist(page):
-    assert [name for name in names((ROOT / page).read_text(encoding="utf-8")) if is_missing(name)] == []
+    assert [
+        name for name in names((ROOT / page).read_text(encoding="utf-8")) if is_missing(name)
+    ] == []
 
 
 def test_missing_names_are_found():
-    exist = "batch/rows.py", "balanced_parallel/replicas/", "memory.estimate", "BalancedOptimizer.step()"
-    exist += "LossSum(total, weight)", "GradientSync", "model(inputs)", "torch.cuda.nccl", "grad=None"
-    lack = "batch/row.py", "balanced_parallel/copies/", "memory.estimates", "BalancedOptimizer.steps()"
+    exist = (
+        "batch/rows.py",
+        "balanced_parallel/replicas/",
+        "memory.estimate",
+        "BalancedOptimizer.step()",
+    )
+    exist += (
+        "LossSum(total, weight)",
+        "GradientSync",
+        "model(inputs)",
+        "torch.cuda.nccl",
+        "grad=None",
+    )
+    lack = (
+        "batch/row.py",
+        "balanced_parallel/copies/",
+        "memory.estimates",
+        "BalancedOptimizer.steps()",
+    )
     lack += "LossTotal(total, weight)", "GradientSyncs"
     assert [name for name in exist + lack if is_missing(name)] == list(lack)
 

@@ -20,7 +20,12 @@ NOT_MEASURED = {
 
 def paragraphs(text):
     """Yields paragraphs, entries of lists and rows of tables, without code, copied tables, pictures and versions."""
-    for pattern in (r"```.*?```", r"<!-- table .*?<!-- end of table -->", r"`[^`]+`", r"!\[.*?\]\(.*?\)"):
+    for pattern in (
+        r"```.*?```",
+        r"<!-- table .*?<!-- end of table -->",
+        r"`[^`]+`",
+        r"!\[.*?\]\(.*?\)",
+    ):
         text = re.sub(pattern, "", text, flags=re.DOTALL)
     yield from re.split(r"\n\s*\n|\n(?=\s*[-*|] ?)|\n(?=\d\. )", VERSIONS.sub("", text))
 
@@ -30,13 +35,19 @@ def measured(paragraph):
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
     found = [(match[1], (match[2] or "").strip()) for match in MEASURED.finditer(words)]
     links = re.findall(r"\((?:\.\./)*(benchmarks/\w+/README\.md)", paragraph)
-    return [(number, unit) for number, unit in found if unit or "e-" in number or (links and "." in number)], links
+    return [
+        (number, unit)
+        for number, unit in found
+        if unit or "e-" in number or (links and "." in number)
+    ], links
 
 
 def is_on(page, number, unit):
     """Returns True if a number of the page is this one, rounded to its digits. A number in percent stands there in percent."""
     pattern = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]\d+)?" + (r"(?=\s?%)" if unit.endswith("%") else "")
-    values = [float(value.replace(",", "")) for value in re.findall(pattern, (ROOT / page).read_text())]
+    values = [
+        float(value.replace(",", "")) for value in re.findall(pattern, (ROOT / page).read_text())
+    ]
     digits = len(number.partition("e")[0].partition(".")[2])
     if "e-" in number:
         return any(float(f"{value:.{digits}e}") == float(number) for value in values)
@@ -51,24 +62,33 @@ def unlinked(page):
         if not DATED.search(paragraph)
         for numbers, links in [measured(paragraph)]
         for number, unit in numbers
-        if f"{number} {unit}".strip() not in NOT_MEASURED.get(page, ()) and not any(is_on(link, number, unit) for link in links)
+        if f"{number} {unit}".strip() not in NOT_MEASURED.get(page, ())
+        and not any(is_on(link, number, unit) for link in links)
     ]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_measured_numbers_stand_on_a_linked_benchmark(page):
     missing = unlinked(page)
-    assert not missing, "\n".join(["not on a benchmark's page that the paragraph links to:", *missing])
+    assert not missing, "\n".join(
+        ["not on a benchmark's page that the paragraph links to:", *missing]
+    )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- table " in PAGES[page]])
 def test_tables_are_those_of_the_benchmarks(page):
-    assert runpy.run_path(ROOT / "docs" / "tables.py")["with_tables"](ROOT / page) == PAGES[page], "run python docs/tables.py"
+    assert runpy.run_path(ROOT / "docs" / "tables.py")["with_tables"](ROOT / page) == PAGES[page], (
+        "run python docs/tables.py"
+    )
 
 
 def test_no_exception_is_left_over():
     for page, exceptions in NOT_MEASURED.items():
-        found = {" ".join(pair).strip() for paragraph in paragraphs(PAGES[page]) for pair in measured(paragraph)[0]}
+        found = {
+            " ".join(pair).strip()
+            for paragraph in paragraphs(PAGES[page])
+            for pair in measured(paragraph)[0]
+        }
         assert set(exceptions) <= found, page
 
 

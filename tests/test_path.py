@@ -13,7 +13,13 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 import balanced_parallel
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 
 PACKAGE = str(Path(balanced_parallel.__file__).parent)
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
@@ -30,7 +36,11 @@ def count(update):
 
     def note(frame, event, argument):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
+        if (
+            event == "call"
+            and code.co_filename.startswith(PACKAGE)
+            and code.co_name not in COMPREHENSIONS
+        ):
             calls[code.co_filename, code.co_qualname] += 1
 
     threading.setprofile(note)
@@ -55,30 +65,45 @@ def assert_within(numbers, budget):
     assert all(itertools.starmap(int.__le__, zip(numbers, budget, strict=True))), numbers
 
 
-@pytest.mark.parametrize(("devices", "micro_batches", "budget"), [(1, 4, (16, 80, 260)), (2, 2, (18, 95, 260))])
+@pytest.mark.parametrize(
+    ("devices", "micro_batches", "budget"), [(1, 4, (16, 80, 260)), (2, 2, (18, 95, 260))]
+)
 def test_update_of_replicas(devices, micro_batches, budget):
     model = DataParallelModel(build_net(), ["cpu"] * devices)
-    assert_within(count(make_update(model, DataParallelCriterion(nn.CrossEntropyLoss()), micro_batches)), budget)
+    assert_within(
+        count(make_update(model, DataParallelCriterion(nn.CrossEntropyLoss()), micro_batches)),
+        budget,
+    )
 
 
 def test_update_of_simulated_devices():
     with simulate(2):
-        numbers = count(make_update(DataParallelModel(build_net()), DataParallelCriterion(nn.CrossEntropyLoss()), 2))
+        numbers = count(
+            make_update(
+                DataParallelModel(build_net()), DataParallelCriterion(nn.CrossEntropyLoss()), 2
+            )
+        )
     assert_within(numbers, (26, 148, 400))
 
 
 def count_on_rank(rank, strategy):
     torch.manual_seed(rank)
-    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    model, criterion = parallelize(
+        build_net(), nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
+    )
     return count(make_update(model, criterion, 2))
 
 
-@pytest.mark.parametrize(("strategy", "budget"), [("ddp", (19, 140, 240)), ("fsdp", (19, 142, 300))])
+@pytest.mark.parametrize(
+    ("strategy", "budget"), [("ddp", (19, 140, 240)), ("fsdp", (19, 142, 300))]
+)
 def test_update_of_ranks(strategy, budget):
     for numbers in run_ranks(2, count_on_rank, strategy):
         assert_within(numbers, budget)
 
 
 def test_calls_are_counted():
-    files, functions, calls = count(lambda: balanced_parallel.scatter(torch.zeros(4, 2), ["cpu"] * 2))
+    files, functions, calls = count(
+        lambda: balanced_parallel.scatter(torch.zeros(4, 2), ["cpu"] * 2)
+    )
     assert 2 < files < functions < calls

@@ -25,8 +25,14 @@ OBJECTS = (
     torch.autograd.Variable,
     dist.ProcessGroup,
 )
-OF_INSTANCES = {"_set_sequence_nr", "_saved_self", "_orig_mod"}  # nodes and compiled modules have more than their classes
-PRIVATE = {name for owner in OBJECTS for name in dir(owner) if re.match("_[^_]", name)} | OF_INSTANCES
+OF_INSTANCES = {
+    "_set_sequence_nr",
+    "_saved_self",
+    "_orig_mod",
+}  # nodes and compiled modules have more than their classes
+PRIVATE = {
+    name for owner in OBJECTS for name in dir(owner) if re.match("_[^_]", name)
+} | OF_INSTANCES
 
 
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
@@ -57,7 +63,9 @@ def defined_names(source):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and is_stored and _root(node) in ("self", "cls"):
             names.add(node.attr)
-        elif isinstance(node, ast.Subscript) and is_stored and "__dict__" in ast.unparse(node.value):
+        elif (
+            isinstance(node, ast.Subscript) and is_stored and "__dict__" in ast.unparse(node.value)
+        ):
             names.add(getattr(node.slice, "value", None))  # self.__dict__["_name"] = value
     return {name for name in names if isinstance(name, str) and _is_private(name)} | OF_NAMED_TUPLES
 
@@ -80,10 +88,14 @@ def private_names(source, defined):
     for node in ast.walk(tree):
         strings = []
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            of_torch = node.attr in PRIVATE and not (getattr(node.value, "id", "") in ("self", "cls") and node.attr in here)
+            of_torch = node.attr in PRIVATE and not (
+                getattr(node.value, "id", "") in ("self", "cls") and node.attr in here
+            )
             if of_torch or _root(node) in torch_names or node.attr not in defined:
                 names.add(node.attr)
-        elif isinstance(node, ast.Constant) and str(node.value).rstrip(".") in PRIVATE:  # state["_modules"], "_orig_mod."
+        elif (
+            isinstance(node, ast.Constant) and str(node.value).rstrip(".") in PRIVATE
+        ):  # state["_modules"], "_orig_mod."
             names.add(node.value)
         elif isinstance(node, ast.Call) and READS_ATTRIBUTES.search(ast.unparse(node.func)):
             strings = node.args
@@ -92,7 +104,9 @@ def private_names(source, defined):
         elif isinstance(node, ast.Compare):
             strings = [node.left]
         values = {str(string.value) for string in strings if isinstance(string, ast.Constant)}
-        names |= {name for name in values if re.fullmatch(r"_[A-Za-z]\w*", name) and name not in defined}
+        names |= {
+            name for name in values if re.fullmatch(r"_[A-Za-z]\w*", name) and name not in defined
+        }
     return names
 
 
@@ -109,29 +123,43 @@ def _root(node):
 @pytest.fixture(scope="module", name="found")
 def names_by_file():
     """The private names that each file of the package uses."""
-    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    sources = {
+        path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")
+    }
     defined = set().union(*map(defined_names, sources.values()))
     return {name: private_names(source, defined) for name, source in sources.items()}
 
 
 def test_private_names_of_torch_are_in_one_file_and_those_of_other_objects_have_a_reason(found):
-    outside = {name: names for name, names in found.items() if names and not name.startswith(ALLOWED)}
+    outside = {
+        name: names for name, names in found.items() if names and not name.startswith(ALLOWED)
+    }
     assert outside == {name: set(reasons) for name, reasons in EXCUSES.items()}
 
 
 def test_exceptions_are_needed(found):
-    assert [part for part in ALLOWED if not any(names and name.startswith(part) for name, names in found.items())] == []
+    assert [
+        part
+        for part in ALLOWED
+        if not any(names and name.startswith(part) for name, names in found.items())
+    ] == []
 
 
 @pytest.mark.parametrize(
     ("line", "names"),
     [
         ("import torch\ntorch._foreach_add_(left, right)", ["_foreach_add_"]),
-        ("import torch\ntorch.autograd.Variable._execution_engine.queue_callback(f)", ["_execution_engine"]),
+        (
+            "import torch\ntorch.autograd.Variable._execution_engine.queue_callback(f)",
+            ["_execution_engine"],
+        ),
         ("from torch.utils._pytree import tree_leaves", ["_pytree"]),
         ("from torch._utils import _take_tensors", ["_take_tensors", "_utils"]),
         ("import torch._subclasses.fake_tensor", ["_subclasses"]),
-        ("from torch.nn.parallel import _functions\n_functions._streams", ["_functions", "_streams"]),
+        (
+            "from torch.nn.parallel import _functions\n_functions._streams",
+            ["_functions", "_streams"],
+        ),
         ("node._set_sequence_nr(1)", ["_set_sequence_nr"]),
         ("module.__dict__['_buffers']", ["_buffers"]),
         ("class Layer(nn.Module):\n    def f(self):\n        return self._modules", ["_modules"]),
@@ -139,14 +167,20 @@ def test_exceptions_are_needed(found):
         ("tensor._version  # there is no public counter to read", ["_version"]),
         ("name.replace('_orig_mod.', '')", ["_orig_mod."]),
         ("optimizer._step_count += 1", ["_step_count"]),
-        ("for hook in self._optimizer_state_dict_pre_hooks.values(): hook(self)", ["_optimizer_state_dict_pre_hooks"]),
+        (
+            "for hook in self._optimizer_state_dict_pre_hooks.values(): hook(self)",
+            ["_optimizer_state_dict_pre_hooks"],
+        ),
         ("getattr(group, '_timeout', None)", ["_timeout"]),
         ("setattr(optimizer, '_patched', True)", ["_patched"]),
         ("vars(optimizer)['_hooks']", ["_hooks"]),
         ("'_hooks' in vars(optimizer)", ["_hooks"]),
         ("attrgetter('_hooks', '_others')", ["_hooks", "_others"]),
         ("module.__dict__.pop('_was_there', None)", ["_was_there"]),
-        ("class Own:\n    _size = 1\n    def _f(self):\n        self._x, y = 1, other._x + other._size + other._f()", []),
+        (
+            "class Own:\n    _size = 1\n    def _f(self):\n        self._x, y = 1, other._x + other._size + other._f()",
+            [],
+        ),
         ("entry._replace(x=1)\nself.__class__\nprint('_name')", []),
         ("self.__dict__['_own'] = 1\nself.__dict__['_own']", []),
     ],

@@ -25,7 +25,11 @@ def test_the_version_is_read_without_torch():
     root = Path(balanced_parallel.__file__).parents[1]
     code = "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '--version']; exec(open('setup.py').read())"
     done = subprocess.run(
-        [sys.executable, "-c", "__file__ = 'setup.py'; " + code], capture_output=True, text=True, timeout=100, cwd=root
+        [sys.executable, "-c", "__file__ = 'setup.py'; " + code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=root,
     )
     assert done.stdout.splitlines()[-1] == balanced_parallel.__version__
 
@@ -36,4 +40,6 @@ def test_scripts_and_examples_import_public_names_only():
     assert len(sources) > 5
     for path in sources:
         assert len(path.read_text().splitlines()) <= 300
-        assert not [name for name in imported_modules(path.read_text(), ()) if "." in name], path.name
+        assert not [name for name in imported_modules(path.read_text(), ()) if "." in name], (
+            path.name
+        )

@@ -31,19 +31,32 @@ INTERNALS = "docs/internals.md"  # outside of the navigation: CONTRIBUTING.md le
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
 SLOW = {f"docs/{name}.md" for name in ("balance", "memory", "savings", "training")}
 SLOW |= {f"docs/recipes/{name}.md" for name in ("lora", "several_hosts", "trainer", "transformers")}
-assert {*SLOW, "README.md", "docs/quickstart.md", "docs/exactness.md", "docs/recipes/dataparallel.md"} <= set(WITH_BLOCKS)
+assert {
+    *SLOW,
+    "README.md",
+    "docs/quickstart.md",
+    "docs/exactness.md",
+    "docs/recipes/dataparallel.md",
+} <= set(WITH_BLOCKS)
 IN_A_LINE = 88
 MOST_WORDS = 22_000
-CELLS = json.loads((ROOT / "docs" / "recipes" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+CELLS = json.loads((ROOT / "docs" / "recipes" / "notebook.ipynb").read_text(encoding="utf-8"))[
+    "cells"
+]
 
 
 def test_readme_and_pages_have_at_most_22_000_words():
     """Words are what ``wc -w`` counts, in code and tables too."""
-    words = {path: len(path.read_text(encoding="utf-8").split()) for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]}
+    words = {
+        path: len(path.read_text(encoding="utf-8").split())
+        for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    }
     assert sum(words.values()) <= MOST_WORDS, sorted(words.items(), key=lambda item: -item[1])[:10]
 
 
-@pytest.mark.parametrize("pages", [sorted(set(WITH_BLOCKS) - SLOW), slow(sorted(SLOW))], ids=["pages", "slow"])
+@pytest.mark.parametrize(
+    "pages", [sorted(set(WITH_BLOCKS) - SLOW), slow(sorted(SLOW))], ids=["pages", "slow"]
+)
 def test_blocks_of_a_page_run_as_pasted(pages, tmp_path):
     """No name is given to a page: its blocks, in their order, are a program, which runs in a folder of its own."""
     failures = {}
@@ -57,8 +70,13 @@ def test_blocks_of_a_page_run_as_pasted(pages, tmp_path):
 
 
 def test_lines_of_code_fit_beside_the_navigation():
-    lines = {page: [line for block in blocks(page, "python") for line in block.splitlines()] for page in WITH_BLOCKS}
-    assert not {page: line for page, code in lines.items() for line in code if len(line) > IN_A_LINE}
+    lines = {
+        page: [line for block in blocks(page, "python") for line in block.splitlines()]
+        for page in WITH_BLOCKS
+    }
+    assert not {
+        page: line for page, code in lines.items() for line in code if len(line) > IN_A_LINE
+    }
 
 
 def tutorial():
@@ -74,7 +92,9 @@ def tutorial():
 def test_the_program_of_the_tutorial_has_the_same_losses_on_one_device_and_on_two_ranks(tmp_path):
     """They are those of the plain program, which the tutorial begins with."""
     program, train = tutorial()
-    (tmp_path / "plain.py").write_text(program + "print([round(loss, 4) for loss in plain_losses])\n")
+    (tmp_path / "plain.py").write_text(
+        program + "print([round(loss, 4) for loss in plain_losses])\n"
+    )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     printed = []
     for launcher, name, strategy in (
@@ -83,10 +103,16 @@ def test_the_program_of_the_tutorial_has_the_same_losses_on_one_device_and_on_tw
         (torchrun, "train", "auto"),
         (torchrun, "train", "fsdp"),
     ):
-        (tmp_path / "train.py").write_text(train.replace('strategy="auto"', f'strategy="{strategy}"'))
+        (tmp_path / "train.py").write_text(
+            train.replace('strategy="auto"', f'strategy="{strategy}"')
+        )
         command = [sys.executable, *launcher, f"{name}.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
-        printed.append(set(re.findall(r"\[[\d., ]+\]", done.stdout)))  # lines of ranks may run together
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
+        )
+        printed.append(
+            set(re.findall(r"\[[\d., ]+\]", done.stdout))
+        )  # lines of ranks may run together
     assert len(printed[0]) == 1
     assert printed[1:] == printed[:1] * 3
 
@@ -100,23 +126,45 @@ UNTYPED = re.compile(r" in DataLoader\(|loss_function\(net\(|\.gather\(")
 def test_programs_of_the_readme_and_the_tutorial_have_types_that_an_editor_knows(tmp_path):
     """A type checker finds no error and no ``Any`` in them, but where torch has no types."""
     start, train = tutorial()
-    programs = {"readme.py": "\n".join(blocks("README.md", "python")), "start.py": start, "train.py": train}
+    programs = {
+        "readme.py": "\n".join(blocks("README.md", "python")),
+        "start.py": start,
+        "train.py": train,
+    }
     for name, program in programs.items():
         (tmp_path / name).write_text(program)
-    flags = ["--strict", "--disallow-any-expr", "--allow-untyped-calls", "--follow-imports=silent", "--config-file="]
+    flags = [
+        "--strict",
+        "--disallow-any-expr",
+        "--allow-untyped-calls",
+        "--follow-imports=silent",
+        "--config-file=",
+    ]
     command = [sys.executable, "-m", "mypy", *flags, *programs]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=230, check=False)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=230,
+        check=False,
+    )
     found = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
     assert found, done.stdout + done.stderr  # a loader of torch yields Any
-    places = [(programs[name].splitlines()[int(line) - 1], message) for name, line, message in found]
+    places = [
+        (programs[name].splitlines()[int(line) - 1], message) for name, line, message in found
+    ]
     assert not [place for place in places if not UNTYPED.search(place[0]) or "Any" not in place[1]]
 
 
 @pytest.mark.slow
 def test_cells_of_the_notebook_run_as_one_program(tmp_path):
     code = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
-    (tmp_path / "cells.py").write_text("\n".join([*code, "assert '<table' in report._repr_html_()"]), encoding="utf-8")
+    (tmp_path / "cells.py").write_text(
+        "\n".join([*code, "assert '<table' in report._repr_html_()"]), encoding="utf-8"
+    )
     done = run_script(tmp_path / "cells.py", cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr[-1500:]
     assert done.stdout.count("epoch") == 3
@@ -133,9 +181,21 @@ def test_readme_diff_keeps_loss_accuracy_gradients_and_update():
     found = {}
     for sign in "-+":
         *wrapping, metric = (line[1:] for line in difference.splitlines() if line.startswith(sign))
-        names = public_names() | {"net": build_net(), "inputs": torch.ones(ROWS, 4), "targets": class_targets(ROWS, ignored=2)}
+        names = public_names() | {
+            "net": build_net(),
+            "inputs": torch.ones(ROWS, 4),
+            "targets": class_targets(ROWS, ignored=2),
+        }
         exec(
-            "\n".join([*wrapping, "outputs = model(inputs)", "loss = criterion(outputs, targets)", "loss.backward()", metric]),
+            "\n".join(
+                [
+                    *wrapping,
+                    "outputs = model(inputs)",
+                    "loss = criterion(outputs, targets)",
+                    "loss.backward()",
+                    metric,
+                ]
+            ),
             names,
         )
         names["gradients"] = gradients(names["net"], optimizer=names["optimizer"])
@@ -162,7 +222,9 @@ def test_flags_in_commands_are_accepted(monkeypatch):
     train = importlib.import_module("train").make_parser()
     seen = []
     for page, words in commands():
-        place = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "balanced_parallel")
+        place = next(
+            i for i, word in enumerate(words) if word.endswith(".py") or word == "balanced_parallel"
+        )
         program, flags = words[place], words[place + 1 :]
         seen.append((page, program))
         if program == "balanced_parallel":
@@ -181,7 +243,9 @@ def test_flags_in_commands_are_accepted(monkeypatch):
 def test_commands_of_the_memory_page_run(tmp_path):
     block, of_gpt = (block for block in blocks("docs/memory.md", "bash") if ".py:build" in block)
     script = "set -e\n" + (of_gpt + block).replace(".venv/bin/python", shlex.quote(sys.executable))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fits: yes, ") == 2
 
@@ -223,16 +287,29 @@ def test_readme_has_a_screen_for_a_full_gpu_and_one_for_exactness():
 
 
 def test_readme_says_the_balance_once_as_its_picture_does():
-    plain, balanced = re.search(r"nn.DataParallel: (.*?)\. balanced_parallel: (.*?)\.\]", PAGES["README.md"]).groups()
-    assert [re.findall(r"\d{2,}", text) for text in (plain, balanced)] == [["423", "67"], ["96", "81"]]
+    plain, balanced = re.search(
+        r"nn.DataParallel: (.*?)\. balanced_parallel: (.*?)\.\]", PAGES["README.md"]
+    ).groups()
+    assert [re.findall(r"\d{2,}", text) for text in (plain, balanced)] == [
+        ["423", "67"],
+        ["96", "81"],
+    ]
     ratios = [423 * 4 / (423 + 3 * 67), 96 * 4 / (3 * 96 + 81)]
-    assert PAGES["README.md"].count(" → ".join(f"{ratio:.2f}" for ratio in ratios)) == PAGES["README.md"].count("→") == 1
+    assert (
+        PAGES["README.md"].count(" → ".join(f"{ratio:.2f}" for ratio in ratios))
+        == PAGES["README.md"].count("→")
+        == 1
+    )
 
 
 def test_readme_numbers_equal_the_benchmark_tables():
     largest = (ROOT / "benchmarks" / "largest_batch" / "README.md").read_text()
-    rows = re.findall(r"\d+(?= )", re.search(r"^\| GPT-2 small, 1,024 tokens \|(.*)\|$", largest, re.MULTILINE)[1])
-    assert [rows[0], rows[2], rows[3]] == re.findall(r"(\d+)(?= rows with| with these|\s+with\s+\[savings)", PAGES["README.md"])
+    rows = re.findall(
+        r"\d+(?= )", re.search(r"^\| GPT-2 small, 1,024 tokens \|(.*)\|$", largest, re.MULTILINE)[1]
+    )
+    assert [rows[0], rows[2], rows[3]] == re.findall(
+        r"(\d+)(?= rows with| with these|\s+with\s+\[savings)", PAGES["README.md"]
+    )
     peers = (ROOT / "benchmarks" / "peers" / "README.md").read_text()
     for name, peer in {
         "Trainer": "HF Trainer",
@@ -240,12 +317,23 @@ def test_readme_numbers_equal_the_benchmark_tables():
         "Lightning Fabric": "Lightning Fabric",
         "DDP by hand": "DDP by hand",
     }.items():
-        errors = re.search(rf"^\| {peer} +\|[^|]*\| 4 ranks +\| (\S+) +\| (\S+)", peers, re.MULTILINE).groups()
-        assert re.search(rf"^\| \[`?{name}`?\]\S+ \| (\S+) \| (\S+) \|$", PAGES["README.md"], re.MULTILINE).groups() == errors
+        errors = re.search(
+            rf"^\| {peer} +\|[^|]*\| 4 ranks +\| (\S+) +\| (\S+)", peers, re.MULTILINE
+        ).groups()
+        assert (
+            re.search(
+                rf"^\| \[`?{name}`?\]\S+ \| (\S+) \| (\S+) \|$", PAGES["README.md"], re.MULTILINE
+            ).groups()
+            == errors
+        )
 
 
 def test_index_lists_all_pages_but_internals():
-    for page in {*PAGES, "docs/recipes/notebook.ipynb"} - {"README.md", "docs/README.md", INTERNALS}:
+    for page in {*PAGES, "docs/recipes/notebook.ipynb"} - {
+        "README.md",
+        "docs/README.md",
+        INTERNALS,
+    }:
         assert f"({page.removeprefix('docs/')})" in PAGES["docs/README.md"], page
     assert "internals" not in PAGES["docs/README.md"] + PAGES["README.md"]
     assert f"({INTERNALS})" in LINKING["CONTRIBUTING.md"]
@@ -253,7 +341,9 @@ def test_index_lists_all_pages_but_internals():
 
 def test_the_map_of_the_folders_is_the_table_of_imports():
     folders = set()
-    for folder, imports in re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", LINKING["CONTRIBUTING.md"], re.MULTILINE):
+    for folder, imports in re.findall(
+        r"^\| `(\w+)` \|.*\| ([^|]*) \|$", LINKING["CONTRIBUTING.md"], re.MULTILINE
+    ):
         if folder in MAY_IMPORT:
             names = folders if imports == "all above" else set(re.findall(r"`(\w+)`", imports))
             assert names == MAY_IMPORT[folder], folder
@@ -266,7 +356,9 @@ def texts_of_errors():
     for path in (ROOT / "balanced_parallel").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 

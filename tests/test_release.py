@@ -29,7 +29,9 @@ print(memory.estimate(nn.Linear(4, 3), nn.MSELoss(), torch.zeros(2, 4), torch.ze
 
 
 def call(*command, **settings):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200, **settings)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=200, **settings
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -38,10 +40,20 @@ def call(*command, **settings):
 def built(tmp_path_factory):
     """The folder of a wheel and an sdist, made from a copy of the committed and the new files."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    files = call("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
-    call("tar", "-cf", source / "files.tar", *(name for name in files if (ROOT / name).exists()), cwd=ROOT)
+    files = call(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines()
+    call(
+        "tar",
+        "-cf",
+        source / "files.tar",
+        *(name for name in files if (ROOT / name).exists()),
+        cwd=ROOT,
+    )
     call("tar", "-xf", source / "files.tar", "-C", source)
-    call(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)  # the wheel is built from the sdist
+    call(
+        sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source
+    )  # the wheel is built from the sdist
     return out
 
 
@@ -51,12 +63,20 @@ def test_distributions_run_in_a_new_environment(built, tmp_path, pattern):
     (archive,) = built.glob(pattern)
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    packages = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch, behind the packages of the new environment
+    packages = Path(
+        call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
+    (packages / "others.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # torch, behind the packages of the new environment
     call(python, "-m", "pip", "install", "--no-deps", archive)
     assert call(python, "-c", SMOKE, cwd=tmp_path).strip() == "True"
-    assert "estimate" in call(tmp_path / "env" / "bin" / "balanced-parallel", "--help", cwd=tmp_path)
-    where = call(python, "-c", "import balanced_parallel; print(balanced_parallel.__file__)", cwd=tmp_path)
+    assert "estimate" in call(
+        tmp_path / "env" / "bin" / "balanced-parallel", "--help", cwd=tmp_path
+    )
+    where = call(
+        python, "-c", "import balanced_parallel; print(balanced_parallel.__file__)", cwd=tmp_path
+    )
     assert Path(where.strip()).is_relative_to(packages)
 
 
@@ -67,31 +87,42 @@ def test_the_wheel_has_the_package_alone_and_the_sdist_what_the_tests_read(built
     assert {name.split("/")[0].split("-")[0] for name in names} == {"balanced_parallel"}
     assert "balanced_parallel/py.typed" in names
     native = list((ROOT / "balanced_parallel" / "simulation" / "native").iterdir())
-    assert sum(name.startswith("balanced_parallel/simulation/native/") for name in names) == len(native)
+    assert sum(name.startswith("balanced_parallel/simulation/native/") for name in names) == len(
+        native
+    )
     with tarfile.open(sdist) as archive:
         folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
     assert {"tests", "examples", "scripts", "benchmarks", "docs"} <= folders
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", metadata), "relative links lead nowhere on PyPI"
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", metadata), (
+        "relative links lead nowhere on PyPI"
+    )
 
 
 def test_citation_and_pre_commit_have_the_versions_of_the_package_and_of_ruff():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["version"], citation["license"]) == (balanced_parallel.__version__, "Apache-2.0")
+    assert (citation["version"], citation["license"]) == (
+        balanced_parallel.__version__,
+        "Apache-2.0",
+    )
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     (ruff,) = [one for one in repositories if one["repo"].endswith("ruff-pre-commit")]
     assert f"ruff=={ruff['rev'].removeprefix('v')}" in (ROOT / "constraints.txt").read_text()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name
+)
 def test_files_of_github_are_valid(path):
     content = yaml.safe_load(path.read_text())
     if path.parent.name == "workflows":
         assert content["permissions"] == {"contents": "read"}
         steps = [step for job in content["jobs"].values() for step in job["steps"]]
         actions = [step for step in steps if "uses" in step]
-        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]) for step in actions), "a tag can be moved"
+        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]) for step in actions), (
+            "a tag can be moved"
+        )
         checkouts = [step for step in actions if step["uses"].startswith("actions/checkout@")]
         assert all(step["with"]["persist-credentials"] is False for step in checkouts)
     elif path.stem != "config":
@@ -99,7 +130,9 @@ def test_files_of_github_are_valid(path):
 
 
 def test_workflow_tests_every_supported_python_and_torch():
-    matrix = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["tests"]["strategy"]["matrix"]
+    matrix = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"][
+        "tests"
+    ]["strategy"]["matrix"]
     setup = (ROOT / "setup.py").read_text()
     assert all(f"Python :: {version}" in setup for version in matrix["python"])
     pinned = (ROOT / "constraints.txt").read_text()

@@ -15,14 +15,18 @@ import balanced_parallel
 ROOT = Path(__file__).parents[1]
 CONTENTS = (ROOT / "docs" / "site" / "contents.md").read_text()
 NAVIGATION = {
-    caption: pages.split() for caption, pages in re.findall(r":caption: (\w+)\n:hidden:\n\n(.*?)```", CONTENTS, re.DOTALL)
+    caption: pages.split()
+    for caption, pages in re.findall(r":caption: (\w+)\n:hidden:\n\n(.*?)```", CONTENTS, re.DOTALL)
 }
 PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
 
 
 def test_the_navigation_has_all_pages_but_internals_once():
     assert [*NAVIGATION] == ["Start", "Recipes", "Concepts", "Reference"]
-    names = {page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES} - {"docs/README", "docs/internals"}
+    names = {page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES} - {
+        "docs/README",
+        "docs/internals",
+    }
     names |= {"examples/README", "benchmarks/README", "CONTRIBUTING", "CHANGELOG"}
     assert sorted(page for pages in NAVIGATION.values() for page in pages) == sorted(names)
 
@@ -34,20 +38,29 @@ def test_recipes_of_the_navigation_are_those_of_their_folder():
 
 
 def test_the_front_page_leads_to_each_concept():
-    links = [link.removesuffix(".md") for link in re.findall(r"^\|.*\]\((.*)\) \|$", CONTENTS, re.MULTILINE)]
+    links = [
+        link.removesuffix(".md")
+        for link in re.findall(r"^\|.*\]\((.*)\) \|$", CONTENTS, re.MULTILINE)
+    ]
     assert NAVIGATION["Concepts"] == links
     assert len(links) == 8
 
 
 def test_the_list_of_benchmarks_leads_to_each():
     listed = re.findall(r"\]\((\w+)/README\.md\)", (ROOT / "benchmarks" / "README.md").read_text())
-    assert sorted(listed) == sorted(path.parent.name for path in (ROOT / "benchmarks").glob("*/README.md"))
+    assert sorted(listed) == sorted(
+        path.parent.name for path in (ROOT / "benchmarks").glob("*/README.md")
+    )
 
 
 def test_reference_has_a_page_for_every_public_name():
-    lists = re.findall(r"autosummary::\n(?:   :.*\n)+\n((?:   \S+\n)+)", (ROOT / "docs" / "api.md").read_text())
+    lists = re.findall(
+        r"autosummary::\n(?:   :.*\n)+\n((?:   \S+\n)+)", (ROOT / "docs" / "api.md").read_text()
+    )
     names = {name for name in balanced_parallel.__all__ if name not in ("memory", "savings")}
-    names |= {f"memory.{name}" for name in ("estimate", "plan", "fit", "MemoryReport", "MemoryPlan")}
+    names |= {
+        f"memory.{name}" for name in ("estimate", "plan", "fit", "MemoryReport", "MemoryPlan")
+    }
     names |= {f"savings.{name}" for name in balanced_parallel.savings.__all__}
     names.add("integrations.transformers.BalancedTrainer")
     assert sorted("".join(lists).split()) == sorted(names)
@@ -58,7 +71,9 @@ def test_pictures_of_the_internals_are_those_of_the_program():
     page = (ROOT / "docs" / "internals.md").read_text()
     for name, draw in drawings["DRAWINGS"].items():
         picture = draw().svg()
-        assert (drawings["IMAGES"] / f"{name}.svg").read_text() == picture, "run python docs/drawings.py"
+        assert (drawings["IMAGES"] / f"{name}.svg").read_text() == picture, (
+            "run python docs/drawings.py"
+        )
         ElementTree.fromstring(picture)
         assert f"](images/{name}.svg)" in page
 
@@ -69,7 +84,9 @@ def test_site_has_a_folder_for_each_release(tmp_path):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", "--depth=1", f"file://{ROOT}", clone], check=True)
     subprocess.run(["git", "tag", "v0.0.9"], cwd=clone, check=True)
-    subprocess.run(["docs/site/build.sh"], cwd=clone, env={**os.environ, "PYTHON": sys.executable}, check=True)
+    subprocess.run(
+        ["docs/site/build.sh"], cwd=clone, env={**os.environ, "PYTHON": sys.executable}, check=True
+    )
     site = clone / "build" / "site"
     for page, links in {
         "README.html": ["#", "v0.0.9/README.html"],

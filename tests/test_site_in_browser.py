@@ -28,7 +28,9 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-c", "docs", ".", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
+    ) as server:
         threading.Thread(target=server.serve_forever).start()
         yield folder, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -57,7 +59,9 @@ def test_the_search_finds_pages(site, browser):
     }
     for words, page in pages.items():
         browser.get(f"{site[1]}/search.html?q={words}")
-        WebDriverWait(browser, 20).until(lambda driver: "found" in driver.find_element(By.CLASS_NAME, "search-summary").text)
+        WebDriverWait(browser, 20).until(
+            lambda driver: "found" in driver.find_element(By.CLASS_NAME, "search-summary").text
+        )
         results = browser.find_elements(By.CSS_SELECTOR, "ul.search li a")
         assert page in [result.text for result in results]
 
@@ -67,7 +71,11 @@ def test_the_search_finds_pages(site, browser):
 def test_no_page_is_wider_than_a_phone_or_a_window(site, browser, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    pages = [path for path in site[0].rglob("*.html") if "_modules" not in path.parts and path.name != "index.html"]
+    pages = [
+        path
+        for path in site[0].rglob("*.html")
+        if "_modules" not in path.parts and path.name != "index.html"
+    ]
     assert len(pages) > 30
     for path in pages:
         browser.get(f"{site[1]}/{path.relative_to(site[0]).as_posix()}")
@@ -93,7 +101,8 @@ def test_pictures_of_tables_show_all_of_their_columns(site, browser, width):
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     pages = {
-        path.relative_to(site[0]).as_posix() for path in [*site[0].glob("docs/*.html"), *site[0].glob("docs/recipes/*.html")]
+        path.relative_to(site[0]).as_posix()
+        for path in [*site[0].glob("docs/*.html"), *site[0].glob("docs/recipes/*.html")]
     }
     pictures, cut = 0, set()
     for page in ["README.html", *sorted(pages)]:

@@ -33,7 +33,10 @@ WORDS, TAGS = 37, 5
 
 def make_samples(lengths=LENGTHS):
     numbers = torch.Generator().manual_seed(5)
-    return [{"input_ids": torch.randint(1, WORDS, (length,), generator=numbers).tolist()} for length in lengths]
+    return [
+        {"input_ids": torch.randint(1, WORDS, (length,), generator=numbers).tolist()}
+        for length in lengths
+    ]
 
 
 def tokens_of(sample):
@@ -46,19 +49,32 @@ def assert_equal(loss, net, expected):
 
 
 def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings):
-    model, optimizer = DataParallelModel(net, list(devices)), torch.optim.SGD(net.parameters(), lr=lr)
-    return TrainStep(model, criterion or DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, cut=cut, **settings)
+    model, optimizer = (
+        DataParallelModel(net, list(devices)),
+        torch.optim.SGD(net.parameters(), lr=lr),
+    )
+    return TrainStep(
+        model,
+        criterion or DataParallelCriterion(nn.CrossEntropyLoss()),
+        optimizer,
+        cut=cut,
+        **settings,
+    )
 
 
 # Language models of transformers
 
 
 def gpt2(attention="sdpa"):
-    from helpers.trainers import make_model  # transformers is imported here, since ranks import this file
+    from helpers.trainers import (
+        make_model,
+    )  # transformers is imported here, since ranks import this file
 
     net = make_model("gpt2").double()
     net.set_attn_implementation(attention)
-    net.config.use_cache = False  # with a cache, the mask of a packed row would be that of one long sample
+    net.config.use_cache = (
+        False  # with a cache, the mask of a packed row would be that of one long sample
+    )
     return net
 
 
@@ -69,14 +85,19 @@ def flatten(samples):
 
 
 def loss_of_tokens(output, labels):
-    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())  # that of transformers is in float32
+    return F.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )  # that of transformers is in float32
 
 
 def sample_by_sample(net, samples):
     """Returns the loss and the gradients of the plain model, which sees one sample at a time."""
     net = copy.deepcopy(net)
     logits = [net(torch.tensor([sample["input_ids"]])).logits[0, :-1] for sample in samples]
-    loss = F.cross_entropy(torch.cat(logits), torch.tensor([word for sample in samples for word in sample["input_ids"][1:]]))
+    loss = F.cross_entropy(
+        torch.cat(logits),
+        torch.tensor([word for sample in samples for word in sample["input_ids"][1:]]),
+    )
     loss.backward()
     return loss.detach(), gradients(net)
 
@@ -93,9 +114,13 @@ def test_packed_rows_of_transformers(attention, devices, limit):
     assert_equal(loss, net, expected)
     tokens = [output.logits.shape[1] for output in outputs]
     assert sum(tokens) == sum(LENGTHS)
-    assert max(tokens) == (12 if limit else -(-sum(LENGTHS) // devices))  # no device has more than its share
+    assert max(tokens) == (
+        12 if limit else -(-sum(LENGTHS) // devices)
+    )  # no device has more than its share
     if len(outputs) < len(samples):
-        with pytest.raises(ValueError, match="rows of the batch, expected as many for a cut by cost"):
+        with pytest.raises(
+            ValueError, match="rows of the batch, expected as many for a cut by cost"
+        ):
             outputs.logits.gather()
 
 
@@ -103,7 +128,9 @@ def test_packed_rows_of_a_model_that_computes_its_loss():
     net, samples = gpt2(), make_samples()
     expected = sample_by_sample(net, samples)
     savings.replace_lm_head(net)
-    criterion = DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum())
+    criterion = DataParallelCriterion(
+        lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum()
+    )
     cut = ByCost(tokens_of, collate=flatten, combine=sum)
     for devices in (1, 3):
         assert_equal(make_step(net, cut, criterion, ["cpu"] * devices)(samples), net, expected)
@@ -118,19 +145,28 @@ class Packed(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         torch.manual_seed(1)
-        self.words, self.tags, self.dropout = nn.Embedding(WORDS, 8), nn.Linear(16, TAGS), nn.Dropout(dropout)
+        self.words, self.tags, self.dropout = (
+            nn.Embedding(WORDS, 8),
+            nn.Linear(16, TAGS),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, words, places):
         states = self.dropout(self.words(words))  # 1 x words x 8
         same = (places[0, :, None] == places[0]).to(states.dtype)
-        return self.tags(torch.cat([states, same / same.sum(1, keepdim=True) @ states], 2)).transpose(1, 2)
+        return self.tags(
+            torch.cat([states, same / same.sum(1, keepdim=True) @ states], 2)
+        ).transpose(1, 2)
 
 
 def join(samples):
     words = torch.tensor([[word for sample in samples for word in sample["input_ids"]]])
     sizes = torch.tensor([tokens_of(sample) for sample in samples])
     tags = (words % TAGS).where(words % 7 > 0, -100)
-    return {"words": words, "places": torch.arange(len(samples)).repeat_interleave(sizes)[None]}, tags
+    return {
+        "words": words,
+        "places": torch.arange(len(samples)).repeat_interleave(sizes)[None],
+    }, tags
 
 
 def whole(samples):
@@ -173,7 +209,9 @@ def test_no_samples_in_one_process_change_nothing():
     step.add(samples)
     step.add([])
     assert_equal(step.apply(), net, packed_program(samples, Normed().double()))
-    torch.testing.assert_close(net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10
+    )
     with pytest.warns(UserWarning, match="no target of this batch was counted"):
         _, outputs = step([], return_outputs=True)
     assert outputs == []
@@ -194,7 +232,10 @@ def train_with_batch_norm(rank, expected):
 @pytest.mark.slow
 def test_a_rank_without_samples_is_refused_if_others_wait_for_its_batch_norm():
     expected, _ = packed_program(make_samples(), Normed().double())
-    with pytest.raises(AssertionError, match="this rank has no samples, and collate= joins them, expected one sample"):
+    with pytest.raises(
+        AssertionError,
+        match="this rank has no samples, and collate= joins them, expected one sample",
+    ):
         run_ranks(2, train_with_batch_norm, expected, fresh=True)
 
 
@@ -215,7 +256,9 @@ def loss_of_flat_tags(output, tags):
 @pytest.mark.parametrize("collate", [flat_tags, marked_inputs])
 def test_tags_may_be_flat_and_only_the_inputs_marked(collate):
     net, samples = Packed().double(), make_samples()
-    criterion = DataParallelCriterion(loss_of_flat_tags, weight=lambda output, tags: (tags != -100).sum())
+    criterion = DataParallelCriterion(
+        loss_of_flat_tags, weight=lambda output, tags: (tags != -100).sum()
+    )
     step = make_step(net, ByCost(tokens_of, collate=collate, combine=sum), criterion)
     assert_equal(step(samples[::-1]), net, packed_program(samples))
 
@@ -242,28 +285,54 @@ ROWS_REFUSED = r"collate was given 3 samples and returned inputs with 1 rows, ex
 @pytest.mark.parametrize(
     ("collate", "weight", "settings", "message"),
     [
-        (whole, "rows", {}, "weight='rows' with samples joined into fewer rows, expected a function that counts"),
-        (whole, count_one, {"reproducible": True}, "reproducible=True with samples that collate= joins"),
+        (
+            whole,
+            "rows",
+            {},
+            "weight='rows' with samples joined into fewer rows, expected a function that counts",
+        ),
+        (
+            whole,
+            count_one,
+            {"reproducible": True},
+            "reproducible=True with samples that collate= joins",
+        ),
         (join, count_one, {}, ROWS_REFUSED),
-        (unmarked_targets, count_one, {}, "collate was given 3 samples and returned targets with no rows"),
+        (
+            unmarked_targets,
+            count_one,
+            {},
+            "collate was given 3 samples and returned targets with no rows",
+        ),
     ],
 )
 def test_joined_samples_that_are_refused(collate, weight, settings, message):
     criterion = DataParallelCriterion(lambda output, tags: output.mean(), weight=weight)
-    step = make_step(Packed(dropout=0.5), ByCost(tokens_of, collate=collate, combine=sum), criterion, **settings)
+    step = make_step(
+        Packed(dropout=0.5), ByCost(tokens_of, collate=collate, combine=sum), criterion, **settings
+    )
     with pytest.raises(ValueError, match=message):
         step(make_samples([4] * 9))
 
 
 def train_on_ranks(rank, strategy):
     net = Packed().double()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    model, criterion = parallelize(
+        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
+    )
     cut = ByCost(tokens_of, collate=whole, combine=sum, limit=14)
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), cut=cut)
     samples = make_samples()
-    losses = [step([] if rank else samples[:2]), step(samples[7:] if rank else samples[:7]), step(samples[2:5] if rank else [])]
+    losses = [
+        step([] if rank else samples[:2]),
+        step(samples[7:] if rank else samples[:7]),
+        step(samples[2:5] if rank else []),
+    ]
     state = step.state_dict()["model"]
-    return losses, {name: tensor.full_tensor() if strategy == "fsdp" else tensor for name, tensor in state.items()}
+    return losses, {
+        name: tensor.full_tensor() if strategy == "fsdp" else tensor
+        for name, tensor in state.items()
+    }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
@@ -298,7 +367,9 @@ def test_jagged_tensors_are_made_on_each_device(double):
     loss.backward()
     cut = ByCost(lambda sample: len(sample[0]), collate=join_nested, combine=sum, limit=12)
     assert_equal(make_step(net, cut)(samples), net, (loss.detach(), gradients(plain)))
-    criterion = DataParallelCriterion(lambda output, tags: F.cross_entropy(output, tags), weight="rows")
+    criterion = DataParallelCriterion(
+        lambda output, tags: F.cross_entropy(output, tags), weight="rows"
+    )
     for inputs, targets in ((rows, tags), (torch.randn(len(LENGTHS), 4), rows)):
         with pytest.raises(TypeError, match=r"a nested tensor cannot be split by rows.*collate="):
             make_step(net, None, criterion)(inputs, targets)
@@ -360,13 +431,21 @@ def make_graphs(pools):
     graphs = []
     for number, nodes in enumerate(LENGTHS):
         targets = torch.tensor([number % TAGS]) if pools else torch.randint(TAGS, (nodes,))
-        graphs.append(Data(x=torch.randn(nodes, 3), edge_index=torch.randint(nodes, (2, 2 * nodes)), y=targets))
+        graphs.append(
+            Data(
+                x=torch.randn(nodes, 3), edge_index=torch.randint(nodes, (2, 2 * nodes)), y=targets
+            )
+        )
     return graphs
 
 
 def batch_graphs(graphs):
     """Runs the function of the page."""
-    (block,) = [block for block in blocks("docs/recipes/ragged_rows.md", "py") if "def batch_graphs" in block]
+    (block,) = [
+        block
+        for block in blocks("docs/recipes/ragged_rows.md", "py")
+        if "def batch_graphs" in block
+    ]
     exec(block[: block.index("cut = ")], names := {})
     return names["batch_graphs"](graphs)
 
@@ -393,5 +472,8 @@ def test_graphs_of_torch_geometric(double, pools, name, limit):
     assert_equal(found, net, (expected.detach(), gradients(plain)))
     if pools:
         torch.testing.assert_close(outputs.gather(), plain(batch).detach(), rtol=1e-10, atol=1e-10)
-    with pytest.raises(TypeError, match=r"inputs\[0\] is an object of type DataBatch that holds tensors.*Whole\(\.\.\.\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"inputs\[0\] is an object of type DataBatch that holds tensors.*Whole\(\.\.\.\)",
+    ):
         DataParallelModel(net, ["cpu"] * 2)(batch)

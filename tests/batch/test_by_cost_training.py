@@ -29,7 +29,14 @@ from helpers.unequal import (
 from torch import nn
 from torch.utils.data import default_collate
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import (
+    AdditiveLoss,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 
 
 def test_a_collator_of_hugging_face(double):
@@ -42,13 +49,19 @@ def test_a_collator_of_hugging_face(double):
         transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
     )
     samples = [
-        {"input_ids": torch.randint(1, 30, (n,)).tolist(), "labels": torch.randint(5, (n,)).tolist(), "attention_mask": [1] * n}
+        {
+            "input_ids": torch.randint(1, 30, (n,)).tolist(),
+            "labels": torch.randint(5, (n,)).tolist(),
+            "attention_mask": [1] * n,
+        }
         for n in (3, 16, 5, 2, 9, 4, 4)
     ]
     net, plain = make_model("tags").double(), make_model("tags").double()
     expected = plain(**collate(samples))
     expected.loss.backward()
-    criterion = DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum())
+    criterion = DataParallelCriterion(
+        lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum()
+    )
     settings = {"cost": lambda sample: len(sample["input_ids"]), "collate": collate, "limit": 20}
     loss, outputs = make_step(net, criterion=criterion, **settings)(samples, return_outputs=True)
     torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-10, atol=1e-10)
@@ -59,7 +72,9 @@ def test_a_collator_of_hugging_face(double):
 def test_default_collate(double):
     samples = [(torch.randn(4), number % 3) for number in range(7)]  # it returns a list
     net = nn.Linear(4, 3)
-    expected = nn.functional.cross_entropy(net(torch.stack([row for row, _ in samples])), torch.arange(7) % 3)
+    expected = nn.functional.cross_entropy(
+        net(torch.stack([row for row, _ in samples])), torch.arange(7) % 3
+    )
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     step = make_step(net, criterion=criterion, cost=lambda sample: 1.0, collate=default_collate)
     loss, outputs = step(samples, return_outputs=True)
@@ -83,7 +98,11 @@ def assert_as_plain(loss, net, samples, kind=Transformer):
 
 def run(step, samples, **settings):
     """Calls the step with samples, or with the padded batch."""
-    return step(samples, **settings) if step.cut.collate is not None else step(*pad(samples), **settings)
+    return (
+        step(samples, **settings)
+        if step.cut.collate is not None
+        else step(*pad(samples), **settings)
+    )
 
 
 @pytest.mark.parametrize("kind", [Transformer, Recurrent])
@@ -97,14 +116,30 @@ def test_equal_to_the_whole_padded_batch(double, kind, settings, devices):
         loss, outputs = run(step, samples, return_outputs=True)
         assert_same_rows(outputs.gather(), assert_as_plain(loss, net, samples, kind), samples)
         assert max(output.size(2) for output in outputs) == max(LENGTHS)
-        assert len({output.size(2) for output in outputs}) == len(outputs) or len(outputs) > 4  # each has a length of its own
+        assert (
+            len({output.size(2) for output in outputs}) == len(outputs) or len(outputs) > 4
+        )  # each has a length of its own
 
 
 def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
-    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, micro_batch_size=3)(make_samples(), return_outputs=True)
-    assert [(len(output), output.size(2)) for output in outputs] == [(2, 30), (3, 9), (3, 5), (3, 3)]
-    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, limit=30)(make_samples(), return_outputs=True)
-    assert [(len(output), output.size(2)) for output in outputs] == [(1, 30), (1, 17), (3, 9), (6, 5)]
+    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, micro_batch_size=3)(
+        make_samples(), return_outputs=True
+    )
+    assert [(len(output), output.size(2)) for output in outputs] == [
+        (2, 30),
+        (3, 9),
+        (3, 5),
+        (3, 3),
+    ]
+    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, limit=30)(
+        make_samples(), return_outputs=True
+    )
+    assert [(len(output), output.size(2)) for output in outputs] == [
+        (1, 30),
+        (1, 17),
+        (3, 9),
+        (6, 5),
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
@@ -124,7 +159,9 @@ def test_a_cut_is_a_setting_and_keeps_no_sample():
 
 def test_a_mapping_with_labels_is_for_a_model_that_computes_its_loss(double):
     samples, net = make_samples(), build(OwnLoss)
-    criterion = DataParallelCriterion(lambda output, labels: output["loss"], weight=lambda output, labels: (labels != -100).sum())
+    criterion = DataParallelCriterion(
+        lambda output, labels: output["loss"], weight=lambda output, labels: (labels != -100).sum()
+    )
     step = make_step(net, criterion=criterion, cost=length_of, collate=pad_labels)
     loss, outputs = step(samples, return_outputs=True)
     assert_as_plain(loss, net, samples)
@@ -146,7 +183,9 @@ class Flat(Transformer):
 
 def test_targets_of_words_may_be_flat(double):
     samples, net = make_samples(), build(Flat)
-    assert_as_plain(make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples), net, samples)
+    assert_as_plain(
+        make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples), net, samples
+    )
 
 
 def test_a_criterion_takes_gathered_outputs_alone(double):
@@ -155,7 +194,10 @@ def test_a_criterion_takes_gathered_outputs_alone(double):
     criterion, tags = DataParallelCriterion(nn.CrossEntropyLoss()), pad(samples)[1]
     torch.testing.assert_close(criterion([outputs.gather()], tags), loss, rtol=1e-10, atol=1e-10)
     for given in (outputs, (outputs, outputs)):
-        with pytest.raises(ValueError, match=r"outputs in another order than the batch.*criterion\(\[outputs.gather\(\)\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"outputs in another order than the batch.*criterion\(\[outputs.gather\(\)\]",
+        ):
             criterion(given, tags)
 
 
@@ -168,7 +210,9 @@ def test_a_run_goes_on_from_its_state(double):
     losses = train(whole, batches)
     assert train(first, batches[:2]) == losses[:2]
     second.load_state_dict(first.state_dict())
-    assert train(second, [batch[::-1] for batch in batches[2:]]) == pytest.approx(losses[2:], rel=1e-10)  # in any order
+    assert train(second, [batch[::-1] for batch in batches[2:]]) == pytest.approx(
+        losses[2:], rel=1e-10
+    )  # in any order
 
 
 @pytest.mark.parametrize("settings", [SAMPLES, PADDED], ids=["samples", "padded"])
@@ -195,7 +239,10 @@ def test_auto_halves_the_cost(double, caplog):
         assert_as_plain(step(samples), net, samples)
         assert step.micro_batch_cost == 58.5
         assert step.micro_batch_size is None
-        assert "out of memory with 117 of cost per device in one forward: from now on at most 58.5" in caplog.text
+        assert (
+            "out of memory with 117 of cost per device in one forward: from now on at most 58.5"
+            in caplog.text
+        )
         step.micro_batch_cost = 20
         _, outputs = step(make_samples([21, 5, 5, 5]), return_outputs=True)
         assert outputs.sizes == (1, 3)  # a row over the limit runs alone
@@ -208,13 +255,21 @@ def test_bad_costs_and_collates_are_one_clear_error():
         with pytest.raises((ValueError, TypeError), match=message):
             make_step(net, **{**SAMPLES, **settings})(samples if batch is None else batch)
 
-    refuses("the cost of row 1 is -14, expected a finite number that is not negative", cost=lambda sample: 3 - length_of(sample))
+    refuses(
+        "the cost of row 1 is -14, expected a finite number that is not negative",
+        cost=lambda sample: 3 - length_of(sample),
+    )
     refuses(
         "collate was given 1 samples and returned inputs with 2 rows, expected one for each",
         collate=lambda some: pad([*some, samples[0]]),
     )
-    refuses("collate returned a tensor of shape .*, expected .inputs, targets., or a mapping", collate=lambda some: pad(some)[1])
-    refuses("step was given a tensor of shape .*, expected a list of samples", batch=pad(samples)[1])
+    refuses(
+        "collate returned a tensor of shape .*, expected .inputs, targets., or a mapping",
+        collate=lambda some: pad(some)[1],
+    )
+    refuses(
+        "step was given a tensor of shape .*, expected a list of samples", batch=pad(samples)[1]
+    )
     refuses("row 7 alone costs 30, expected at most the budget of 20", limit=20)
     with pytest.raises(TypeError, match="targets beside a list of samples"):
         make_step(net, **SAMPLES)(samples, torch.zeros(11))
@@ -223,9 +278,15 @@ def test_bad_costs_and_collates_are_one_clear_error():
 def test_unequal_devices_are_refused():
     model = DataParallelModel(build(), ["cpu"] * 2, split=[2, 1])
     step = TrainStep(
-        model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(model.parameters()), **with_cut(**SAMPLES)
+        model,
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(model.parameters()),
+        **with_cut(**SAMPLES),
     )
-    with pytest.raises(ValueError, match=r"split=.2.0, 1.0. of the model and cost= were given, expected one of them"):
+    with pytest.raises(
+        ValueError,
+        match=r"split=.2.0, 1.0. of the model and cost= were given, expected one of them",
+    ):
         step(make_samples())
 
 
@@ -237,11 +298,20 @@ def test_bad_lengths_of_padded_batches_are_one_clear_error():
             make_step(build(), **{**PADDED, **settings})(inputs, targets)
 
     refuses("cost= returned 3 costs for 11 rows", cost=lambda inputs: [1, 2, 3])
-    refuses("the cost of row 0 is 1.5, expected a number of entries, at most 30", cost=lambda inputs: [1.5] * 11)
-    refuses("the cost of row 0 is 31, expected a number of entries, at most 30", cost=lambda inputs: [31] * 11)
+    refuses(
+        "the cost of row 0 is 1.5, expected a number of entries, at most 30",
+        cost=lambda inputs: [1.5] * 11,
+    )
+    refuses(
+        "the cost of row 0 is 31, expected a number of entries, at most 30",
+        cost=lambda inputs: [31] * 11,
+    )
     refuses("trim= names mask, expected some of words, lengths, targets", trim={"mask": 1})
     refuses("the targets have 330 rows and the inputs 11", targets=tags.flatten())
-    refuses("the criterion counts 330 targets, but [0-9]+ of them within the lengths", targets=tags.clamp(min=0))
+    refuses(
+        "the criterion counts 330 targets, but [0-9]+ of them within the lengths",
+        targets=tags.clamp(min=0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +321,10 @@ def test_bad_lengths_of_padded_batches_are_one_clear_error():
         ({"cost": 3}, "cost=3, expected a function"),
         ({**SAMPLES, "trim": 1}, "collate= and trim= were given"),
         ({**SAMPLES, "limit": 0}, "limit=0, expected a positive number"),
-        ({**SAMPLES, "limit": 9, "micro_batch_size": 2}, r"micro_batch_size=2 and ByCost\(limit=...\) were given"),
+        (
+            {**SAMPLES, "limit": 9, "micro_batch_size": 2},
+            r"micro_batch_size=2 and ByCost\(limit=...\) were given",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(settings, message):
@@ -270,11 +343,18 @@ COUPLED = [(contrast, True), (AdditiveLoss(correlation_statistics, correlation_l
 @pytest.mark.parametrize(("loss", "whole"), COUPLED, ids=["whole", "sums"])
 @pytest.mark.parametrize("limit", [{}, {"limit": 10}])
 def test_losses_that_couple_rows(double, loss, whole, limit):
-    samples, net, plain_net = [(torch.randn(4), row % TAGS) for row in range(11)], build_net(), build_net()
+    samples, net, plain_net = (
+        [(torch.randn(4), row % TAGS) for row in range(11)],
+        build_net(),
+        build_net(),
+    )
     inputs, labels = default_collate(samples)
     expected = loss(plain_net(inputs), labels)
     expected.backward()
-    criterion, settings = DataParallelCriterion(loss, whole=whole), {"cost": lambda sample: 1.0 + sample[1], **limit}
+    criterion, settings = (
+        DataParallelCriterion(loss, whole=whole),
+        {"cost": lambda sample: 1.0 + sample[1], **limit},
+    )
     step = make_step(net, criterion=criterion, collate=default_collate, **settings)
     torch.testing.assert_close(step(samples), expected.detach(), rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), gradients(plain_net))
@@ -286,7 +366,9 @@ def own(samples, rank):
 
 def train_on_ranks(rank, strategy, settings, parts):
     net = build().double()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    model, criterion = parallelize(
+        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
+    )
     settings = with_cut(cost=length_of, collate=pad, **settings)
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), **settings)
     samples = make_samples()
@@ -300,11 +382,20 @@ def train_on_ranks(rank, strategy, settings, parts):
         outputs = outputs.gather()
         step([] if rank else samples[:2])
     state = step.state_dict()["model"]
-    return loss, outputs, {name: tensor.full_tensor() if strategy == "fsdp" else tensor for name, tensor in state.items()}
+    return (
+        loss,
+        outputs,
+        {
+            name: tensor.full_tensor() if strategy == "fsdp" else tensor
+            for name, tensor in state.items()
+        },
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
-@pytest.mark.parametrize(("settings", "parts"), [slow({"limit": 30}, False), ({"micro_batch_size": 2}, True)])
+@pytest.mark.parametrize(
+    ("settings", "parts"), [slow({"limit": 30}, False), ({"micro_batch_size": 2}, True)]
+)
 def test_ranks_cut_their_own_samples(strategy, settings, parts):
     samples, net = make_samples(), build().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

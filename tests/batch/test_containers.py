@@ -53,8 +53,15 @@ CONTAINERS = [
 def test_map_leaves_keeps_the_type_and_all_leaves_of_containers(node):
     mapped = containers.map_leaves(lambda leaf: leaf, node)
     assert type(mapped) is type(node)
-    assert [place for place, _ in containers.leaves(mapped)] == [place for place, _ in containers.leaves(node)]
-    assert all(one is two for (_, one), (_, two) in zip(containers.leaves(mapped), containers.leaves(node), strict=True))
+    assert [place for place, _ in containers.leaves(mapped)] == [
+        place for place, _ in containers.leaves(node)
+    ]
+    assert all(
+        one is two
+        for (_, one), (_, two) in zip(
+            containers.leaves(mapped), containers.leaves(node), strict=True
+        )
+    )
 
 
 def test_key_paths_are_written_as_code():
@@ -70,7 +77,13 @@ def test_key_paths_are_written_as_code():
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [((1, 2), (1, 2, 3)), ({"a": 1}, {"b": 1}), ((1,), [torch.zeros(1)]), (Pair(1, 2), (1, 2)), (torch.zeros(1), (1,))],
+    [
+        ((1, 2), (1, 2, 3)),
+        ({"a": 1}, {"b": 1}),
+        ((1,), [torch.zeros(1)]),
+        (Pair(1, 2), (1, 2)),
+        (torch.zeros(1), (1,)),
+    ],
 )
 def test_zip_leaves_raises_for_structures_that_differ(first, second):
     with pytest.raises(ValueError, match="the structures differ at .*expected the same type"):

@@ -38,7 +38,9 @@ def test_gather_concatenates_tensors_scalars_strings_and_numbers():
 
 
 def test_scatter_and_gather_keep_hugging_face_outputs():
-    output = CausalLMOutputWithPast(logits=torch.arange(15.0).view(5, 3), hidden_states=(torch.ones(5, 2), torch.zeros(5, 2)))
+    output = CausalLMOutputWithPast(
+        logits=torch.arange(15.0).view(5, 3), hidden_states=(torch.ones(5, 2), torch.zeros(5, 2))
+    )
     pieces = scatter(output, ["cpu"] * 2)
     assert [type(piece) for piece in pieces] == [CausalLMOutputWithPast] * 2
     assert pieces[0].loss is None
@@ -55,13 +57,19 @@ def test_scatter_and_gather_keep_hugging_face_outputs():
 def test_gather_along_another_dimension_and_with_empty_shards():
     assert gather([torch.ones(2, 3), torch.zeros(2, 1)], dim=1).tolist() == [[1, 1, 1, 0]] * 2
     assert gather([torch.ones(0, 3), torch.zeros(1, 3)], "cpu").shape == (1, 3)
-    assert gather([torch.tensor(3.0)], dim=1).tolist() == [3.0]  # torch raises for scalars unless dim is 0
+    assert gather([torch.tensor(3.0)], dim=1).tolist() == [
+        3.0
+    ]  # torch raises for scalars unless dim is 0
 
 
 @pytest.mark.parametrize(
     ("outputs", "error", "message"),
     [
-        (torch.zeros(3), TypeError, r"gather was given a tensor of shape \(3,\), expected a list.*gather\(\[output\]\)"),
+        (
+            torch.zeros(3),
+            TypeError,
+            r"gather was given a tensor of shape \(3,\), expected a list.*gather\(\[output\]\)",
+        ),
         ([], ValueError, "no outputs"),
         ([object()], TypeError, "output is an object of type object: expected tensors"),
         (
@@ -89,8 +97,12 @@ ROWS = [torch.full((length,), float(length)) for length in (2, 9, 4, 3, 3, 1)]
 
 def ordered(function):
     """Returns outputs for shards that are padded to a length of their own, the longest row first."""
-    entries = [function(nn.utils.rnn.pad_sequence([ROWS[row] for row in shard], True)) for shard in SHARDS]
-    return PerReplica(entries, [len(shard) for shard in SHARDS]).in_order([row for shard in SHARDS for row in shard])
+    entries = [
+        function(nn.utils.rnn.pad_sequence([ROWS[row] for row in shard], True)) for shard in SHARDS
+    ]
+    return PerReplica(entries, [len(shard) for shard in SHARDS]).in_order(
+        [row for shard in SHARDS for row in shard]
+    )
 
 
 def test_parts_of_the_outputs_keep_their_order():

@@ -12,7 +12,14 @@ from torch import nn
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.trainer_pt_utils import nested_detach
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, gather, parallelize
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    TrainStep,
+    gather,
+    parallelize,
+)
 
 INPUTS, TARGETS = torch.arange(20.0).view(5, 4), torch.tensor([0, 1, 2, 0, -100])
 COPIES = {
@@ -42,7 +49,9 @@ def test_outputs_pass_through(library):
     torch.testing.assert_close(copied.gather(), outputs.gather())
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     torch.testing.assert_close(criterion(copied, TARGETS), criterion(outputs, TARGETS))
-    records = PerReplica([TokenClassifierOutput(logits=INPUTS[:3]), TokenClassifierOutput(logits=INPUTS[3:])], [3, 2])
+    records = PerReplica(
+        [TokenClassifierOutput(logits=INPUTS[:3]), TokenClassifierOutput(logits=INPUTS[3:])], [3, 2]
+    )
     torch.testing.assert_close(COPIES[library](records).logits.gather(), INPUTS)
 
 
@@ -57,7 +66,9 @@ def test_copies_that_would_lose_the_order_or_the_dimension_of_rows_are_refused(l
 def test_rows_that_do_not_fit_are_refused():
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match="expected a PerReplica, which knows the rows of each"):
-        criterion(PerReplica([torch.zeros(4, 3), torch.zeros(2, 3)]), torch.zeros(3, dtype=torch.long))
+        criterion(
+            PerReplica([torch.zeros(4, 3), torch.zeros(2, 3)]), torch.zeros(3, dtype=torch.long)
+        )
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -67,7 +78,9 @@ def test_accelerate(accelerator, precision):
     model, optimizer = accelerator(precision).prepare(model, optimizer)
     plain = nn.Linear(4, 3)
     plain.load_state_dict(model.module.state_dict())
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=1)
+    step = TrainStep(
+        model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=1
+    )
     loss = step(INPUTS, TARGETS)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         expected = nn.functional.cross_entropy(plain(INPUTS), TARGETS)
@@ -83,8 +96,12 @@ def test_fabric():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, fabric_optimizer = Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    torch.testing.assert_close(criterion(wrapped(INPUTS), TARGETS), criterion(model(INPUTS), TARGETS))
-    with pytest.raises(TypeError, match="_FabricModule.*pass the DataParallelModel that is in its .module"):
+    torch.testing.assert_close(
+        criterion(wrapped(INPUTS), TARGETS), criterion(model(INPUTS), TARGETS)
+    )
+    with pytest.raises(
+        TypeError, match="_FabricModule.*pass the DataParallelModel that is in its .module"
+    ):
         TrainStep(wrapped, criterion, fabric_optimizer)
     before = model.module.weight.clone()
     TrainStep(wrapped.module, criterion, fabric_optimizer)(INPUTS, TARGETS)

@@ -19,7 +19,10 @@ def distilled(output, expected, labels):
 def problem(rows=5):
     torch.manual_seed(0)
     student, teacher = (nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
-    inputs, labels = torch.randn(rows, 4, dtype=torch.float64), torch.tensor([0, 1, -100, 2, 1])[:rows]
+    inputs, labels = (
+        torch.randn(rows, 4, dtype=torch.float64),
+        torch.tensor([0, 1, -100, 2, 1])[:rows],
+    )
     return student, teacher.requires_grad_(False), inputs, labels
 
 
@@ -30,7 +33,9 @@ def test_a_criterion_of_two_models_is_that_of_the_whole_batch(rows):
     expected = distilled(plain(inputs), teacher(inputs), labels)
     expected.backward()
     devices = ["cpu"] * 3
-    outputs = DataParallelModel(student, devices)(inputs).zip(DataParallelModel(teacher, devices)(inputs))
+    outputs = DataParallelModel(student, devices)(inputs).zip(
+        DataParallelModel(teacher, devices)(inputs)
+    )
     assert [len(pair) for pair in outputs] == [2] * len(outputs)
     loss = DataParallelCriterion(distilled)(outputs, labels)
     torch.testing.assert_close(loss, expected)
@@ -50,9 +55,15 @@ def largest_error_of(rank, strategy):
     expected.backward()
     part = slice(5) if rank == 0 else slice(0)  # rank 1 has no rows
     model, criterion = parallelize(student, distilled, ["cpu"], strategy=strategy)
-    loss = criterion(model(inputs[part]).zip(parallelize(teacher, device_ids=["cpu"])(inputs[part])), labels[part])
+    loss = criterion(
+        model(inputs[part]).zip(parallelize(teacher, device_ids=["cpu"])(inputs[part])),
+        labels[part],
+    )
     loss.backward()
-    found = [getattr(each.grad, "full_tensor", lambda each=each: each.grad)() for each in model.parameters()]
+    found = [
+        getattr(each.grad, "full_tensor", lambda each=each: each.grad)()
+        for each in model.parameters()
+    ]
     pairs = [(loss, expected), *zip(found, [each.grad for each in plain.parameters()], strict=True)]
     return max((value - known).abs().max().item() for value, known in pairs)
 
@@ -63,7 +74,9 @@ def test_ranks_join_their_outputs(strategy):
 
 
 def test_dimensions_and_order_of_the_rows_are_kept():
-    first = PerReplica([torch.zeros(7, 3), torch.zeros(7, 2)], [3, 2], dim=1).in_order([4, 0, 2, 1, 3])
+    first = PerReplica([torch.zeros(7, 3), torch.zeros(7, 2)], [3, 2], dim=1).in_order(
+        [4, 0, 2, 1, 3]
+    )
     second = PerReplica([torch.arange(3.0), torch.arange(2.0)], [3, 2]).in_order([4, 0, 2, 1, 3])
     outputs = first.zip(second, second)
     assert (outputs.sizes, outputs.dim, outputs.order) == ((3, 2), (1, 0, 0), first.order)
@@ -74,10 +87,18 @@ def test_outputs_of_other_rows_raise_an_error():
     outputs = PerReplica([torch.zeros(3), torch.zeros(2)], [3, 2])
     others = PerReplica([torch.zeros(2), torch.zeros(3)], [2, 3])
     moved = PerReplica([torch.zeros(3), torch.zeros(2)], [3, 2]).in_order([4, 3, 2, 1, 0])
-    for join in (lambda *parts: parts[0].zip(*parts[1:]), lambda *parts: DataParallelCriterion(nn.MSELoss())(parts)):
-        with pytest.raises(ValueError, match=r"outputs have \[3, 2\] rows per replica and \[2, 3\], expected the same rows"):
+    for join in (
+        lambda *parts: parts[0].zip(*parts[1:]),
+        lambda *parts: DataParallelCriterion(nn.MSELoss())(parts),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"outputs have \[3, 2\] rows per replica and \[2, 3\], expected the same rows",
+        ):
             join(outputs, others)
-        with pytest.raises(ValueError, match=r"outputs have \[3, 2\] rows per replica in another order"):
+        with pytest.raises(
+            ValueError, match=r"outputs have \[3, 2\] rows per replica in another order"
+        ):
             join(outputs, moved)
     with pytest.raises(TypeError, match="expected the outputs of another model, one per replica"):
         outputs.zip([torch.zeros(3), torch.zeros(2)])

@@ -15,14 +15,25 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainSte
 from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget, equal_rows
 
 
-@pytest.mark.parametrize("split", [[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory"])
+@pytest.mark.parametrize(
+    "split", [[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory"]
+)
 def test_every_split_equals_the_plain_program(double, split):
     net, x, target = build_net(), torch.randn(13, 4), torch.randint(5, (13,))
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     with simulate(3, memory=["1MiB", "2MiB", "3MiB"]):
-        model, criterion = DataParallelModel(net.to("sim:0"), split=split), DataParallelCriterion(nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.0), micro_batch_size=3)
-        for run in (lambda: criterion(model(x), target), lambda: criterion(model(x), target), lambda: step(x, target)):
+        model, criterion = (
+            DataParallelModel(net.to("sim:0"), split=split),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(net.parameters(), 0.0), micro_batch_size=3
+        )
+        for run in (
+            lambda: criterion(model(x), target),
+            lambda: criterion(model(x), target),
+            lambda: step(x, target),
+        ):
             net.zero_grad()
             result = run()
             if result.requires_grad:
@@ -67,7 +78,11 @@ def partitions(rows: int, shards: int) -> Iterator[list[list[int]]]:
     return assign(0, [])
 
 
-def largest(groups: Sequence[Sequence[int]], costs: Sequence[float], combine: Callable[[Sequence[float]], float]) -> float:
+def largest(
+    groups: Sequence[Sequence[int]],
+    costs: Sequence[float],
+    combine: Callable[[Sequence[float]], float],
+) -> float:
     return max(combine([costs[row] for row in group]) for group in groups)
 
 
@@ -105,23 +120,37 @@ def test_rows_are_sorted_and_equal_costs_keep_their_order() -> None:
     assert cut_by_cost([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
     assert cut_by_cost([7, 7], 4) == [[0], [1]]
     assert cut_by_cost([], 4) == [] == cut_to_budget([], 4)
-    assert cut_by_cost([10, 10, 10, 10], 3) == [[0], [1], [2, 3]]  # two shards would do, but no device is idle
+    assert cut_by_cost([10, 10, 10, 10], 3) == [
+        [0],
+        [1],
+        [2, 3],
+    ]  # two shards would do, but no device is idle
 
 
 def test_shards_of_at_most_so_many_rows() -> None:
     assert cut_by_cost([8, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4]]
     assert cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=3) == [[0, 1], [2, 3, 4]]
-    with pytest.raises(ValueError, match="5 rows in 2 shards of at most 2, expected 4 rows at most"):
+    with pytest.raises(
+        ValueError, match="5 rows in 2 shards of at most 2, expected 4 rows at most"
+    ):
         cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=2)
 
 
 def test_what_runs_last_is_small() -> None:
     costs = [9, 4, 3, 3, 2, 2, 1, 1]
     assert cut_by_cost(costs, 6) == [[0], [1], [2], [3], [4, 5], [6, 7]]
-    assert cut_by_cost(costs, 6, together=3) == [[0], [1, 2], [3, 4, 5], [6], [7]]  # 9 + 1 in place of 9 + 4
+    assert cut_by_cost(costs, 6, together=3) == [
+        [0],
+        [1, 2],
+        [3, 4, 5],
+        [6],
+        [7],
+    ]  # 9 + 1 in place of 9 + 4
 
 
-@pytest.mark.parametrize("combine", [None, sum, lambda costs: sum(costs)], ids=["padded", "sum", "own"])
+@pytest.mark.parametrize(
+    "combine", [None, sum, lambda costs: sum(costs)], ids=["padded", "sum", "own"]
+)
 def test_shards_within_a_budget(combine: Callable[[Sequence[float]], float] | None) -> None:
     numbers = random.Random(0)
     for _ in range(30):
@@ -130,7 +159,9 @@ def test_shards_within_a_budget(combine: Callable[[Sequence[float]], float] | No
         assert sorted(row for run in cut for row in run) == list(range(len(costs)))
         assert largest(cut, costs, combine or padded) <= 24
         fewest = next(
-            n for n in range(1, 8) if any(largest(g, costs, combine or padded) <= 24 for g in partitions(len(costs), n))
+            n
+            for n in range(1, 8)
+            if any(largest(g, costs, combine or padded) <= 24 for g in partitions(len(costs), n))
         )
         assert len(cut) <= fewest + (combine is not None)
 
@@ -143,7 +174,10 @@ def test_a_row_over_the_budget_is_named() -> None:
 @pytest.mark.parametrize("cost", [-1, math.nan, math.inf])
 def test_a_cost_out_of_range_is_named(cost: float) -> None:
     for cut in (lambda costs: cut_by_cost(costs, 2), lambda costs: cut_to_budget(costs, 9)):
-        with pytest.raises(ValueError, match=f"the cost of row 1 is {cost}, expected a finite number that is not negative"):
+        with pytest.raises(
+            ValueError,
+            match=f"the cost of row 1 is {cost}, expected a finite number that is not negative",
+        ):
             cut([3, cost])
 
 
@@ -152,7 +186,9 @@ def test_a_cost_out_of_range_is_named(cost: float) -> None:
     shares=st.integers(1, 9) | st.lists(st.floats(0.01, 5), min_size=1, max_size=6),
     limit=st.none() | st.integers(1, 50),
 )
-def test_a_plan_of_equal_rows_has_each_row_once_in_as_few_micro_batches_as_possible(rows, shares, limit):
+def test_a_plan_of_equal_rows_has_each_row_once_in_as_few_micro_batches_as_possible(
+    rows, shares, limit
+):
     devices = shares if isinstance(shares, int) else len(shares)
     plan = equal_rows(rows, shares, limit)
     assert [row for parts in plan for part in parts for row in part] == list(range(rows))
@@ -169,5 +205,8 @@ def test_targets_of_another_number_of_rows_are_named_with_all_rows():
     """Each of two shards would have 4 rows of the inputs, and 3 of the targets."""
     model = DataParallelModel(build_net(), ["cpu"] * 2)
     outputs = model(torch.ones(8, 4))
-    with pytest.raises(ValueError, match="the targets have 6 rows, but the inputs have 8, expected the same number, or"):
+    with pytest.raises(
+        ValueError,
+        match="the targets have 6 rows, but the inputs have 8, expected the same number, or",
+    ):
         DataParallelCriterion(nn.MSELoss())(outputs, torch.ones(6, 5))

@@ -11,7 +11,16 @@ from helpers.traffic import NAMES, devices_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, TrainStep, Whole, gather, scatter, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    TrainStep,
+    Whole,
+    gather,
+    scatter,
+    simulate,
+)
 from balanced_parallel.batch.plan import split_sizes
 
 CPUS = ["cpu"] * 4
@@ -25,21 +34,35 @@ def test_sizes_differ_by_at_most_one_row(rows, parts):
     assert sizes == sorted(sizes, reverse=True)
 
 
-@given(rows=st.integers(0, 10**4), weights=st.lists(st.floats(0, 100), min_size=1, max_size=8).filter(lambda w: sum(w) > 0.1))
+@given(
+    rows=st.integers(0, 10**4),
+    weights=st.lists(st.floats(0, 100), min_size=1, max_size=8).filter(lambda w: sum(w) > 0.1),
+)
 def test_weighted_sizes_differ_from_their_share_by_less_than_one_row(rows, weights):
     sizes = split_sizes(rows, weights)
     assert sum(sizes) == rows
-    assert all(abs(size - rows * weight / sum(weights)) < 1 + 1e-6 for size, weight in zip(sizes, weights, strict=True))
+    assert all(
+        abs(size - rows * weight / sum(weights)) < 1 + 1e-6
+        for size, weight in zip(sizes, weights, strict=True)
+    )
 
 
 def test_rows_of_devices():
-    assert split_sizes(9, 4) == [3, 2, 2, 2]  # torch's chunk: 3, 3, 3 and an idle device (pytorch#15161)
+    assert split_sizes(9, 4) == [
+        3,
+        2,
+        2,
+        2,
+    ]  # torch's chunk: 3, 3, 3 and an idle device (pytorch#15161)
     assert [len(piece) for piece in scatter(torch.zeros(9, 2), CPUS)] == [3, 2, 2, 2]
     assert split_sizes(8, [3, 1]) == [6, 2]
     assert [len(piece) for piece in scatter(torch.zeros(2, 3), CPUS)] == [1, 1]
     assert [piece.shape for piece in scatter(torch.zeros(0, 3), CPUS)] == [(0, 3)]
     assert scatter({"a": 1}, CPUS) == [{"a": 1}]
-    assert [piece.shape for piece in scatter(torch.zeros(2, 5), CPUS[:2], dim=1)] == [(2, 3), (2, 2)]
+    assert [piece.shape for piece in scatter(torch.zeros(2, 5), CPUS[:2], dim=1)] == [
+        (2, 3),
+        (2, 2),
+    ]
 
 
 class Point(NamedTuple):
@@ -73,7 +96,8 @@ def test_scatter_splits_values_with_rows_and_passes_others_whole():
 
 def test_different_numbers_of_rows_raise_an_error_that_names_both_inputs():
     with pytest.raises(
-        ValueError, match=r"inputs\[0\] is a tensor of shape \(4, 3\) \(4 rows\).*inputs\[1\]\['mask'\] .*\(2, 3\)"
+        ValueError,
+        match=r"inputs\[0\] is a tensor of shape \(4, 3\) \(4 rows\).*inputs\[1\]\['mask'\] .*\(2, 3\)",
     ):
         scatter((torch.zeros(4, 3), {"mask": torch.zeros(2, 3)}), CPUS)  # torch drops rows 2 and 3
     with pytest.raises(ValueError, match=r"a list of 3 plain values \(3 rows\)"):
@@ -81,7 +105,9 @@ def test_different_numbers_of_rows_raise_an_error_that_names_both_inputs():
 
 
 def test_inputs_that_cannot_be_split_raise_an_error():
-    with pytest.raises(TypeError, match=r"inputs\[1\] is an array of shape \(4,\).*torch.as_tensor"):
+    with pytest.raises(
+        TypeError, match=r"inputs\[1\] is an array of shape \(4,\).*torch.as_tensor"
+    ):
         scatter((torch.zeros(4, 3), np.zeros(4)), CPUS)
     packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
     with pytest.raises(TypeError, match="PackedSequence.*pass the padded tensor"):
@@ -91,7 +117,10 @@ def test_inputs_that_cannot_be_split_raise_an_error():
 
 
 def test_split_by_weights_skips_devices_of_weight_zero():
-    assert [len(piece) for piece in scatter(torch.zeros(8, 1), ["cpu"] * 3, split=[3, 0, 1])] == [6, 2]
+    assert [len(piece) for piece in scatter(torch.zeros(8, 1), ["cpu"] * 3, split=[3, 0, 1])] == [
+        6,
+        2,
+    ]
     for split in ([1], [1, -1, 1], [0, 0, 0], "memory", [1, float("nan"), 1]):
         with pytest.raises(ValueError, match="split=.*expected None or one weight per device"):
             scatter(torch.zeros(8, 1), ["cpu"] * 3, split=split)
@@ -107,13 +136,18 @@ def test_scatter_and_gather_move_all_tensors_of_a_structure():
         back = gather(pieces, "cpu")
         assert back["x"].equal(batch["x"])
         assert back["sample"].names == list("abcdefg")
-        assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # only between the CPU and each device
+        assert {
+            ends for ends in cluster.moved if "cpu" not in ends
+        } == set()  # only between the CPU and each device
         assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES
 
 
 def test_targets_without_inputs_raise_an_error():
     step = still_step(torch.nn.Linear(4, 3), DataParallelCriterion(torch.nn.CrossEntropyLoss()))
-    with pytest.raises(ValueError, match="the targets have 5 rows, but the inputs have none: expected the same number"):
+    with pytest.raises(
+        ValueError,
+        match="the targets have 5 rows, but the inputs have none: expected the same number",
+    ):
         step(torch.zeros(0, 4), torch.zeros(5, dtype=torch.long))
 
 
@@ -130,13 +164,19 @@ def test_an_empty_list_goes_to_every_replica():
     net, x = Hints(2, 3), torch.randn(7, 2)
     for in_dims in (None, 0):
         model = DataParallelModel(net, CPUS, in_dims=in_dims)
-        torch.testing.assert_close(gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []}))
+        torch.testing.assert_close(
+            gather(model(x, [], extra={"hints": []})), net(x, [], extra={"hints": []})
+        )
 
-    criterion = DataParallelCriterion(lambda output, target, names: torch.nn.functional.mse_loss(output, target) + len(names))
+    criterion = DataParallelCriterion(
+        lambda output, target, names: torch.nn.functional.mse_loss(output, target) + len(names)
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     step, target = TrainStep(model, criterion, optimizer, micro_batch_size=1), torch.randn(7, 3)
     expected = torch.nn.functional.mse_loss(net(x, [], extra={"hints": []}), target).detach()
-    torch.testing.assert_close(step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected)
+    torch.testing.assert_close(
+        step({"x": x, "hints": [], "extra": {"hints": []}}, (target, [])), expected
+    )
 
 
 class Pair(NamedTuple):
@@ -144,7 +184,11 @@ class Pair(NamedTuple):
     numbers: Any
 
 
-SCALARS = {"numbers": (0.5, 1.5, 2.5, 3.5, 4.5), "tensors": tuple(torch.arange(5.0)), "boxes": ((1, 2),) * 5}
+SCALARS = {
+    "numbers": (0.5, 1.5, 2.5, 3.5, 4.5),
+    "tensors": tuple(torch.arange(5.0)),
+    "boxes": ((1, 2),) * 5,
+}
 PLACES = {
     r"inputs\[1\]": lambda x, numbers: (x, numbers),
     r"inputs\[0\]\['n'\]": lambda x, numbers: {"x": x, "n": numbers},
@@ -158,7 +202,10 @@ PLACES = {
 def test_a_tuple_with_a_value_for_each_row_is_an_error(place, kind):
     """``tuple(zip(*samples))`` makes it. It went whole to every replica."""
     x, numbers = torch.zeros(5, 2), SCALARS[kind]
-    message = place + r" is a tuple of 5 entries .*: each entry may be a row, .* Rows\(\.\.\.\) .* Whole\(\.\.\.\)"
+    message = (
+        place
+        + r" is a tuple of 5 entries .*: each entry may be a row, .* Rows\(\.\.\.\) .* Whole\(\.\.\.\)"
+    )
     with pytest.raises(ValueError, match=message):
         scatter(PLACES[place](x, numbers), CPUS)
     with pytest.raises(ValueError, match=message.replace("5 entries", "6 entries")):
@@ -174,9 +221,15 @@ class Scaled(torch.nn.Linear):
 
 
 def test_values_of_rows_are_errors_in_keyword_arguments_and_targets():
-    x, labels, numbers = torch.zeros(5, 2), torch.zeros(5, dtype=torch.long), (0.1, 0.2, 0.3, 0.4, 0.5)
+    x, labels, numbers = (
+        torch.zeros(5, 2),
+        torch.zeros(5, dtype=torch.long),
+        (0.1, 0.2, 0.3, 0.4, 0.5),
+    )
     model = DataParallelModel(Scaled(2, 3), CPUS)
-    with pytest.raises(ValueError, match=r"kwargs\['numbers'\] is a tuple of 5 entries .* float 0\.1"):
+    with pytest.raises(
+        ValueError, match=r"kwargs\['numbers'\] is a tuple of 5 entries .* float 0\.1"
+    ):
         model(x, numbers=numbers)
 
     def loss(output, labels, *numbers):

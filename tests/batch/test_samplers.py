@@ -23,7 +23,10 @@ def make_samplers(ranks, seed=0):
 
 
 def make_balanced_samplers(ranks, batch_size=64, costs=LENGTHS, **settings):
-    return [BalancedBatchSampler(costs, batch_size, seed=0, rank=rank, ranks=ranks, **settings) for rank in range(ranks)]
+    return [
+        BalancedBatchSampler(costs, batch_size, seed=0, rank=rank, ranks=ranks, **settings)
+        for rank in range(ranks)
+    ]
 
 
 def shares(samplers):
@@ -54,8 +57,12 @@ def test_any_number_of_ranks_has_the_same_batches_without_padding_or_repeated_ro
         assert sorted(chain(*batches)) == list(ROWS)
         assert [len(batch) for batch in batches] == [5, 5, 5, 5, 3]
         batches = effective_batches(balanced)
-        assert batches == effective_batches(alone)  # A row has the same place, and random numbers by row are the same.
-        assert [sorted(batch) for batch in batches] == [sorted(batch) for batch in effective_batches(plain)]
+        assert batches == effective_batches(
+            alone
+        )  # A row has the same place, and random numbers by row are the same.
+        assert [sorted(batch) for batch in batches] == [
+            sorted(batch) for batch in effective_batches(plain)
+        ]
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
@@ -89,7 +96,10 @@ def test_a_position_continues_with_another_number_of_ranks_and_sampler(done, mak
 @pytest.mark.parametrize(("size", "group"), [(24, 8), (21, 4), (20, 8), (5, 8), (17, 1)])
 def test_ranks_have_whole_micro_batches_of_the_same_effective_batches(ranks, size, group):
     rows = range(47)
-    samplers = [RankBatchSampler(rows, size, 0, micro_batch_size=group, rank=rank, ranks=ranks) for rank in range(ranks)]
+    samplers = [
+        RankBatchSampler(rows, size, 0, micro_batch_size=group, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
     plain = [RankBatchSampler(rows, size, 0, rank=0, ranks=1)]
     for parts, (whole,) in zip(shares(samplers), shares(plain), strict=True):
         assert list(chain(*parts)) == whole
@@ -102,7 +112,9 @@ def test_ranks_have_whole_micro_batches_of_the_same_effective_batches(ranks, siz
 
 def test_a_position_with_other_micro_batches_or_of_an_older_checkpoint_continues():
     (before,), (plain,) = make_samplers(1), make_samplers(1)
-    after = [RankBatchSampler(ROWS, SIZE, 0, micro_batch_size=2, rank=rank, ranks=3) for rank in range(3)]
+    after = [
+        RankBatchSampler(ROWS, SIZE, 0, micro_batch_size=2, rank=rank, ranks=3) for rank in range(3)
+    ]
     before.advance()
     plain.advance()
     assert before.state_dict() == {"batches": 1, "rows": 23, "batch_size": 5, "seed": 0}
@@ -112,14 +124,22 @@ def test_a_position_with_other_micro_batches_or_of_an_older_checkpoint_continues
 
 
 def test_a_sampler_that_cuts_by_cost_has_no_micro_batches():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'micro_batch_size', expected one of costs, batch_size"):
+    with pytest.raises(
+        TypeError,
+        match="unexpected keyword argument 'micro_batch_size', expected one of costs, batch_size",
+    ):
         BalancedBatchSampler(LENGTHS, 8, micro_batch_size=2)
     assert make_balanced_samplers(2)[0].micro_batch_size is None
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-8, ValueError), (True, TypeError), ("auto", TypeError)])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-8, ValueError), (True, TypeError), ("auto", TypeError)]
+)
 def test_a_micro_batch_size_that_is_not_a_positive_integer_is_refused(value, error):
-    with pytest.raises(error, match=f"micro_batch_size={value!r}, expected a positive integer, the micro_batch_size of TrainS"):
+    with pytest.raises(
+        error,
+        match=f"micro_batch_size={value!r}, expected a positive integer, the micro_batch_size of TrainS",
+    ):
         RankBatchSampler(ROWS, SIZE, micro_batch_size=value)
 
 
@@ -146,7 +166,10 @@ def test_invalid_settings_and_positions_of_other_batches_raise_an_error():
     with pytest.raises(ValueError, match="rank 2 of 2"):
         RankBatchSampler(ROWS, 5, rank=2, ranks=2)
     state = RankBatchSampler(ROWS, 4, seed=0).state_dict()
-    with pytest.raises(ValueError, match=r"saved with \{'rows': 23, 'batch_size': 4, 'seed': 0\}, expected .*'batch_size': 5"):
+    with pytest.raises(
+        ValueError,
+        match=r"saved with \{'rows': 23, 'batch_size': 4, 'seed': 0\}, expected .*'batch_size': 5",
+    ):
         RankBatchSampler(ROWS, 5, seed=0).load_state_dict(state)
 
 
@@ -154,7 +177,9 @@ def test_ranks_have_equal_cost():
     for parts in shares(make_balanced_samplers(4))[:2]:
         costs = [len(rows) * max(LENGTHS[row] for row in rows) for rows in parts]
         assert max(costs) <= 1.2 * sum(costs) / 4
-        assert max(costs) <= 0.6 * 64 * max(LENGTHS[row] for row in chain(*parts)) / 4  # equal rows of the padded batch
+        assert (
+            max(costs) <= 0.6 * 64 * max(LENGTHS[row] for row in chain(*parts)) / 4
+        )  # equal rows of the padded batch
 
 
 def test_costs_may_be_combined_in_another_way():
@@ -196,7 +221,9 @@ def test_ranks_train_as_one_process():
         assert losses_of_rank == pytest.approx(losses, rel=1e-10)
 
 
-@pytest.mark.parametrize("make", [lambda: RankBatchSampler(range(12), 6), lambda: BalancedBatchSampler([1.0] * 12, 6)])
+@pytest.mark.parametrize(
+    "make", [lambda: RankBatchSampler(range(12), 6), lambda: BalancedBatchSampler([1.0] * 12, 6)]
+)
 def test_a_sampler_made_before_the_process_group_cuts_over_its_ranks(monkeypatch, make):
     """Each rank trained on all rows: the data part of a script often comes before parallelize()."""
     sampler = make()
@@ -213,7 +240,10 @@ def test_a_process_group_made_during_an_iteration_is_an_error(monkeypatch):
     batches = iter(RankBatchSampler(range(12), 6))
     assert next(batches) == [*range(6)]
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match=r"began with 1 ranks and goes on with 2, expected parallelize\(...\) before it"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"began with 1 ranks and goes on with 2, expected parallelize\(...\) before it",
+    ):
         next(batches)
 
 
@@ -231,5 +261,8 @@ class Shard(BatchSampler):
 def test_a_sampler_that_cuts_the_batches_again_is_an_error():
     """48 of 100 rows were trained on, after accelerator.prepare(loader)."""
     for sampler in (RankBatchSampler(range(12), 6), BalancedBatchSampler([1.0] * 12, 6)):
-        with pytest.raises(RuntimeError, match=f"a Shard cuts the batches of a {type(sampler).__name__} again, .*as it is"):
+        with pytest.raises(
+            RuntimeError,
+            match=f"a Shard cuts the batches of a {type(sampler).__name__} again, .*as it is",
+        ):
             next(iter(Shard(sampler)))

@@ -40,7 +40,9 @@ class Own(Sampler):
         return self.drawn
 
     def __iter__(self):
-        yield from torch.randperm(self.drawn, generator=torch.Generator().manual_seed(9 + self.epoch)).tolist()
+        yield from torch.randperm(
+            self.drawn, generator=torch.Generator().manual_seed(9 + self.epoch)
+        ).tolist()
 
 
 class Shrinking(Own):
@@ -80,7 +82,9 @@ class Endless(Sampler):
 
 SAMPLERS = {
     "weighted": lambda: WeightedRandomSampler(WEIGHTS, ROWS),
-    "with generator": lambda: WeightedRandomSampler(WEIGHTS, ROWS, generator=torch.Generator().manual_seed(4)),
+    "with generator": lambda: WeightedRandomSampler(
+        WEIGHTS, ROWS, generator=torch.Generator().manual_seed(4)
+    ),
     "subset": lambda: SubsetRandomSampler(range(8, ROWS)),
     "all": lambda: RandomSampler(range(ROWS)),
     "replacement": lambda: RandomSampler(range(ROWS), replacement=True, num_samples=31),
@@ -90,7 +94,10 @@ SAMPLERS = {
 
 def make_samplers(sampler, ranks, *, is_balanced=False):
     if is_balanced:
-        return [BalancedBatchSampler(COSTS, 8, 0, sampler=sampler(), rank=rank, ranks=ranks) for rank in range(ranks)]
+        return [
+            BalancedBatchSampler(COSTS, 8, 0, sampler=sampler(), rank=rank, ranks=ranks)
+            for rank in range(ranks)
+        ]
     return [RankBatchSampler(sampler(), 8, 0, rank=rank, ranks=ranks) for rank in range(ranks)]
 
 
@@ -121,7 +128,10 @@ def test_ranks_cut_the_same_rows_in_every_epoch(name, is_balanced):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_position_continues_in_the_middle_of_an_epoch_with_other_ranks(name):
-    whole, after = make_samplers(SAMPLERS[name], 1), make_samplers(SAMPLERS[name], 3, is_balanced=name != "replacement")
+    whole, after = (
+        make_samplers(SAMPLERS[name], 1),
+        make_samplers(SAMPLERS[name], 3, is_balanced=name != "replacement"),
+    )
     expected = epoch_of(whole) + epoch_of(whole)
     (before,) = make_samplers(SAMPLERS[name], 1)
     before.advance()
@@ -164,20 +174,30 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_samplers_that_ranks_cannot_draw_alike_raise_an_error(message):
-    for make in (RankBatchSampler, lambda *args: BalancedBatchSampler(COSTS, *args[1:], sampler=args[0])):
+    for make in (
+        RankBatchSampler,
+        lambda *args: BalancedBatchSampler(COSTS, *args[1:], sampler=args[0]),
+    ):
         with pytest.raises(TypeError, match=message):
             make(REFUSED[message](), 8, 0)
 
 
 def test_other_errors_of_samplers():
     loader = DataLoader(range(ROWS))
-    with pytest.raises(TypeError, match=r"a DataLoader was given, expected its data set .*DataLoader\(batch_sampler=...\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"a DataLoader was given, expected its data set .*DataLoader\(batch_sampler=...\)",
+    ):
         RankBatchSampler(loader, 8, 0)
-    with pytest.raises(TypeError, match="costs is a RandomSampler, expected the cost .* as sampler="):
+    with pytest.raises(
+        TypeError, match="costs is a RandomSampler, expected the cost .* as sampler="
+    ):
         BalancedBatchSampler(RandomSampler(range(ROWS)), 8)
     with pytest.raises(TypeError, match="sampler=.*, expected a sampler of rows"):
         BalancedBatchSampler(COSTS, 8, sampler=loader)
-    with pytest.raises(TypeError, match="WeightedRandomSampler was given, and seed=None, expected an integer"):
+    with pytest.raises(
+        TypeError, match="WeightedRandomSampler was given, and seed=None, expected an integer"
+    ):
         RankBatchSampler(WeightedRandomSampler(WEIGHTS, ROWS), 8)
     with pytest.raises(ValueError, match="the OfNumpy drew other rows from the same seed"):
         list(RankBatchSampler(OfNumpy(), 8, 0))
@@ -185,7 +205,9 @@ def test_other_errors_of_samplers():
         list(BalancedBatchSampler(COSTS, 8, 0, sampler=Own(30)))
     shrinking = RankBatchSampler(Shrinking(), 8, 0)
     epoch_of([shrinking])
-    with pytest.raises(ValueError, match="drew 19 entries in epoch 1, .*expected 20 rows in each epoch"):
+    with pytest.raises(
+        ValueError, match="drew 19 entries in epoch 1, .*expected 20 rows in each epoch"
+    ):
         list(shrinking)
 
 
@@ -195,11 +217,16 @@ def test_a_loader_that_takes_batches_for_rows_raises_an_error():
     sampler = RankBatchSampler(rows, 8, 0)
     wrong = DataLoader(rows, sampler=sampler)
     for again in (wrong, DataLoader(rows, sampler=sampler)):
-        with pytest.raises(RuntimeError, match=r"expected a new RankBatchSampler, and DataLoader\(batch_sampler=...\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"expected a new RankBatchSampler, and DataLoader\(batch_sampler=...\)",
+        ):
             list(again)
     right = DataLoader(rows, batch_sampler=RankBatchSampler(rows, 8, 0))
     assert [len(batch) for (batch,) in right] == [8, 8, 4]
-    bulk = DataLoader(rows, sampler=RankBatchSampler(rows, 8, 0), batch_size=None)  # takes each list as the rows of a batch
+    bulk = DataLoader(
+        rows, sampler=RankBatchSampler(rows, 8, 0), batch_size=None
+    )  # takes each list as the rows of a batch
     assert [len(batch) for (batch,) in bulk] == [8, 8, 4]
 
 
@@ -220,7 +247,9 @@ def losses_of(rank):
 def fail_with_weights_of(rank):
     model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
-    sampler = RankBatchSampler(WeightedRandomSampler([*range(1 + 9 * rank, ROWS + 1 + 9 * rank)], ROWS), 6, seed=0)
+    sampler = RankBatchSampler(
+        WeightedRandomSampler([*range(1 + 9 * rank, ROWS + 1 + 9 * rank)], ROWS), 6, seed=0
+    )
     rows = next(iter(sampler))
     with pytest.raises(ValueError, match="WeightedRandomSampler with order"):
         step(torch.randn(len(rows), 4), class_targets(len(rows)))

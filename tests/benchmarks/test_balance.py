@@ -14,8 +14,18 @@ from balanced_parallel import simulate
 def measured(request, monkeypatch):
     """The benchmark, and a function of a way of training and a number of devices that returns the measurement."""
     benchmark = load("balance", monkeypatch)
-    problem = benchmark.language_problem(words=1024) if request.param == "language" else benchmark.segmentation_problem()
-    return benchmark, problem, functools.partial(benchmark.measure, problem=problem, expected=benchmark.plain_parameters(problem))
+    problem = (
+        benchmark.language_problem(words=1024)
+        if request.param == "language"
+        else benchmark.segmentation_problem()
+    )
+    return (
+        benchmark,
+        problem,
+        functools.partial(
+            benchmark.measure, problem=problem, expected=benchmark.plain_parameters(problem)
+        ),
+    )
 
 
 def test_outputs_are_not_copied_to_the_first_device(measured):
@@ -33,7 +43,9 @@ def test_outputs_are_not_copied_to_the_first_device(measured):
 def test_balanced_optimizer_balances_peak_memory(measured, request):
     benchmark, problem, measure = measured
     devices = 8 if "language" in request.node.name else 4
-    ours, rule = (measure(name, devices=devices) for name in ("+ BalancedOptimizer", "loss per replica"))
+    ours, rule = (
+        measure(name, devices=devices) for name in ("+ BalancedOptimizer", "loss per replica")
+    )
     size = sum(parameter.nbytes for parameter in problem.module.parameters())
     assert max(ours.peak) <= 1.02 * sum(ours.peak) / devices
     assert sum(ours.peak) <= 1.02 * sum(rule.peak)
@@ -42,7 +54,9 @@ def test_balanced_optimizer_balances_peak_memory(measured, request):
     refresh = 2 * size + size / devices
     assert max(ours.through) <= 1.02 * (shards + refresh)
     collective, scalars = 2 * (devices - 1), 3 * (devices - 1)  # of the loss
-    assert benchmark.longest_chain(ours.copies) <= 2 * collective + scalars + 2 * (devices - 1)  # the parameters, twice
+    assert benchmark.longest_chain(ours.copies) <= 2 * collective + scalars + 2 * (
+        devices - 1
+    )  # the parameters, twice
     assert ours.error < 1e-10
 
 

@@ -53,11 +53,15 @@ def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
 
 
 @released_at_once
-@pytest.mark.parametrize(("layout", "balanced"), [slow("replicas", True), slow("torch_data_parallel", False)])
+@pytest.mark.parametrize(
+    ("layout", "balanced"), [slow("replicas", True), slow("torch_data_parallel", False)]
+)
 def test_estimate_of_replicas_equals_the_simulated_peak(benchmark, layout, balanced):
     problem = benchmark.build("MLP", rows=64)
     used = benchmark.layouts.simulated_peaks(problem, layout, balanced, "fp32")
-    guess = benchmark.estimate(problem, layout=layout, devices=4, balanced_optimizer=balanced, device_kind="sim").allocated
+    guess = benchmark.estimate(
+        problem, layout=layout, devices=4, balanced_optimizer=balanced, device_kind="sim"
+    ).allocated
     assert guess == pytest.approx(used, rel=1e-3)
 
 

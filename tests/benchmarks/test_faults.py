@@ -8,7 +8,9 @@ from helpers.benchmarks import load
 
 
 @pytest.mark.slow
-def test_a_run_killed_on_one_device_and_on_three_ranks_ends_on_two_with_the_digest_of_the_undisturbed_one(tmp_path, monkeypatch):
+def test_a_run_killed_on_one_device_and_on_three_ranks_ends_on_two_with_the_digest_of_the_undisturbed_one(
+    tmp_path, monkeypatch
+):
     faults = load("faults", monkeypatch)
     faults.run("one device", [], tmp_path / "undisturbed", 0, *faults.BITS).check_returncode()
     drawn = faults.move(tmp_path / "moved", random.Random(0))

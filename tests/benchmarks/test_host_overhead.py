@@ -7,7 +7,12 @@ def test_host_time_of_replicas_is_close_to_the_plain_slices(monkeypatch):
     """The benchmark sees 0.97 to 1.06 on an idle machine, and torch's replicate() alone takes a third of a step."""
     benchmark = load("host_overhead", monkeypatch)
     steps = benchmark.make_steps()
-    ratios = (benchmark.ratio_of_times(steps["model and criterion"], steps["slice by slice"], rounds=12) for _ in range(3))
-    assert any(ratio < 1.2 for ratio in ratios)  # the other worker of the suite may slow down one side of one measurement
+    ratios = (
+        benchmark.ratio_of_times(steps["model and criterion"], steps["slice by slice"], rounds=12)
+        for _ in range(3)
+    )
+    assert any(
+        ratio < 1.2 for ratio in ratios
+    )  # the other worker of the suite may slow down one side of one measurement
     times = benchmark.replication_times()
     assert times["replicas handed out"] < 0.2 * times["torch's replicate(), without its copies"]

@@ -16,7 +16,16 @@ def layouts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["MLP", slow("mixed"), slow("VAE"), slow("DDPM"), slow("BERT eager"), slow("BERT sdpa"), slow("GPT-2")]
+    "name",
+    [
+        "MLP",
+        slow("mixed"),
+        slow("VAE"),
+        slow("DDPM"),
+        slow("BERT eager"),
+        slow("BERT sdpa"),
+        slow("GPT-2"),
+    ],
 )
 def test_dropout_is_that_of_one_device_in_layouts_of_one_process(layouts, name):
     expected = layouts.train(name, layouts.WHOLE)
@@ -29,8 +38,14 @@ def test_dropout_is_that_of_one_device_in_layouts_of_one_process(layouts, name):
 
 def test_the_same_layout_repeats_itself_and_checkpoints_change_nothing(layouts):
     expected = layouts.train("GPT-2", layouts.WHOLE)
-    for label in ("3 replicas, checkpointed by savings", "3 replicas, checkpointed by transformers"):
-        assert layouts.relative_error(layouts.run_layout("GPT-2", layouts.LAYOUTS[label]), expected) < EXACT
+    for label in (
+        "3 replicas, checkpointed by savings",
+        "3 replicas, checkpointed by transformers",
+    ):
+        assert (
+            layouts.relative_error(layouts.run_layout("GPT-2", layouts.LAYOUTS[label]), expected)
+            < EXACT
+        )
     rest = layouts.train("GPT-2", layouts.WHOLE)
     assert all(torch.equal(gradient, rest[1][name]) for name, gradient in expected[1].items())
 

@@ -56,12 +56,18 @@ def test_errors_and_memory_of_two_programs(peers):
         with environment(0, layout) as cluster:
             return measure(0, cluster, layout, program, gradients, memory)
 
-    plain, torch_replicas, ours = measured("plain", 1), measured("data_parallel", 2), measured("ours_replicas", 2)
+    plain, torch_replicas, ours = (
+        measured("plain", 1),
+        measured("data_parallel", 2),
+        measured("ours_replicas", 2),
+    )
     assert max(peers.errors([ours], plain)) < 1e-12
     assert min(peers.errors([torch_replicas], plain)) > 1e-3
     assert len(ours.memory) == len(torch_replicas.memory) == 2
     assert max(one.peak for one in ours.memory) < max(one.peak for one in torch_replicas.memory)
-    assert max(one.through for one in ours.memory) < max(one.through for one in torch_replicas.memory)
+    assert max(one.through for one in ours.memory) < max(
+        one.through for one in torch_replicas.memory
+    )
 
 
 def test_page_has_a_row_for_every_program(peers):

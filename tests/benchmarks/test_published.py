@@ -27,6 +27,12 @@ def test_prediction_equals_the_published_number(benchmark, name):
 
 def test_page_has_every_row_and_explains_large_differences(benchmark):
     page = (BENCHMARKS / "published" / "README.md").read_text()
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][1:]
-    assert [line[1] for line in lines[: len(benchmark.ROWS)]] == [row.name for row in benchmark.ROWS]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    ][1:]
+    assert [line[1] for line in lines[: len(benchmark.ROWS)]] == [
+        row.name for row in benchmark.ROWS
+    ]
     assert all(reason for *_, error, reason in lines if abs(float(error.rstrip("%"))) > 5)

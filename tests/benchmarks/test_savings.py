@@ -5,7 +5,9 @@ from helpers.benchmarks import load
 from helpers.ranks import run_ranks
 
 # at most this much of the plain peak
-TRAINING = dict.fromkeys(["checkpoint_activations", "offload_activations", "LinearCrossEntropy"], 0.9)
+TRAINING = dict.fromkeys(
+    ["checkpoint_activations", "offload_activations", "LinearCrossEntropy"], 0.9
+)
 EVALUATION = {"inference": 0.5}
 
 
@@ -19,11 +21,14 @@ def benchmark(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "name", "most"),
-    [("training", *each) for each in TRAINING.items()] + [("evaluation", *each) for each in EVALUATION.items()],
+    [("training", *each) for each in TRAINING.items()]
+    + [("evaluation", *each) for each in EVALUATION.items()],
 )
 def test_savings_lower_the_peak_and_keep_the_result(benchmark, kind, name, most):
     change = getattr(benchmark, kind.upper())[name]
-    assert benchmark.peak(benchmark.QUICK, kind, change) <= most * benchmark.peak(benchmark.QUICK, kind)
+    assert benchmark.peak(benchmark.QUICK, kind, change) <= most * benchmark.peak(
+        benchmark.QUICK, kind
+    )
     assert benchmark.error(kind, change) <= 1e-10
 
 
@@ -36,9 +41,17 @@ def test_all_pairs_keep_the_result(benchmark):
 def check_ranks(rank):
     with pytest.MonkeyPatch.context() as monkeypatch:
         benchmark = load("savings", monkeypatch)
-        alone = [benchmark.error("training", change, ranks=True) for change in benchmark.TRAINING.values()]
-        alone += [benchmark.error("evaluation", change, ranks=True) for change in benchmark.EVALUATION.values()]
-        return max([*alone, *(off for _, off in benchmark.pairs_of(benchmark.TRAINING, ranks=True))])
+        alone = [
+            benchmark.error("training", change, ranks=True)
+            for change in benchmark.TRAINING.values()
+        ]
+        alone += [
+            benchmark.error("evaluation", change, ranks=True)
+            for change in benchmark.EVALUATION.values()
+        ]
+        return max(
+            [*alone, *(off for _, off in benchmark.pairs_of(benchmark.TRAINING, ranks=True))]
+        )
 
 
 @pytest.mark.slow
@@ -63,5 +76,9 @@ def test_a_head_needs_a_fifth_of_the_memory(benchmark):
 
 def test_page_has_all_rows(benchmark):
     page = (benchmark.HERE / "README.md").read_text()
-    assert [name for name in [*TRAINING, *EVALUATION, "savings.LinearCrossEntropy"] if f"| {name} " not in page] == []
+    assert [
+        name
+        for name in [*TRAINING, *EVALUATION, "savings.LinearCrossEntropy"]
+        if f"| {name} " not in page
+    ] == []
     assert "Environment: " in page

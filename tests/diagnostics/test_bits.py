@@ -24,7 +24,13 @@ SYSTEM = random.SystemRandom()
 def compare(model, criterion=None, rows=7, device_ids=("cpu",), **settings):
     inputs, targets = torch.randn(rows, 4), class_targets(rows, 2)
     return verify(
-        model, criterion or nn.CrossEntropyLoss(), inputs, targets, device_ids=device_ids, reproducible="bits", **settings
+        model,
+        criterion or nn.CrossEntropyLoss(),
+        inputs,
+        targets,
+        device_ids=device_ids,
+        reproducible="bits",
+        **settings,
     )
 
 
@@ -33,7 +39,11 @@ class Block(nn.Module):
 
     def __init__(self, inner=None):
         super().__init__()
-        self.layer, self.dropout, self.inner = nn.Linear(6, 6), nn.Dropout(0.3), inner or nn.Identity()
+        self.layer, self.dropout, self.inner = (
+            nn.Linear(6, 6),
+            nn.Dropout(0.3),
+            inner or nn.Identity(),
+        )
 
     def forward(self, x):
         return x + self.inner(self.dropout(self.layer(x).relu()))
@@ -83,7 +93,9 @@ class Permuted(nn.Module):
     """Sums of terms that chance assigns."""
 
     def forward(self, x):
-        order = torch.from_numpy(np.random.default_rng(SYSTEM.getrandbits(64)).permutation(x.numel()))
+        order = torch.from_numpy(
+            np.random.default_rng(SYSTEM.getrandbits(64)).permutation(x.numel())
+        )
         return x + torch.zeros(6).index_add_(0, order % 6, x.flatten())
 
 
@@ -211,9 +223,13 @@ def test_a_loss_that_is_not_deterministic_is_named():
     in_groups = compare(Net(), LossWithLayer(OnlyGradient()), device_ids=CPUS, micro_batch_size=2)
     place = "gradient from criterion.part (OnlyGradient), in the group that begins with row "
     assert in_groups.first_difference.startswith(place)
-    function = compare(Net(), lambda output, target: F.cross_entropy(output, target) * SYSTEM.random())
+    function = compare(
+        Net(), lambda output, target: F.cross_entropy(output, target) * SYSTEM.random()
+    )
     assert function.first_difference == "gradient that reaches end (Linear)"
-    constant = compare(Net(), lambda output, target: F.cross_entropy(output, target) + SYSTEM.random())
+    constant = compare(
+        Net(), lambda output, target: F.cross_entropy(output, target) + SYSTEM.random()
+    )
     assert constant.first_difference == "in the loss"
 
 
@@ -242,7 +258,13 @@ def compare_several(part, device_ids, rows=7):
     ids, targets = torch.randint(11, (rows, 6)), torch.randint(11, (rows,))
     model = Several(part)
     settings = {"device_ids": device_ids, "micro_batch_size": 2, "reproducible": "bits"}
-    return verify(model, lambda output, target: F.cross_entropy(output["logits"], target), ids, targets, **settings)
+    return verify(
+        model,
+        lambda output, target: F.cross_entropy(output["logits"], target),
+        ids,
+        targets,
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
@@ -252,7 +274,9 @@ def test_layouts_with_dropout_have_the_same_bits(device_ids):
     assert report.first_difference is None
     assert report.step == 2
     assert not any(report.gradient_errors.values())
-    assert str(report).startswith(f"same bits: replicas on {', '.join(device_ids)}; micro-batches: ")
+    assert str(report).startswith(
+        f"same bits: replicas on {', '.join(device_ids)}; micro-batches: "
+    )
 
 
 def test_new_memory_is_not_named():
@@ -290,7 +314,9 @@ def test_threads_of_devices_are_recorded():
         assert compare(Net(), device_ids=None, micro_batch_size=2).equal
         counting = compare(Net(CountsCalls()), device_ids=None, micro_batch_size=2)
         backward = compare(Net(OnlyGradient()), device_ids=None, micro_batch_size=2)
-    assert counting.first_difference.endswith("blocks.1.inner (CountsCalls), in the group that begins with row 2")
+    assert counting.first_difference.endswith(
+        "blocks.1.inner (CountsCalls), in the group that begins with row 2"
+    )
     assert backward.first_difference.startswith("gradient from blocks.1.inner (OnlyGradient)")
 
 
@@ -303,10 +329,15 @@ def test_without_a_number_of_rows_each_device_has_a_group():
 def test_the_plain_program_may_be_any():
     """No setting of a step refuses it: batch statistics, a loss of all rows, and sparse gradients."""
     assert compare(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))).equal
-    assert compare(build_net(), lambda output, target: F.cross_entropy(output @ output.T, torch.arange(len(output)))).equal
+    assert compare(
+        build_net(),
+        lambda output, target: F.cross_entropy(output @ output.T, torch.arange(len(output))),
+    ).equal
     ids = torch.randint(9, (7,))
     sparse = nn.Sequential(nn.Embedding(9, 5, sparse=True), OnlyGradient())
-    report = verify(sparse, nn.CrossEntropyLoss(), ids, ids % 5, device_ids=["cpu"], reproducible="bits")
+    report = verify(
+        sparse, nn.CrossEntropyLoss(), ids, ids % 5, device_ids=["cpu"], reproducible="bits"
+    )
     assert report.first_difference == "gradient from 1 (OnlyGradient)"
 
 
@@ -322,8 +353,13 @@ class HookOfParameter(nn.Module):
 
 def test_a_difference_outside_of_modules_is_told():
     report = compare(Net(HookOfParameter()))
-    assert [name for name, count in report.gradient_errors.items() if count] == ["blocks.1.inner.layer.weight"]
-    assert report.first_difference == "in no module: in a sum over groups, a hook of a parameter, or by chance"
+    assert [name for name, count in report.gradient_errors.items() if count] == [
+        "blocks.1.inner.layer.weight"
+    ]
+    assert (
+        report.first_difference
+        == "in no module: in a sum over groups, a hook of a parameter, or by chance"
+    )
 
 
 def test_state_is_compared():
@@ -342,19 +378,37 @@ def test_state_is_compared():
 
 
 def test_the_own_program_stays_as_it_is():
-    net, inputs, targets, before = Net(PythonRandom()), torch.randn(7, 4), class_targets(7), torch.get_rng_state()
-    assert not verify(net, nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS, micro_batch_size=2, reproducible="bits").equal
+    net, inputs, targets, before = (
+        Net(PythonRandom()),
+        torch.randn(7, 4),
+        class_targets(7),
+        torch.get_rng_state(),
+    )
+    assert not verify(
+        net,
+        nn.CrossEntropyLoss(),
+        inputs,
+        targets,
+        device_ids=CPUS,
+        micro_batch_size=2,
+        reproducible="bits",
+    ).equal
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in net.parameters())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
 def test_a_tolerance_is_refused():
-    with pytest.raises(ValueError, match=r"tolerance=0.1 with reproducible='bits', expected None: bits are equal or not"):
+    with pytest.raises(
+        ValueError,
+        match=r"tolerance=0.1 with reproducible='bits', expected None: bits are equal or not",
+    ):
         compare(Net(), tolerance=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex128, torch.bool, torch.int32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.complex128, torch.bool, torch.int32]
+)
 def test_digests_are_of_bits_and_of_their_order(dtype):
     tensor = (torch.arange(6) % 2).to(dtype).view(2, 3)
     assert _digests(tensor) == _digests([tensor.clone()])

@@ -9,7 +9,12 @@ from helpers.trainers import make_model, make_rows, pad
 from helpers.verification import CPUS, check, contrastive_loss
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, verify
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    convert_sync_batchnorm,
+    verify,
+)
 
 WRITTEN = (
     "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept: compute it from "
@@ -88,7 +93,11 @@ def drift(module, x):
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("function", "step", "names"),
-    [(write_all, 1, ["calls", "seen", "total"]), (scale_by_earlier_rows, 2, ["total"]), (drift, 1, ["total"])],
+    [
+        (write_all, 1, ["calls", "seen", "total"]),
+        (scale_by_earlier_rows, 2, ["total"]),
+        (drift, 1, ["total"]),
+    ],
 )
 def test_state_written_in_forward_is_the_only_reason(function, step, names):
     """Also where it shows in the second step alone, and where its effect is as small as rounding."""
@@ -96,7 +105,11 @@ def test_state_written_in_forward_is_the_only_reason(function, step, names):
     assert not report.equal
     assert report.step == step
     assert report.first_difference.startswith("the model (Stateful)")
-    reasons = [reason for reason in report.reasons if not reason.startswith("forward mixes rows, in the model (Stateful)")]
+    reasons = [
+        reason
+        for reason in report.reasons
+        if not reason.startswith("forward mixes rows, in the model (Stateful)")
+    ]
     assert reasons == [f"state written in forward: {name}; {WRITTEN}" for name in names]
     assert f"loss in step {step}" in str(report)
 
@@ -113,9 +126,13 @@ def test_a_buffer_that_keeps_the_rows_of_one_replica_is_a_difference():
     report = check(nn.Sequential(Stateful(count_rows)))
     assert not report.equal
     assert max(report.loss_error, *report.gradient_errors.values()) <= 1e-10
-    assert report.state_errors == {"0.total": pytest.approx(4 / 7)}  # the first of three replicas has three of seven rows
+    assert report.state_errors == {
+        "0.total": pytest.approx(4 / 7)
+    }  # the first of three replicas has three of seven rows
     assert "\nstate 0.total " in str(report)
-    assert report.reasons == tuple(f"state written in forward: 0.{name}; {WRITTEN}" for name in ("calls", "log", "total"))
+    assert report.reasons == tuple(
+        f"state written in forward: 0.{name}; {WRITTEN}" for name in ("calls", "log", "total")
+    )
     assert report.warnings == ()
 
 
@@ -167,7 +184,11 @@ class CountingLoss(Centering):
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     ("kind", "step", "names"),
-    [(Centering, 2, ["criterion.center"]), (PlainCentering, 1, []), (CountingLoss, 2, ["criterion.center"])],
+    [
+        (Centering, 2, ["criterion.center"]),
+        (PlainCentering, 1, []),
+        (CountingLoss, 2, ["criterion.center"]),
+    ],
 )  # all replicas share a PlainCentering, so it differs in the first step
 def test_state_written_by_the_criterion_is_reported_as_a_reason(kind, step, names):
     criterion = kind()
@@ -186,11 +207,20 @@ def count_words(out, labels, *others):
 def with_own_loss(head, weight, **targets):
     """Returns a model that computes its loss, a criterion, the inputs and the targets."""
     batch = pad(make_rows(head, 7)) | targets
-    targets = tuple(value for name, value in batch.items() if name not in ("input_ids", "attention_mask"))
-    return make_model(head).eval(), DataParallelCriterion(lambda out, *targets: out.loss, weight=weight), batch, targets
+    targets = tuple(
+        value for name, value in batch.items() if name not in ("input_ids", "attention_mask")
+    )
+    return (
+        make_model(head).eval(),
+        DataParallelCriterion(lambda out, *targets: out.loss, weight=weight),
+        batch,
+        targets,
+    )
 
 
-@pytest.mark.parametrize(("head", "weight"), [("routers", count_words), ("answers", "rows"), ("sentences", count_words)])
+@pytest.mark.parametrize(
+    ("head", "weight"), [("routers", count_words), ("answers", "rows"), ("sentences", count_words)]
+)
 def test_one_count_for_a_loss_of_several_parts_is_named(head, weight):
     report = verify(*with_own_loss(head, weight), device_ids=CPUS)
     assert not report.equal
@@ -203,7 +233,12 @@ def test_one_count_for_a_loss_of_several_parts_is_named(head, weight):
 
 def test_question_answering_with_one_count_is_exact_where_it_counts_both():
     places = torch.tensor([1, 2, 50, 60, 3, 9, 8])  # from 9 on, they are ignored
-    program = with_own_loss("answers", lambda out, starts, ends: (starts < 9).sum(), start_positions=places, end_positions=places)
+    program = with_own_loss(
+        "answers",
+        lambda out, starts, ends: (starts < 9).sum(),
+        start_positions=places,
+        end_positions=places,
+    )
     report = verify(*program, device_ids=CPUS)
     assert report.equal, report
 
@@ -235,10 +270,16 @@ PLACE = "second (Linear), or between it and first (Linear)"
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("mix", [lambda _, x: x.softmax(0), lambda _, x: x - x.mean(0), lambda _, x: x.sort(0).values])
+@pytest.mark.parametrize(
+    "mix", [lambda _, x: x.softmax(0), lambda _, x: x - x.mean(0), lambda _, x: x.sort(0).values]
+)
 def test_rows_mixed_in_forward_are_a_reason(mix):
     report = check(Between(mix), device_ids=["cpu"], micro_batch_size=3)
-    (reason,) = [reason for reason in report.reasons if not reason.startswith("state written in forward: last")]
+    (reason,) = [
+        reason
+        for reason in report.reasons
+        if not reason.startswith("state written in forward: last")
+    ]
     assert reason == f"forward mixes rows, in {PLACE}: {MIXED}"
     assert report.first_difference.startswith("second (Linear): relative error")
 
@@ -248,15 +289,23 @@ def test_rows_in_another_order_are_a_reason():
     inputs, targets = torch.randn(7, 3, 4), torch.randint(5, (21,))
     net = Calls(lambda net, x: net(x).transpose(0, 1).flatten(0, 1))
     report = verify(net, nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS)
-    assert report.reasons == (f"forward mixes rows, in the model (Calls), or between it and net (Sequential): {MIXED}",)
+    assert report.reasons == (
+        f"forward mixes rows, in the model (Calls), or between it and net (Sequential): {MIXED}",
+    )
 
 
 @pytest.mark.usefixtures("double")
 def test_rows_are_not_blamed_for_dropout_or_the_loss():
     net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 5))
-    assert [reason.split(":")[0] for reason in check(net).reasons] == ["batch norm", "random numbers"]
+    assert [reason.split(":")[0] for reason in check(net).reasons] == [
+        "batch norm",
+        "random numbers",
+    ]
     net[2] = nn.BatchNorm1d(6, track_running_stats=False)
-    assert [reason.split(":")[0] for reason in check(net).reasons] == ["batch norm", "random numbers"]
+    assert [reason.split(":")[0] for reason in check(net).reasons] == [
+        "batch norm",
+        "random numbers",
+    ]
 
 
 def dropout(module, x):
@@ -274,7 +323,11 @@ def noise(module, x):
         (layers(nn.Dropout(0.5)), "1 (Dropout), or between it and 0 (Linear)", "in eval mode"),
         (Between(dropout), PLACE, "in eval mode"),
         (Between(noise), PLACE, "without them"),
-        (nn.Sequential(nn.Dropout(), Between(noise)), "0 (Dropout), or between it and the inputs", "without them"),
+        (
+            nn.Sequential(nn.Dropout(), Between(noise)),
+            "0 (Dropout), or between it and the inputs",
+            "without them",
+        ),
     ],
 )
 def test_random_numbers_in_forward_are_a_reason(net, place, other):

@@ -26,11 +26,15 @@ REASON = (
 
 def reasons_of(criterion, rows=9, targets=None, **settings):
     targets = class_targets(rows) if targets is None else targets
-    return verify(build_net(), criterion, torch.randn(rows, 4), targets, device_ids=CPUS, **settings).reasons
+    return verify(
+        build_net(), criterion, torch.randn(rows, 4), targets, device_ids=CPUS, **settings
+    ).reasons
 
 
 @pytest.mark.parametrize("rows", [2, 3, 9])
-@pytest.mark.parametrize("criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)])
+@pytest.mark.parametrize(
+    "criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)]
+)
 def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion, rows):
     assert reasons_of(criterion, rows) == (REASON,)
 
@@ -53,7 +57,10 @@ def variational_loss(output, target):
 
 def mean_of_few(output, target):
     counted = target > 1
-    return F.cross_entropy(output[counted], target[counted], reduction="sum") * counted.sum().clamp(min=1).reciprocal()
+    return (
+        F.cross_entropy(output[counted], target[counted], reduction="sum")
+        * counted.sum().clamp(min=1).reciprocal()
+    )
 
 
 def count_of_few(output, target):
@@ -79,13 +86,19 @@ def wrong_count(output, target):
 def test_a_loss_needs_its_own_settings(criterion, wrong, right):
     targets = torch.rand(9, 5) if criterion is variational_loss else class_targets(9)
     for settings in wrong:
-        assert reasons_of(DataParallelCriterion(criterion, **settings), targets=targets) == (REASON,)
+        assert reasons_of(DataParallelCriterion(criterion, **settings), targets=targets) == (
+            REASON,
+        )
     assert reasons_of(DataParallelCriterion(criterion, **right), targets=targets) == ()
 
 
 def test_a_weight_that_does_not_add_up_is_named_too():
-    adds_up, computed = reasons_of(plain_mean, rows=8, weight=lambda output, target: 1)  # right for two equal parts
-    assert adds_up.startswith("weight= does not add up: it returned 1 for 8 rows, 1 for the first of them and 1 for the others")
+    adds_up, computed = reasons_of(
+        plain_mean, rows=8, weight=lambda output, target: 1
+    )  # right for two equal parts
+    assert adds_up.startswith(
+        "weight= does not add up: it returned 1 for 8 rows, 1 for the first of them and 1 for the others"
+    )
     assert computed == REASON
 
 
@@ -123,11 +136,18 @@ def test_the_loss_of_several_terms_is_their_sum():
 # Reasons that would be false
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)]
+)
 def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
     net, inputs, targets = build_net().to(dtype), torch.randn(64, 4).to(dtype), class_targets(64)
     report = verify(
-        net, lambda output, target: F.cross_entropy(output, target), inputs, targets, device_ids=CPUS, tolerance=tolerance
+        net,
+        lambda output, target: F.cross_entropy(output, target),
+        inputs,
+        targets,
+        device_ids=CPUS,
+        tolerance=tolerance,
     )
     name = str(dtype).removeprefix("torch.")
     assert report.reasons == (
@@ -148,7 +168,10 @@ def test_a_wrong_mean_has_no_reason_in_half_precision():
 
 
 def test_a_coupled_loss_is_never_told_to_be_whole():
-    report = check(nn.Sequential(build_net(), nn.Dropout()), DataParallelCriterion(contrastive_loss, whole=True))
+    report = check(
+        nn.Sequential(build_net(), nn.Dropout()),
+        DataParallelCriterion(contrastive_loss, whole=True),
+    )
     assert report.reasons == (
         "random numbers: the model draws them, in 1 (Dropout), or between it and 0 (Sequential): compare with "
         "reproducible=True, or in eval mode",
@@ -159,10 +182,15 @@ class JsdCrossEntropy(nn.Module):
     """The loss of AugMix in timm: clean rows first, then as many rows of each of two augmentations."""
 
     def forward(self, output, target):
-        parts = [part.softmax(1) for part in output.view(3, -1, output.size(1))]  # raises an error for other numbers of rows
+        parts = [
+            part.softmax(1) for part in output.view(3, -1, output.size(1))
+        ]  # raises an error for other numbers of rows
         mixture = torch.stack(parts).mean(0).log()
         divergence = sum(F.kl_div(mixture, part, reduction="batchmean") for part in parts) / 3
-        return F.cross_entropy(output[: len(output) // 3], target[: len(output) // 3]) + 12 * divergence
+        return (
+            F.cross_entropy(output[: len(output) // 3], target[: len(output) // 3])
+            + 12 * divergence
+        )
 
 
 class Splits(JsdCrossEntropy):
@@ -170,14 +198,27 @@ class Splits(JsdCrossEntropy):
 
 
 def test_a_loss_of_several_splits_is_refused_or_named():
-    with pytest.raises(TypeError, match="JsdCrossEntropy appears to be a loss whose rows depend on each other.*whole=True"):
-        DataParallelCriterion(JsdCrossEntropy())(DataParallelModel(build_net(), CPUS)(torch.randn(9, 4)), class_targets(9))
+    with pytest.raises(
+        TypeError,
+        match="JsdCrossEntropy appears to be a loss whose rows depend on each other.*whole=True",
+    ):
+        DataParallelCriterion(JsdCrossEntropy())(
+            DataParallelModel(build_net(), CPUS)(torch.randn(9, 4)), class_targets(9)
+        )
     program = torch.randn(18, 4), class_targets(6).repeat(3)
-    for loss, settings in ((JsdCrossEntropy(), {}), (JsdCrossEntropy(), {"weight": "rows"}), (Splits(), {"weight": "rows"})):
-        report = verify(build_net(), DataParallelCriterion(loss, **settings), *program, device_ids=CPUS)
+    for loss, settings in (
+        (JsdCrossEntropy(), {}),
+        (JsdCrossEntropy(), {"weight": "rows"}),
+        (Splits(), {"weight": "rows"}),
+    ):
+        report = verify(
+            build_net(), DataParallelCriterion(loss, **settings), *program, device_ids=CPUS
+        )
         assert not report.equal
         assert report.reasons == (REASON,)
-    assert verify(build_net(), DataParallelCriterion(JsdCrossEntropy(), whole=True), *program, device_ids=CPUS).equal
+    assert verify(
+        build_net(), DataParallelCriterion(JsdCrossEntropy(), whole=True), *program, device_ids=CPUS
+    ).equal
 
 
 # Outputs that are tuples
@@ -193,7 +234,12 @@ def of_a_pair(output, *targets):
 
 @pytest.mark.parametrize(("rows", "equal"), [(7, False), (6, True)])
 def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
-    program = Calls(lambda net, x: (net(x), net(x).pow(2).mean(1))), two_losses, torch.randn(rows, 4), class_targets(rows)
+    program = (
+        Calls(lambda net, x: (net(x), net(x).pow(2).mean(1))),
+        two_losses,
+        torch.randn(rows, 4),
+        class_targets(rows),
+    )
     report = verify(*program, device_ids=CPUS, weight=of_a_pair)
     reason = (
         f"weight= does not add up: it returned 5 for {rows} rows, 5 for the first of them and 5 for the others, expected the "

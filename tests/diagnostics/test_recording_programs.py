@@ -42,8 +42,12 @@ def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
     batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
     program = WithLossModule(), lambda loss, targets: loss, batch, batch["targets"]
     (reason,) = verify(*program, device_ids=CPUS, weight="rows").reasons  # it was "no known reason"
-    assert reason.startswith("the model computes its own loss, whose divisor is unknown or is not weight=: ")
-    assert verify(*program, device_ids=CPUS, weight=lambda loss, targets: (targets != -100).sum()).equal
+    assert reason.startswith(
+        "the model computes its own loss, whose divisor is unknown or is not weight=: "
+    )
+    assert verify(
+        *program, device_ids=CPUS, weight=lambda loss, targets: (targets != -100).sum()
+    ).equal
 
 
 def test_gradients_of_buffers_are_compared():
@@ -67,7 +71,9 @@ class Shifted(nn.Module):
 
 
 def test_the_last_layer_with_an_equal_output_is_named():
-    report = check(nn.Sequential(nn.Identity(), nn.Sequential(Shifted(nn.Sequential(nn.Linear(5, 5))))))
+    report = check(
+        nn.Sequential(nn.Identity(), nn.Sequential(Shifted(nn.Sequential(nn.Linear(5, 5)))))
+    )
     assert report.first_difference.startswith("1.0.second.0 (Linear): relative error")
     assert report.first_difference.endswith("; equal up to 1.0.first (Linear)")
 

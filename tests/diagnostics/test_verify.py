@@ -31,7 +31,14 @@ def test_an_exact_program_is_reported_as_equal(micro_batch_size):
     net = build_net()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     inputs, targets, before = torch.randn(7, 4), class_targets(7, 2), torch.get_rng_state()
-    report = verify(net, nn.CrossEntropyLoss(), inputs, targets, device_ids=CPUS, micro_batch_size=micro_batch_size)
+    report = verify(
+        net,
+        nn.CrossEntropyLoss(),
+        inputs,
+        targets,
+        device_ids=CPUS,
+        micro_batch_size=micro_batch_size,
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert report.equal
     assert report.step == 2
@@ -69,7 +76,9 @@ class ReadsTF32(nn.Module):
 def test_float32_is_compared_without_tf32():
     assert torch.backends.cudnn.allow_tf32  # torch's default
     net = ReadsTF32().float()
-    report = verify(net, nn.CrossEntropyLoss(), torch.randn(7, 4).float(), class_targets(7), device_ids=CPUS)
+    report = verify(
+        net, nn.CrossEntropyLoss(), torch.randn(7, 4).float(), class_targets(7), device_ids=CPUS
+    )
     assert report.equal
     assert net.seen == {(False, False)}
     assert torch.backends.cudnn.allow_tf32
@@ -88,7 +97,9 @@ def test_settings_of_wrappers_are_used():
 
 
 def test_rounding_to_float32_is_reported_as_a_reason():
-    rounded = Calls(lambda net, x: net(x) * (1 + 1e-8 * len(x)))  # differences of the size of float32
+    rounded = Calls(
+        lambda net, x: net(x) * (1 + 1e-8 * len(x))
+    )  # differences of the size of float32
     assert check(rounded).reasons == (
         "rounding: the errors are within the rounding of float64, or of a part that casts to float32: compare in float64 "
         "(model.double()), or give tolerance=",
@@ -113,8 +124,17 @@ def test_the_default_tolerance_follows_the_dtype():
 def test_a_gradient_that_is_zero_but_for_rounding_is_equal():
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()]
-    net = convert_sync_batchnorm(nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 14 * 14, 10)))
+    layers = [
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    ]
+    net = convert_sync_batchnorm(
+        nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 14 * 14, 10))
+    )
     batch = torch.randn(37, 3, 32, 32), torch.randint(10, (37,))
     report = verify(net, nn.CrossEntropyLoss(), *batch, device_ids=CPUS)
     assert report.equal, report  # the errors of 0.bias and 3.bias were 1e-3
@@ -131,21 +151,28 @@ def test_programs_with_rows_in_dimension_1_are_equal():
     report = verify(net, flat_loss, inputs, targets, micro_batch_size=1, **settings)
     assert report.equal
     assert report.micro_batches == 3
-    wrapped = DataParallelModel(net, CPUS, dim=1), DataParallelCriterion(flat_loss, dim=1, weight=kept)
+    wrapped = (
+        DataParallelModel(net, CPUS, dim=1),
+        DataParallelCriterion(flat_loss, dim=1, weight=kept),
+    )
     assert verify(*wrapped, inputs, targets).equal
 
 
 def test_a_model_that_computes_its_loss_needs_no_targets():
     inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
     settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
-    model = Calls(lambda net, x, labels: {"loss": F.cross_entropy(net(x), labels), "labels": labels})
+    model = Calls(
+        lambda net, x, labels: {"loss": F.cross_entropy(net(x), labels), "labels": labels}
+    )
     report = verify(model, lambda output: output["loss"], inputs, **settings)
     assert report.equal
     assert "labels" not in report.gradient_errors
 
 
 def test_the_table_has_the_ten_largest_errors():
-    report = check(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)), contrastive_loss)
+    report = check(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)), contrastive_loss
+    )
     lines = str(report).splitlines()
     assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients
     assert "... and 10 more" in lines
@@ -154,7 +181,10 @@ def test_the_table_has_the_ten_largest_errors():
 
 def two_means(output, target):
     some = target.sum(1) > 2.5
-    return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+    return {
+        "all": F.mse_loss(output, target),
+        "some": output[some].pow(2).sum() / some.sum().clamp(min=1),
+    }
 
 
 COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
@@ -162,13 +192,26 @@ COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_batch_size):
-    x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
+    x, target, clips = (
+        torch.randn(11, 4),
+        torch.rand(11, 5),
+        [torch.randn(length, 4) for length in range(1, 12)],
+    )
     several = DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
-    assert verify(DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size).equal
-    of_clips = Calls(lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips]))
+    assert verify(
+        DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size
+    ).equal
+    of_clips = Calls(
+        lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
+    )
     whole = DataParallelModel(of_clips, CPUS, in_dims={1: None})
-    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(of_clips, CPUS), Whole(torch.rand(5)))):
-        report = verify(model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size)
+    for model, scale in (
+        (whole, torch.rand(5)),
+        (DataParallelModel(of_clips, CPUS), Whole(torch.rand(5))),
+    ):
+        report = verify(
+            model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size
+        )
         assert report.equal, report
 
     x, target = torch.randn(5, 11, 4), torch.randint(5, (5, 11))
@@ -215,7 +258,12 @@ def noisy_loss(output, target):
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_random_numbers_by_row_are_compared_with_those_of_one_device(micro_batch_size):
-    program = Calls(draw), DataParallelCriterion(noisy_loss, weight="rows"), torch.randn(11, 4), class_targets(11)
+    program = (
+        Calls(draw),
+        DataParallelCriterion(noisy_loss, weight="rows"),
+        torch.randn(11, 4),
+        class_targets(11),
+    )
     settings = {"device_ids": CPUS, "micro_batch_size": micro_batch_size}
     before = torch.get_rng_state()
     report = verify(*program, **settings, reproducible=True)
@@ -228,17 +276,26 @@ def test_random_numbers_by_row_are_compared_with_those_of_one_device(micro_batch
 
 def test_a_coupled_loss_with_dropout_is_equal_by_row():
     net = nn.Sequential(build_net(), nn.Dropout())
-    assert check(net, DataParallelCriterion(contrastive_loss, whole=True), micro_batch_size=2, reproducible=True).equal
+    assert check(
+        net,
+        DataParallelCriterion(contrastive_loss, whole=True),
+        micro_batch_size=2,
+        reproducible=True,
+    ).equal
 
 
 def test_random_numbers_by_row_are_not_blamed():
     def layers(function):
-        return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Calls(lambda _, x: function(x)), nn.Linear(6, 5))
+        return nn.Sequential(
+            nn.Linear(4, 6), nn.Dropout(0.5), Calls(lambda _, x: function(x)), nn.Linear(6, 5)
+        )
 
     (reason,) = check(layers(lambda x: x - x.mean(0)), reproducible=True).reasons
     assert reason.startswith("forward mixes rows, in 2 (Calls)")
     assert check(layers(torch.tanh), reproducible=True).reasons == ()
-    with pytest.raises(NotImplementedError, match="with reproducible=True its numbers cannot follow the rows"):
+    with pytest.raises(
+        NotImplementedError, match="with reproducible=True its numbers cannot follow the rows"
+    ):
         check(layers(lambda x: x + torch.poisson(x.detach().abs())), reproducible=True)
 
 

@@ -16,7 +16,10 @@ from balanced_parallel import Rows, TrainStep, parallelize, simulate
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = sorted(path.parent.name for path in EXAMPLES.glob("*/plain.py"))
 IMAGES = "image_classification"  # in float32, on all devices
-MOST_LINES = dict.fromkeys(PAIRS, (9, 80)) | {IMAGES: (7, 55), "detection": (9, 99)}  # that are added, and in a program
+MOST_LINES = dict.fromkeys(PAIRS, (9, 80)) | {
+    IMAGES: (7, 55),
+    "detection": (9, 99),
+}  # that are added, and in a program
 
 
 def load(pair, name):
@@ -27,7 +30,9 @@ def load(pair, name):
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("pair", sorted({*PAIRS} - {IMAGES}))
 def test_losses_are_equal(pair, capsys):
-    (expected, printed), (losses, printed_too) = ((load(pair, name)(), capsys.readouterr().out) for name in ("plain", "balanced"))
+    (expected, printed), (losses, printed_too) = (
+        (load(pair, name)(), capsys.readouterr().out) for name in ("plain", "balanced")
+    )
     assert losses == pytest.approx(expected, rel=1e-10)
     assert printed_too == printed
     assert printed.count("\n") >= 4
@@ -39,7 +44,9 @@ def losses_of_detection(rank, strategy):
     torch.set_default_dtype(torch.float64)
     example = runpy.run_path(str(EXAMPLES / "detection" / "plain.py"))
     torch.manual_seed(0)
-    model, criterion = parallelize(example["Net"](), example["detection_loss"], ["cpu"], strategy=strategy)
+    model, criterion = parallelize(
+        example["Net"](), example["detection_loss"], ["cpu"], strategy=strategy
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=4, max_grad_norm=0.5)
     batches = [*example["load_batches"]()]  # before a step draws numbers
@@ -79,8 +86,14 @@ def test_programs_of_images_print_the_same_accuracies():
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_programs_are_short_and_differ_in_a_few_lines(pair):
-    plain, balanced = ((EXAMPLES / pair / f"{name}.py").read_text().splitlines() for name in ("plain", "balanced"))
-    added = [line[2:] for line in difflib.ndiff(plain, balanced) if line.startswith("+ ") and line[2:].strip()]
+    plain, balanced = (
+        (EXAMPLES / pair / f"{name}.py").read_text().splitlines() for name in ("plain", "balanced")
+    )
+    added = [
+        line[2:]
+        for line in difflib.ndiff(plain, balanced)
+        if line.startswith("+ ") and line[2:].strip()
+    ]
     most_added, longest = MOST_LINES[pair]
     assert len(added) <= most_added
     assert max(len(plain), len(balanced)) <= longest
@@ -89,7 +102,10 @@ def test_programs_are_short_and_differ_in_a_few_lines(pair):
 def test_page_lists_every_pair_and_shows_a_true_difference():
     page = (EXAMPLES / "README.md").read_text()
     assert sorted(re.findall(r"\((\w+)/balanced\.py\)", page)) == PAIRS
-    plain, balanced = ((EXAMPLES / "contrastive" / f"{name}.py").read_text().splitlines() for name in ("plain", "balanced"))
+    plain, balanced = (
+        (EXAMPLES / "contrastive" / f"{name}.py").read_text().splitlines()
+        for name in ("plain", "balanced")
+    )
     (difference,) = re.findall("```diff\n(.*?)```", page, re.DOTALL)
     assert {line[1:] for line in difference.splitlines() if line[0] in "- "} <= set(plain)
     assert {line[1:] for line in difference.splitlines() if line[0] in "+ "} <= set(balanced)

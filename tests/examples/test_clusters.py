@@ -25,14 +25,18 @@ def run_with(programs, script, flags, folder, **environment):
         (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **environment}
     command = ["bash", str(CLUSTERS / script), *flags]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60
+    )
 
 
 def dry_run(script, folder, **environment):
     """Returns the command with which a script runs torchrun."""
     stub = f'#!{sys.executable}\nimport json, sys\njson.dump(sys.argv, open({str(folder / "command")!r}, "w"))\n'
     scontrol = '#!/bin/sh\ntest "$*" = "show hostnames gpu[7-8]"\necho gpu7; echo gpu8\n'
-    done = run_with({"torchrun": stub, "srun": stub, "scontrol": scontrol}, script, FLAGS, folder, **environment)
+    done = run_with(
+        {"torchrun": stub, "srun": stub, "scontrol": scontrol}, script, FLAGS, folder, **environment
+    )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "command").read_text())
 
@@ -43,7 +47,9 @@ def parse(command, monkeypatch):
     launcher = get_args_parser().parse_args(command[1:])
     assert launcher.training_script == "scripts/train.py"
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    return launcher, importlib.import_module("train").make_parser().parse_args(launcher.training_script_args)
+    return launcher, importlib.import_module("train").make_parser().parse_args(
+        launcher.training_script_args
+    )
 
 
 def test_torchrun_by_hand(tmp_path, monkeypatch):
@@ -54,20 +60,38 @@ def test_torchrun_by_hand(tmp_path, monkeypatch):
 
 
 def test_slurm(tmp_path, monkeypatch):
-    variables = {"JOB_ID": "123456", "NNODES": "2", "JOB_NODELIST": "gpu[7-8]", "SUBMIT_DIR": str(tmp_path)}
-    command = dry_run("slurm.sbatch", tmp_path, **{f"SLURM_{name}": value for name, value in variables.items()})
+    variables = {
+        "JOB_ID": "123456",
+        "NNODES": "2",
+        "JOB_NODELIST": "gpu[7-8]",
+        "SUBMIT_DIR": str(tmp_path),
+    }
+    command = dry_run(
+        "slurm.sbatch", tmp_path, **{f"SLURM_{name}": value for name, value in variables.items()}
+    )
     assert (Path(command[0]).name, command[1]) == ("srun", "--kill-on-bad-exit=1")
     launcher, flags = parse(command[2:], monkeypatch)
     assert (launcher.nnodes, launcher.nproc_per_node, launcher.rdzv_id) == ("2", "gpu", "123456")
     assert launcher.rdzv_endpoint == "gpu7:23456"
     assert (flags.out, flags.steps, flags.resume) == (Path("runs/123456"), 2, True)
-    settings = [line.split()[1] for line in (CLUSTERS / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
+    settings = [
+        line.split()[1]
+        for line in (CLUSTERS / "slurm.sbatch").read_text().splitlines()
+        if line.startswith("#SBATCH")
+    ]
     assert {"--nodes=2", "--ntasks-per-node=1"} <= set(settings)  # one torchrun for each host
 
 
 def run_tasks(folder, *, ends):
     """Runs the script with one task per GPU, on two hosts. Returns its exit code, each task's command, and what it has queued."""
-    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    variables = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     programs = {
         "srun": f'#!/bin/sh\nshift\nfor rank in 0 1; do SLURM_PROCID=$rank ./{ends} "$@" || exit 1; done\n',
         "ends": '#!/bin/sh\nmkdir -p runs/7 && touch runs/7/summary.json && exec "$@"\n',
@@ -76,21 +100,45 @@ def run_tasks(folder, *, ends):
         "python": f'#!/bin/sh\necho {" ".join(f"${name}" for name in variables)} "$@" >> tasks\n',
         "scontrol": '#!/bin/sh\nif test "$1" = show; then echo gpu7; echo gpu8; else echo "$@" >> queued; fi\n',
     }
-    slurm = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "LOCALID": "0", "JOB_ID": "7", "JOB_NODELIST": "gpu[7-8]"}
-    slurm = {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURM_SUBMIT_DIR": str(folder)}
+    slurm = {
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "1",
+        "LOCALID": "0",
+        "JOB_ID": "7",
+        "JOB_NODELIST": "gpu[7-8]",
+    }
+    slurm = {f"SLURM_{name}": value for name, value in slurm.items()} | {
+        "SLURM_SUBMIT_DIR": str(folder)
+    }
     done = run_with(programs, "slurm_tasks.sbatch", ["--steps", "2"], folder, **slurm)
-    tasks, queued = ((folder / name).read_text() if (folder / name).exists() else "" for name in ("tasks", "queued"))
+    tasks, queued = (
+        (folder / name).read_text() if (folder / name).exists() else ""
+        for name in ("tasks", "queued")
+    )
     return done.returncode, [line.split() for line in tasks.splitlines()], queued
 
 
 def test_slurm_with_one_task_per_gpu(tmp_path):
     code, tasks, queued = run_tasks(tmp_path, ends="ends")
-    assert [task[:6] for task in tasks] == [[str(rank), "2", "0", "1", "gpu7", "20007"] for rank in (0, 1)]
-    assert tasks[0][6:] == ["scripts/train.py", "--out", "runs/7", "--checkpoint-every", "100", "--resume", "--steps", "2"]
+    assert [task[:6] for task in tasks] == [
+        [str(rank), "2", "0", "1", "gpu7", "20007"] for rank in (0, 1)
+    ]
+    assert tasks[0][6:] == [
+        "scripts/train.py",
+        "--out",
+        "runs/7",
+        "--checkpoint-every",
+        "100",
+        "--resume",
+        "--steps",
+        "2",
+    ]
     assert (code, queued) == (0, "")
 
 
-@pytest.mark.parametrize(("ends", "code", "queued"), [("is_stopped", 0, "requeue 7\n"), ("fails", 1, "")])
+@pytest.mark.parametrize(
+    ("ends", "code", "queued"), [("is_stopped", 0, "requeue 7\n"), ("fails", 1, "")]
+)
 def test_slurm_queues_a_job_again_that_was_stopped(tmp_path, ends, code, queued):
     found, _, lines = run_tasks(tmp_path, ends=ends)
     assert (found, lines) == (code, queued)
@@ -114,7 +162,10 @@ def test_kubernetes(monkeypatch):
     monkeypatch.setenv("PET_MAX_RESTARTS", str(policy["maxRestarts"]))
     launcher, flags = parse([*container["command"], *container["args"]], monkeypatch)
     assert (launcher.nnodes, launcher.nproc_per_node, launcher.rdzv_backend) == ("2:2", "8", "c10d")
-    assert (launcher.rdzv_endpoint, launcher.max_restarts) == ("balanced-parallel-worker-0:23456", 3)
+    assert (launcher.rdzv_endpoint, launcher.max_restarts) == (
+        "balanced-parallel-worker-0:23456",
+        3,
+    )
     assert (flags.steps, flags.checkpoint_every, flags.resume) == (200, 100, True)
 
 
@@ -130,7 +181,11 @@ class Trainer(types.SimpleNamespace):
 
 def load_ray_example():
     """Imports the file with a stub of Ray."""
-    names = {"ScalingConfig": types.SimpleNamespace, "TorchConfig": types.SimpleNamespace, "TorchTrainer": Trainer}
+    names = {
+        "ScalingConfig": types.SimpleNamespace,
+        "TorchConfig": types.SimpleNamespace,
+        "TorchTrainer": Trainer,
+    }
     stubs = {name: types.ModuleType(name) for name in ("ray", "ray.train", "ray.train.torch")}
     for module in stubs.values():
         vars(module).update(names)

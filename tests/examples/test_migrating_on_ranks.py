@@ -27,8 +27,15 @@ def test_blocks_run_on_two_ranks(page, tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_prints_the_same_lines_in_each_layout(tmp_path):
-    page, shards = "docs/recipes/torchrun.md", ("nn.CrossEntropyLoss())", 'nn.CrossEntropyLoss(), strategy="fsdp")')
-    printed = [run_page(page, tmp_path), run_page(page, tmp_path, *TORCHRUN), run_page(page, tmp_path, *TORCHRUN, change=shards)]
+    page, shards = (
+        "docs/recipes/torchrun.md",
+        ("nn.CrossEntropyLoss())", 'nn.CrossEntropyLoss(), strategy="fsdp")'),
+    )
+    printed = [
+        run_page(page, tmp_path),
+        run_page(page, tmp_path, *TORCHRUN),
+        run_page(page, tmp_path, *TORCHRUN, change=shards),
+    ]
     # lines of ranks may run together
     lines = [set(re.findall(r"epoch \d, loss [\d.]+, \d+ of 90 right", text)) for text in printed]
     assert len(lines[0]) == 2

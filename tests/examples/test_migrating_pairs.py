@@ -43,7 +43,10 @@ def test_the_difference_of_the_page_is_that_of_the_programs():
 
 def test_pages_link_to_every_program():
     text = "".join(PAGES[f"docs/recipes/{name}.md"] for name in ("dataparallel", "torchrun"))
-    linked = {Path(name).parent for name in re.findall(r"\(\.\./\.\./(examples/migrating/\w+/after\.py)\)", text)}
+    linked = {
+        Path(name).parent
+        for name in re.findall(r"\(\.\./\.\./(examples/migrating/\w+/after\.py)\)", text)
+    }
     assert linked == {path.relative_to(ROOT) for path in FOLDER.iterdir() if path.is_dir()}
 
 
@@ -61,7 +64,12 @@ def run_plain(name, loss_of, batch_size):
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     losses = []
     for start in range(0, len(rows), batch_size):
-        loss = loss_of(model, default_collate([rows[row] for row in range(start, min(start + batch_size, len(rows)))]))
+        loss = loss_of(
+            model,
+            default_collate(
+                [rows[row] for row in range(start, min(start + batch_size, len(rows)))]
+            ),
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -94,7 +102,9 @@ def run_simulated(name, which):
 def run_rank(rank, path):
     """Runs a program on one of two ranks. Returns the weights and the losses."""
     torch.set_default_dtype(torch.float64)
-    os.environ.update(TORCHELASTIC_RUN_ID="test", ACCELERATE_USE_CPU="true")  # by torchrun, and by accelerate launch --cpu
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="test", ACCELERATE_USE_CPU="true"
+    )  # by torchrun, and by accelerate launch --cpu
     module, losses = runpy.run_path(path)["main"]()
     return module.state_dict(), losses
 
@@ -115,14 +125,21 @@ def check(name, plain, runs):
 def test_programs_of_one_process(name, batch_size, monkeypatch):
     monkeypatch.setitem(sys.modules, "encoding", types.ModuleType("encoding"))
     monkeypatch.setitem(sys.modules, "encoding.parallel", pytorch_encoding)
-    check(name, run_plain(name, tags_loss, batch_size), {which: run_simulated(name, which) for which in ("before", "after")})
+    check(
+        name,
+        run_plain(name, tags_loss, batch_size),
+        {which: run_simulated(name, which) for which in ("before", "after")},
+    )
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.slow  # the programs of one process have the same forms
 @pytest.mark.parametrize("name", ["ddp", "accelerate", "fabric"])
 def test_programs_of_two_ranks(name):
-    ranks = {which: run_ranks(2, run_rank, str(FOLDER / name / f"{which}.py"), fresh=True) for which in ("before", "after")}
+    ranks = {
+        which: run_ranks(2, run_rank, str(FOLDER / name / f"{which}.py"), fresh=True)
+        for which in ("before", "after")
+    }
     plain = run_plain(name, tags_loss, 16)
     for rank in (0, 1):
         check(name, plain, {which: results[rank] for which, results in ranks.items()})
@@ -131,11 +148,17 @@ def test_programs_of_two_ranks(name):
 @pytest.mark.usefixtures("double")
 def test_trainer_left(monkeypatch):
     arguments = transformers.TrainingArguments
-    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # the model's loss casts to float32, which hides errors
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda tensor: tensor
+    )  # the model's loss casts to float32, which hides errors
     monkeypatch.setattr(arguments, "n_gpu", GPUS)
-    monkeypatch.setattr(arguments, "device", property(lambda self: (self._setup_devices, torch.device("sim:0"))[1]))
+    monkeypatch.setattr(
+        arguments, "device", property(lambda self: (self._setup_devices, torch.device("sim:0"))[1])
+    )
     runs = {which: run_simulated("trainer", which) for which in ("before", "after")}
     plain = run_plain("trainer", lambda model, batch: model(**batch).loss, 16)
     check("trainer", plain, runs)
     logged, losses = runs["before"][1], plain[2]
-    assert logged == pytest.approx([*losses[:-1], 2 * losses[-1]], rel=1e-10)  # two of the four GPUs have rows
+    assert logged == pytest.approx(
+        [*losses[:-1], 2 * losses[-1]], rel=1e-10
+    )  # two of the four GPUs have rows

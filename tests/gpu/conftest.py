@@ -24,9 +24,15 @@ def machine(request):
         pytest.skip("needs a GPU: torch.cuda.is_available() is False")
     if time.monotonic() - STARTED > LONGEST:
         pytest.skip(f"the run has taken {LONGEST:.0f} s already: select this test with -k")
-    machine = Machine(make_layout(layout, [torch.device("cuda", index) for index in range(torch.cuda.device_count())]))
+    machine = Machine(
+        make_layout(
+            layout, [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        )
+    )
     machine.release()
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # fp32 is compared with the CPU's
+    with torch.backends.cudnn.flags(
+        enabled=True, allow_tf32=False
+    ):  # fp32 is compared with the CPU's
         yield machine
     machine.release()
 

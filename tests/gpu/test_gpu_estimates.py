@@ -13,7 +13,15 @@ from balanced_parallel import Precision, memory
 
 ACTIVE_LIMIT = 0.1  # relative; cuDNN's workspaces are not predicted
 RESERVED_LIMIT = 0.2
-MODELS = ["perceptron", "GPT", "encoder with dropout", "batch norm", "layer norm", "LSTM", "embedding"]
+MODELS = [
+    "perceptron",
+    "GPT",
+    "encoder with dropout",
+    "batch norm",
+    "layer norm",
+    "LSTM",
+    "embedding",
+]
 
 
 def build(name, size):
@@ -42,19 +50,29 @@ def test_predicted_bytes_are_those_of_the_allocator(machine, name, precision, at
     if name == "LSTM" and machine.cluster:
         pytest.skip("no estimate knows the operators of an LSTM on simulated devices")
     problem = build(name, machine.size)
-    report = memory.estimate(problem.module, problem.criterion, problem.inputs, problem.targets, precision=precision)
+    report = memory.estimate(
+        problem.module, problem.criterion, problem.inputs, problem.targets, precision=precision
+    )
     machine.release()
     active, reserved = used_bytes(machine.first, problem, precision)
     for text, predicted, used, limit in (
         ("active", report.allocated[0], active, ACTIVE_LIMIT),
         ("reserved", report.reserved[0], reserved, RESERVED_LIMIT),
     ):
-        at_most(f"{text} {used / 2**20:.1f} MiB, error of the prediction", abs(predicted / used - 1), limit)
+        at_most(
+            f"{text} {used / 2**20:.1f} MiB, error of the prediction",
+            abs(predicted / used - 1),
+            limit,
+        )
 
 
 def used_bytes(device, problem, precision):
     """Returns active and reserved bytes at the peak of the second update of the plain loop."""
-    net, inputs, targets = copy.deepcopy(problem.module).to(device), problem.inputs.to(device), problem.targets.to(device)
+    net, inputs, targets = (
+        copy.deepcopy(problem.module).to(device),
+        problem.inputs.to(device),
+        problem.targets.to(device),
+    )
     optimizer = torch.optim.AdamW(net.parameters())
     for _ in range(2):
         torch.accelerator.reset_peak_memory_stats(device)
@@ -64,4 +82,6 @@ def used_bytes(device, problem, precision):
         loss.backward()
         optimizer.step()
         del loss
-    return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
+    return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(
+        device
+    )

@@ -11,7 +11,11 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision
 
-GRADIENT_LIMIT = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}  # relative, of the norm of all gradients
+GRADIENT_LIMIT = {
+    "fp32": 1e-4,
+    "bf16": 3e-2,
+    "fp16": 5e-3,
+}  # relative, of the norm of all gradients
 
 
 def losses(net, inputs, devices, precision, micro_batch_size, updates):
@@ -23,7 +27,13 @@ def gradients(net, inputs, devices, precision):
     model = DataParallelModel(copy.deepcopy(net), list(devices), precision=precision)
     criterion = DataParallelCriterion(nn.CrossEntropyLoss(), precision=precision)
     criterion(model(inputs), labels(len(inputs))).backward()
-    return torch.cat([parameter.grad.flatten().cpu() for parameter in model.parameters() if parameter.grad is not None])
+    return torch.cat(
+        [
+            parameter.grad.flatten().cpu()
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
+    )
 
 
 @on("twice", "beside the CPU", "behind the CPU", "all", "all in reverse")
@@ -34,12 +44,20 @@ def test_losses_and_gradients_are_those_of_one_device(machine, precision, at_mos
         found = losses(net, inputs, machine.devices, precision, 5, updates)
         expected = losses(net, inputs, one, precision, None, updates)
         at_most(f"{name}: error of losses", relative_error(found, expected), LOSS_LIMIT[precision])
-        found, expected = (gradients(net, inputs, devices, precision) for devices in (machine.devices, one))
-        at_most(f"{name}: error of gradients", relative_error(found, expected), GRADIENT_LIMIT[precision])
+        found, expected = (
+            gradients(net, inputs, devices, precision) for devices in (machine.devices, one)
+        )
+        at_most(
+            f"{name}: error of gradients",
+            relative_error(found, expected),
+            GRADIENT_LIMIT[precision],
+        )
 
 
 @on("one")
-def test_replicas_on_one_device_share_parameters_and_two_devices_share_optimizer_state(machine, at_most):
+def test_replicas_on_one_device_share_parameters_and_two_devices_share_optimizer_state(
+    machine, at_most
+):
     def measure(*devices):
         machine.release()
         before = torch.accelerator.memory_allocated(machine.first)
@@ -75,25 +93,42 @@ def test_an_overflow_of_fp16_skips_the_update_and_halves_the_scale(machine, at_m
     assert not torch.equal(before, parameters_of(step))
     assert parameters_of(step).isfinite().all()
     expected = make_step(net, machine.devices)(inputs, labels(len(inputs)))
-    at_most("error of the loss of the next update", relative_error(loss, expected), LOSS_LIMIT["fp16"])
+    at_most(
+        "error of the loss of the next update", relative_error(loss, expected), LOSS_LIMIT["fp16"]
+    )
 
 
 @on("one", "twice")
-def test_a_run_that_is_out_of_memory_has_the_losses_of_one_that_is_not(machine, at_most, record_property):
+def test_a_run_that_is_out_of_memory_has_the_losses_of_one_that_is_not(
+    machine, at_most, record_property
+):
     width, rows = machine.size(4096, 64), machine.size(16384, 64)
     torch.manual_seed(0)
-    blocks = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Dropout(0.0), nn.GELU())]
-    net, inputs = nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10)), torch.randn(rows, 64)
+    blocks = [
+        layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Dropout(0.0), nn.GELU())
+    ]
+    net, inputs = (
+        nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10)),
+        torch.randn(rows, 64),
+    )
 
     def train(bytes_of_activations):
-        step = make_step(net, machine.devices, micro_batch_size="auto", optimizer=torch.optim.AdamW, lr=1e-3)
-        results = [step(inputs[:2], labels(2)).cpu()]  # libraries take their workspaces, the optimizer makes its state
+        step = make_step(
+            net, machine.devices, micro_batch_size="auto", optimizer=torch.optim.AdamW, lr=1e-3
+        )
+        results = [
+            step(inputs[:2], labels(2)).cpu()
+        ]  # libraries take their workspaces, the optimizer makes its state
         machine.release()
         torch.accelerator.reset_peak_memory_stats(machine.first)
         before = torch.accelerator.memory_allocated(machine.first)
         with limited(machine, bytes_of_activations):
             results += [step(inputs, labels(rows)).cpu() for _ in range(3)]
-        return torch.stack(results), step.micro_batch_size, torch.accelerator.max_memory_allocated(machine.first) - before
+        return (
+            torch.stack(results),
+            step.micro_batch_size,
+            torch.accelerator.max_memory_allocated(machine.first) - before,
+        )
 
     expected, _, needed = train(None)
     found, size, _ = train(needed * 2 // 3)
@@ -110,7 +145,9 @@ def limited(machine, more):
         machine.cluster.fail_allocation(20)
     elif more is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + more) / total, device)
+        torch.cuda.set_per_process_memory_fraction(
+            (torch.cuda.memory_reserved(device) + more) / total, device
+        )
     try:
         yield
     finally:
@@ -124,7 +161,9 @@ def test_a_compiled_module_has_the_outputs_of_the_module(machine, at_most):
     if machine.cluster is None and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     net, inputs = networks(machine)["mlp"]
-    compiled = torch.compile(copy.deepcopy(net).to(machine.first), backend=machine.size("inductor", "eager"))
+    compiled = torch.compile(
+        copy.deepcopy(net).to(machine.first), backend=machine.size("inductor", "eager")
+    )
     found = DataParallelModel(compiled, machine.devices)(inputs).gather("cpu")
     expected = DataParallelModel(copy.deepcopy(net), [machine.first])(inputs).gather("cpu")
     at_most("error of outputs", relative_error(found, expected), 1e-4)

@@ -35,7 +35,9 @@ def train(machine, rank, ranks, only_plain):
     """
     net, (inputs, targets) = language_model(machine, machine.size(32, 2), seed=rank)
     inputs, targets = inputs.to(machine.first), targets.to(machine.first)
-    ddp = DistributedDataParallel(copy.deepcopy(net).to(machine.first), gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(
+        copy.deepcopy(net).to(machine.first), gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     def plain():
@@ -59,19 +61,26 @@ def train(machine, rank, ranks, only_plain):
     found = torch.stack([step(inputs, targets) for _ in range(3)])
     dist.all_reduce(expected)  # rows are equal, so the mean over ranks is that of all rows
     times = machine.size(10, 1)
-    seconds = [machine.median_seconds(function, times) for function in (lambda: step(inputs, targets), plain)]
+    seconds = [
+        machine.median_seconds(function, times)
+        for function in (lambda: step(inputs, targets), plain)
+    ]
     return relative_error(found, expected / ranks), *seconds
 
 
 @on("one")
 def test_two_ranks_on_one_device_have_the_losses_of_ddp(machine, at_most):
-    for rank, result in enumerate(run_ranks(2, run_rank, [str(machine.first)] * 2, "gloo", fresh=True)):
+    for rank, result in enumerate(
+        run_ranks(2, run_rank, [str(machine.first)] * 2, "gloo", fresh=True)
+    ):
         at_most(f"rank {rank}: error of losses", result[0], LOSS_LIMIT["fp32"])
 
 
 @on("one", "all")
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
-def test_a_rank_per_device_has_the_losses_and_the_speed_of_ddp(machine, debug, at_most, monkeypatch):
+def test_a_rank_per_device_has_the_losses_and_the_speed_of_ddp(
+    machine, debug, at_most, monkeypatch
+):
     """A group of one rank, and one rank per GPU. Under DETAIL, plain DDP may fail: two ranks of torch 2.13 with gloo crash."""
     if machine.cluster and debug == "DETAIL":
         pytest.skip("needs NCCL")

@@ -22,18 +22,31 @@ SLOWER_LIMIT = 1.1
 PEAK_LIMIT = 1.05
 HOTTEST_LIMIT = 1.1  # largest peak over the mean of all devices
 LONGEST = 45.0  # seconds for the 200 steps
-KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def attention(size):
     rows, positions, width, heads = size((16, 512, 1024, 16), (2, 16, 32, 2))
-    layers = [nn.TransformerEncoderLayer(width, heads, width, 0.0, batch_first=True) for _ in range(4)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(positions * width, 10)), torch.randn(rows, positions, width)
+    layers = [
+        nn.TransformerEncoderLayer(width, heads, width, 0.0, batch_first=True) for _ in range(4)
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(positions * width, 10)), torch.randn(
+        rows, positions, width
+    )
 
 
 def convolutions(size):
     rows, pixels, channels = size((16, 112, 64), (2, 8, 4))
-    layers = [layer for _ in range(6) for layer in (nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(4, channels))]
+    layers = [
+        layer
+        for _ in range(6)
+        for layer in (nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(4, channels))
+    ]
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
     return net, torch.randn(rows, channels, pixels, pixels)
 
@@ -44,7 +57,10 @@ def convolutions(size):
     ("build", "setting"),
     [
         (attention, lambda: sdpa_kernel(KERNELS, set_priority=True)),
-        (convolutions, lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False)),
+        (
+            convolutions,
+            lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False),
+        ),
     ],
     ids=["bf16 attention, cuDNN first", "cudnn.benchmark"],
 )
@@ -59,7 +75,11 @@ def test_plans_of_cudnn_are_found_once(machine, build, setting, at_most):
         together = make_step(net, machine.devices, "bf16", lr=1e-4)
         both, growth = many_steps(machine, lambda: together(*whole))
     if machine.cluster is None:
-        at_most(f"{both * 1e3:.1f} ms of two replicas / twice the time of one", both / (2 * seconds), SEARCH_LIMIT)
+        at_most(
+            f"{both * 1e3:.1f} ms of two replicas / twice the time of one",
+            both / (2 * seconds),
+            SEARCH_LIMIT,
+        )
     at_most("MiB of the host that the later steps add", growth / 2**20, GROWTH_LIMIT)
 
 
@@ -94,9 +114,13 @@ def measure(machine, step):
 
 
 @on("one", "twice")
-def test_the_model_of_train_py_takes_the_time_and_the_memory_of_the_plain_loop(machine, at_most, record_property):
+def test_the_model_of_train_py_takes_the_time_and_the_memory_of_the_plain_loop(
+    machine, at_most, record_property
+):
     large = torch.accelerator.get_memory_info(machine.first)[1] > 30 * 2**30
-    model, batch = language_model(machine, machine.size(256 if large else 64, 4), words=16384, width=1024, layers=8)
+    model, batch = language_model(
+        machine, machine.size(256 if large else 64, 4), words=16384, width=1024, layers=8
+    )
     batch = [tensor.to(machine.first) for tensor in batch]
     results = []
     for name in ("plain loop", "TrainStep"):
@@ -104,11 +128,16 @@ def test_the_model_of_train_py_takes_the_time_and_the_memory_of_the_plain_loop(m
         if name == "plain loop":
             step = plain_step(copy.deepcopy(model).to(machine.first), batch, machine.first, "bf16")
         else:
-            step = functools.partial(make_step(model, machine.devices, "bf16", optimizer=torch.optim.AdamW, lr=1e-4), *batch)
+            step = functools.partial(
+                make_step(model, machine.devices, "bf16", optimizer=torch.optim.AdamW, lr=1e-4),
+                *batch,
+            )
         results.append(measure(machine, step))
         del step
         if machine.cluster is None:
-            record_property("measured", f"{name}: {batch[0].numel() / results[-1][0]:,.0f} tokens/s")
+            record_property(
+                "measured", f"{name}: {batch[0].numel() / results[-1][0]:,.0f} tokens/s"
+            )
     (seconds, peaks), (own_seconds, own_peaks) = results
     if len(machine.devices) == 1:
         at_most("peak / plain loop", own_peaks[0] / peaks[0], PEAK_LIMIT)
@@ -117,15 +146,22 @@ def test_the_model_of_train_py_takes_the_time_and_the_memory_of_the_plain_loop(m
 
 
 @on("all")
-def test_a_step_takes_at_most_the_time_of_data_parallel_and_its_peaks_are_balanced(machine, at_most):
+def test_a_step_takes_at_most_the_time_of_data_parallel_and_its_peaks_are_balanced(
+    machine, at_most
+):
     devices = machine.devices
     net, batch = language_model(machine, machine.size(32, 2) * len(devices))
     batch = [tensor.to(machine.first) for tensor in batch]
-    model = nn.DataParallel(copy.deepcopy(net).to(machine.first), [device.index for device in devices])
+    model = nn.DataParallel(
+        copy.deepcopy(net).to(machine.first), [device.index for device in devices]
+    )
     theirs, _ = measure(machine, plain_step(model, batch, machine.first, "fp32"))
     del model
     machine.release()
-    own, peaks = measure(machine, functools.partial(make_step(net, devices, optimizer=torch.optim.AdamW, lr=1e-4), *batch))
+    own, peaks = measure(
+        machine,
+        functools.partial(make_step(net, devices, optimizer=torch.optim.AdamW, lr=1e-4), *batch),
+    )
     at_most("hottest peak / mean", max(peaks) * len(devices) / sum(peaks), HOTTEST_LIMIT)
     if machine.cluster is None:
         at_most(f"{own * 1e3:.1f} ms / nn.DataParallel", own / theirs, SLOWER_LIMIT)

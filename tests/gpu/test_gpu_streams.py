@@ -12,14 +12,20 @@ from helpers.ranks import run_ranks
 from helpers.slow import slow
 from torch import nn
 
-RACE_LIMIT = 1e-5  # relative; the same kernels run in the same order, and a race reads zeros or old values
+RACE_LIMIT = (
+    1e-5  # relative; the same kernels run in the same order, and a race reads zeros or old values
+)
 SETTINGS = "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
 def warm_step(machine, place, precision):
     """Returns a step after three updates, which allocate and search, and its batch."""
     net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 10))
-    move = torch.Tensor.pin_memory if place == "pinned host" else functools.partial(torch.Tensor.to, device=machine.first)
+    move = (
+        torch.Tensor.pin_memory
+        if place == "pinned host"
+        else functools.partial(torch.Tensor.to, device=machine.first)
+    )
     batch = move(torch.randn(24, 64)), move(labels(24))
     step = make_step(net, machine.devices, precision, optimizer=torch.optim.AdamW, lr=1e-3)
     for _ in range(3):
@@ -41,7 +47,9 @@ def test_updates_never_wait(machine, place, precision):
 @on("one", "twice", "all")
 def test_the_scaler_of_fp16_waits_once_per_device(machine, at_most):
     step, batch = warm_step(machine, "device", "fp16")
-    at_most("waits of an update", machine.count_waits(lambda: step(*batch)), len(set(machine.devices)))
+    at_most(
+        "waits of an update", machine.count_waits(lambda: step(*batch)), len(set(machine.devices))
+    )
 
 
 class Late(torch.autograd.Function):
@@ -71,7 +79,10 @@ class OwnStream(nn.Linear):
     def forward(self, inputs):
         if inputs.device.type == "cpu":
             return super().forward(inputs)
-        computing, side = torch.accelerator.current_stream(inputs.device), torch.Stream(inputs.device)
+        computing, side = (
+            torch.accelerator.current_stream(inputs.device),
+            torch.Stream(inputs.device),
+        )
         side.wait_stream(computing)
         with side:
             sleep(inputs.device)
@@ -91,9 +102,15 @@ def test_work_that_comes_late_changes_no_bit_of_an_update(machine, layer, end, a
     nets = []
     for kind in (layer, nn.Linear):
         torch.manual_seed(0)
-        nets.append(nn.Sequential(nn.Linear(64, 256), kind(256, 256), nn.GELU(), kind(256, 256), nn.Linear(256, 10)))
+        nets.append(
+            nn.Sequential(
+                nn.Linear(64, 256), kind(256, 256), nn.GELU(), kind(256, 256), nn.Linear(256, 10)
+            )
+        )
     late, plain = nets
-    error = relative_error(train(machine, late, home, late=True), train(machine, plain, home, late=False))
+    error = relative_error(
+        train(machine, late, home, late=True), train(machine, plain, home, late=False)
+    )
     at_most("error of losses and parameters", error, RACE_LIMIT)
 
 

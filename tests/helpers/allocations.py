@@ -18,7 +18,15 @@ with pytest.MonkeyPatch.context() as _patch:
 AllocatorProfile, ReduceScatter = _allocator.AllocatorProfile, _allocator.ReduceScatter
 
 
-def used(build, batch, optimizer, precision="fp32", checkpoint=False, micro_batch_size=None, criterion=F.cross_entropy):
+def used(
+    build,
+    batch,
+    optimizer,
+    precision="fp32",
+    checkpoint=False,
+    micro_batch_size=None,
+    criterion=F.cross_entropy,
+):
     """Returns the peak of the second step of the plain program in bytes, by the CPU's allocator."""
     profile = AllocatorProfile()
     with profile.recorded():
@@ -45,11 +53,17 @@ def tracked(build, batch, optimizer, precision="fp32", criterion=F.cross_entropy
     return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
 
 
-def assert_equals_the_allocator(build, batch, optimizer=torch.optim.AdamW, rel=0.001, criterion=F.cross_entropy, **settings):
+def assert_equals_the_allocator(
+    build, batch, optimizer=torch.optim.AdamW, rel=0.001, criterion=F.cross_entropy, **settings
+):
     """Compares the estimate of a plain program for the CPU with its allocator. Returns the report."""
     settings = {"precision": "fp32", "micro_batch_size": None, "checkpoint": False} | settings
     found = used(build, batch, optimizer, criterion=criterion, **settings)
-    settings |= {"optimizer": optimizer, "device_kind": "cpu", "savings": ["checkpoint_activations"] * settings.pop("checkpoint")}
+    settings |= {
+        "optimizer": optimizer,
+        "device_kind": "cpu",
+        "savings": ["checkpoint_activations"] * settings.pop("checkpoint"),
+    }
     report = memory.estimate(build(), criterion, *batch(), **settings)
     assert abs(report.allocated[0] - found) <= rel * found
     return report
@@ -74,7 +88,9 @@ def used_by_shards(rank, problem, rows, precision, accumulate):
     profile, rises = AllocatorProfile(), []
     with profile.recorded():
         inputs, targets = (tensor.clone() for tensor in batch(rows))
-        model, criterion = parallelize(build(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision)
+        model, criterion = parallelize(
+            build(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision
+        )
         optimizer = torch.optim.AdamW(model.parameters())
     for unit in model.units:
         unit.set_custom_reduce_scatter(ReduceScatter())
@@ -92,6 +108,14 @@ def used_by_shards(rank, problem, rows, precision, accumulate):
             rises.append(profile.peak - before)
     assert rises, "the profiler has not seen every release"
     state = [value for values in optimizer.state.values() for value in values.values()]
-    tensors = [inputs, targets, *model.parameters(), *(one.grad for one in model.parameters()), *state]
-    held = sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
+    tensors = [
+        inputs,
+        targets,
+        *model.parameters(),
+        *(one.grad for one in model.parameters()),
+        *state,
+    ]
+    held = sum(
+        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors
+    )
     return min(rises) + held

@@ -9,7 +9,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def load(question, monkeypatch, name="main"):
     """Returns a program. The modules beside it, whose names other benchmarks use too, are forgotten with ``monkeypatch``."""
-    spec = importlib.util.spec_from_file_location(f"{question}_benchmark", BENCHMARKS / question / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"{question}_benchmark", BENCHMARKS / question / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "path", [*sys.path])  # it may add folders to it
     monkeypatch.setitem(sys.modules, spec.name, module)

@@ -55,9 +55,13 @@ KINDS = [Rotary, Pairs, Learned]
 ROWS = [(7, 7, 7), (1, 7), (2, 7), (7, 1, 7)]
 
 
-def check_caches(kind, rows, prepare=lambda net: None, surround=lambda model: contextlib.nullcontext()):
+def check_caches(
+    kind, rows, prepare=lambda net: None, surround=lambda model: contextlib.nullcontext()
+):
     """Compares forwards of ``rows``, two of each length, on three simulated devices."""
-    batches = [torch.randn(size, 3 + number, 4) for number, size in enumerate(rows) for _ in range(2)]
+    batches = [
+        torch.randn(size, 3 + number, 4) for number, size in enumerate(rows) for _ in range(2)
+    ]
     torch.manual_seed(1)
     plain = kind()
     expected = [plain(x) for x in batches]
@@ -76,4 +80,6 @@ def check_caches(kind, rows, prepare=lambda net: None, surround=lambda model: co
             sum(output.square().sum() for output in outputs).backward()
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], gradients(plain))
         if kind is Learned:
-            torch.testing.assert_close(net.scale.grad.cpu(), plain.scale.grad, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                net.scale.grad.cpu(), plain.scale.grad, rtol=1e-10, atol=1e-10
+            )

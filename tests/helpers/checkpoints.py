@@ -34,6 +34,9 @@ def names(folder):
 def contents(step):
     """Returns all tensors of the state of a step, and everything else."""
     state = step.state_dict()
-    tensors = {**state["model"], **{f"{n}/{k}": v for n, s in state["optimizers"][0]["state"].items() for k, v in s.items()}}
+    tensors = {
+        **state["model"],
+        **{f"{n}/{k}": v for n, s in state["optimizers"][0]["state"].items() for k, v in s.items()},
+    }
     groups = [dict(group) for group in state["optimizers"][0]["param_groups"]]
     return {name: tensor.clone() for name, tensor in tensors.items()}, groups, state["schedulers"]

@@ -51,9 +51,17 @@ def plain_run(rows=ROWS, lr=0.1):
 def assert_same_run(losses, net, rows=ROWS):
     """Compares the losses of a training and the weights that it ends with."""
     expected, plain = plain_run(rows)
-    torch.testing.assert_close(torch.stack([loss.cpu() for loss in losses]), torch.stack(expected), rtol=1e-10, atol=1e-10)
-    whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.named_parameters()}
-    found, weights = ([value.detach().cpu() for value in values] for values in (whole.values(), plain.parameters()))
+    torch.testing.assert_close(
+        torch.stack([loss.cpu() for loss in losses]), torch.stack(expected), rtol=1e-10, atol=1e-10
+    )
+    whole = {
+        name: getattr(value, "full_tensor", lambda value=value: value)()
+        for name, value in net.named_parameters()
+    }
+    found, weights = (
+        [value.detach().cpu() for value in values]
+        for values in (whole.values(), plain.parameters())
+    )
     torch.testing.assert_close(found, weights, rtol=1e-10, atol=1e-10)
 
 

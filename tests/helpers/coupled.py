@@ -5,7 +5,14 @@ import torch.nn.functional as F
 from helpers.problems import CLASSES, build_net
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, parallelize
+from balanced_parallel import (
+    AdditiveLoss,
+    DataParallelCriterion,
+    DataParallelModel,
+    DiceLoss,
+    TrainStep,
+    parallelize,
+)
 
 
 class Towers(nn.Module):
@@ -28,7 +35,9 @@ class PairLoss(nn.Module):
         self.bias = nn.Parameter(torch.tensor(0.3))
 
     def forward(self, left, right, scale, labels):
-        logits = scale * F.normalize(left, dim=1) @ F.normalize(right, dim=1).t() + self.bias * (labels[:, None] - labels[None])
+        logits = scale * F.normalize(left, dim=1) @ F.normalize(right, dim=1).t() + self.bias * (
+            labels[:, None] - labels[None]
+        )
         own = torch.arange(len(left), device=left.device)
         return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
 
@@ -47,13 +56,19 @@ def correlation_loss(total):
     """One minus Pearson's correlation of each class with its targets."""
     rows, (output, wanted) = total["rows"], total["sums"]
     covariance = total["products"] - output * wanted / rows
-    variances = [square - each.square() / rows for square, each in zip(total["squares"], (output, wanted), strict=True)]
+    variances = [
+        square - each.square() / rows
+        for square, each in zip(total["squares"], (output, wanted), strict=True)
+    ]
     return (1 - covariance / (variances[0] * variances[1] + 1e-6).sqrt()).mean()
 
 
 KINDS = {
     "pairs": (Towers, lambda: DataParallelCriterion(PairLoss(), whole=True)),
-    "correlation": (build_net, lambda: DataParallelCriterion(AdditiveLoss(correlation_statistics, correlation_loss))),
+    "correlation": (
+        build_net,
+        lambda: DataParallelCriterion(AdditiveLoss(correlation_statistics, correlation_loss)),
+    ),
     "dice": (build_net, lambda: DataParallelCriterion(DiceLoss())),
     "dice of all": (build_net, lambda: DataParallelCriterion(DiceLoss(), whole=True)),
 }
@@ -66,16 +81,30 @@ def coupled_problem(kind, rows=11):
     module = make().double()
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
-    return module, criterion().double(), inputs, torch.randint(CLASSES, (rows,), generator=generator)
+    return (
+        module,
+        criterion().double(),
+        inputs,
+        torch.randint(CLASSES, (rows,), generator=generator),
+    )
 
 
 def gradients_of(module, criterion):
     """Returns the gradients of a model by name. Those of the criterion come last."""
     if not isinstance(criterion.module, nn.Module):
         return {}
-    named = [(name, one.grad) for part in (module, criterion.module) for name, one in part.named_parameters()]
-    whole = {name: getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)() for name, gradient in named}
-    return {name: None if gradient is None else gradient.clone() for name, gradient in whole.items()}
+    named = [
+        (name, one.grad)
+        for part in (module, criterion.module)
+        for name, one in part.named_parameters()
+    ]
+    whole = {
+        name: getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)()
+        for name, gradient in named
+    }
+    return {
+        name: None if gradient is None else gradient.clone() for name, gradient in whole.items()
+    }
 
 
 def plain_update(kind, rows=11):
@@ -90,7 +119,9 @@ def plain_update(kind, rows=11):
 def split_update(kind, devices, micro_batch_size, adds=None):
     """Returns loss and gradients of an update on several devices, at once or by adds of some rows."""
     module, criterion, *batch = coupled_problem(kind)
-    return _update(DataParallelModel(module, devices), criterion, batch, micro_batch_size, adds), gradients_of(module, criterion)
+    return _update(
+        DataParallelModel(module, devices), criterion, batch, micro_batch_size, adds
+    ), gradients_of(module, criterion)
 
 
 def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
@@ -105,7 +136,9 @@ def rank_update(rank, kind, sizes, micro_batch_size, strategy, way="at once"):
         loss.backward()
         loss = loss.detach()
     else:
-        loss = _update(model, criterion, (inputs, targets), micro_batch_size, None if way == "at once" else 4)
+        loss = _update(
+            model, criterion, (inputs, targets), micro_batch_size, None if way == "at once" else 4
+        )
     return loss, gradients_of(module, criterion)
 
 
@@ -114,7 +147,9 @@ def _update(model, criterion, batch, micro_batch_size, adds):
     step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)
     if adds is None:
         return step(*batch)
-    for part in zip(*(tensor.split(adds) for tensor in batch), strict=True) if len(batch[0]) else ():
+    for part in (
+        zip(*(tensor.split(adds) for tensor in batch), strict=True) if len(batch[0]) else ()
+    ):
         step.add(*part)
     return step.apply()
 
@@ -126,5 +161,9 @@ def assert_same_update(found, expected):
     for name, gradient in found[1].items():
         if gradient is not None:
             torch.testing.assert_close(
-                gradient, expected[1][name], rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+                gradient,
+                expected[1][name],
+                rtol=1e-10,
+                atol=1e-12,
+                msg=lambda text, name=name: f"{name}: {text}",
             )

@@ -14,7 +14,13 @@ def make_update(way, module, criterion, *, strategy="ddp", **settings):
     """Returns the model, and one update with lr=0: by TrainStep at once or in micro-batches, or by hand."""
     model, criterion = parallelize(module, criterion, strategy=strategy)
     optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None, **settings)
+    step = TrainStep(
+        model,
+        criterion,
+        optimizer,
+        micro_batch_size=2 if way == "micro-batches" else None,
+        **settings,
+    )
 
     def by_hand(inputs, targets):
         optimizer.zero_grad()

@@ -37,7 +37,11 @@ class DropPath(nn.Module):
     """Stochastic depth: one draw for each row."""
 
     def forward(self, x):
-        return x * x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(0.7).div_(0.7) if self.training else x
+        return (
+            x * x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(0.7).div_(0.7)
+            if self.training
+            else x
+        )
 
 
 class Perceptron(nn.Module):
@@ -45,7 +49,11 @@ class Perceptron(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(12, width), nn.Linear(width, width), nn.Linear(width, CLASSES)
+        self.first, self.middle, self.last = (
+            nn.Linear(12, width),
+            nn.Linear(width, width),
+            nn.Linear(width, CLASSES),
+        )
         self.drop, self.path = nn.Dropout(0.3), DropPath()
 
     def forward(self, x):
@@ -93,7 +101,10 @@ class Bag(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.words, self.bag = nn.Embedding(WORDS, width, padding_idx=0), nn.EmbeddingBag(WORDS, width, mode="mean")
+        self.words, self.bag = (
+            nn.Embedding(WORDS, width, padding_idx=0),
+            nn.EmbeddingBag(WORDS, width, mode="mean"),
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES * TIME)
 
     def forward(self, words):
@@ -107,7 +118,9 @@ class Recurrent(nn.Module):
     def __init__(self, width, cell=nn.LSTM):
         super().__init__()
         self.words = nn.Embedding(WORDS, width)
-        self.cells = cell(width, width, 2, dropout=0.2, batch_first=True, bidirectional=cell is nn.GRU)
+        self.cells = cell(
+            width, width, 2, dropout=0.2, batch_first=True, bidirectional=cell is nn.GRU
+        )
         self.head = nn.Linear(width * (1 + (cell is nn.GRU)), CLASSES)
 
     def forward(self, words):
@@ -126,8 +139,15 @@ class Sometimes(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.last, self.never = nn.Linear(12, width), nn.Linear(width, CLASSES), nn.Linear(3, 3)
-        self.seldom, self.frozen = nn.Linear(12, CLASSES), nn.Linear(width, width).requires_grad_(False)
+        self.first, self.last, self.never = (
+            nn.Linear(12, width),
+            nn.Linear(width, CLASSES),
+            nn.Linear(3, 3),
+        )
+        self.seldom, self.frozen = (
+            nn.Linear(12, CLASSES),
+            nn.Linear(width, width).requires_grad_(False),
+        )
 
     def forward(self, x):
         y = self.last(self.frozen(F.dropout(self.first(x).tanh(), 0.2, self.training)))
@@ -135,7 +155,9 @@ class Sometimes(nn.Module):
         return y + few.unsqueeze(1) * self.seldom(x) if few.any() else y
 
 
-NETS = {net.__name__: net for net in (Perceptron, Conv, Attention, Bag, Recurrent, Gated, Sometimes)}
+NETS = {
+    net.__name__: net for net in (Perceptron, Conv, Attention, Bag, Recurrent, Gated, Sometimes)
+}
 
 
 class Slow(nn.Module):
@@ -188,11 +210,18 @@ def class_weights():
     return torch.linspace(0.5, 2.0, CLASSES)
 
 
-DIVISORS = {"labels": lambda labels, values: (labels != -100).sum(), "values": lambda labels, values: values.numel()}
+DIVISORS = {
+    "labels": lambda labels, values: (labels != -100).sum(),
+    "values": lambda labels, values: values.numel(),
+}
 # Each: a function that makes the criterion, the weight of its mean, and the targets.
 LOSSES = {
     "cross entropy": (nn.CrossEntropyLoss, None, "labels"),
-    "weights, smoothing": (lambda: nn.CrossEntropyLoss(class_weights(), label_smoothing=0.1), None, "labels"),
+    "weights, smoothing": (
+        lambda: nn.CrossEntropyLoss(class_weights(), label_smoothing=0.1),
+        None,
+        "labels",
+    ),
     "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), None, "labels"),
     "focal": (lambda: focal, count_labels, "labels"),
     "squares": (nn.MSELoss, None, "values"),
@@ -208,7 +237,10 @@ LOSSES = {
 
 ELEMENTWISE = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "momentum": (
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
     "AdamW": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
     "AMSGrad": (torch.optim.AdamW, {"lr": 0.02, "amsgrad": True, "foreach": False}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
@@ -243,7 +275,9 @@ class Layout(NamedTuple):
     """A way to run a problem. Its seed draws the times that devices wait, and the cuts."""
 
     seed: int = 0
-    in_turn: tuple[tuple[str, ...], ...] = (("cpu",),)  # devices of one process, which may change after each update
+    in_turn: tuple[tuple[str, ...], ...] = (
+        ("cpu",),
+    )  # devices of one process, which may change after each update
     ranks: int = 1
     adds: bool = False  # rows come in several calls
     shard: str = ""  # of a BalancedOptimizer; none if empty
@@ -256,13 +290,22 @@ def draw_problem(seed, **changes):
     if loss == "head" and NETS[net].kind == "words":
         loss = "cross entropy"
     dtype, precision = numbers.choices(
-        [(torch.float32, "fp32"), (torch.float64, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "fp32")], [5, 3, 2, 1]
+        [
+            (torch.float32, "fp32"),
+            (torch.float64, "fp32"),
+            (torch.float32, "bf16"),
+            (torch.bfloat16, "fp32"),
+        ],
+        [5, 3, 2, 1],
     )[0]
     optimizer = numbers.choice(OPTIMIZERS)
     if NETS[net] is Recurrent and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         precision = "fp32"  # oneDNN has no LSTM in bfloat16 for processors without AVX-512.
     if dtype == torch.bfloat16:
-        net, optimizer = numbers.choice(["Perceptron", "Bag"]), numbers.choice(["SGD", "momentum", "AdamW"])
+        net, optimizer = (
+            numbers.choice(["Perceptron", "Bag"]),
+            numbers.choice(["SGD", "momentum", "AdamW"]),
+        )
         loss = numbers.choice(["cross entropy", "sum"])
     threads = numbers.choices([1, 2], [9, 1])[0]
     rows = tuple(numbers.choice([1, 2, 3, 5, 8, 11, 13, 17]) for _ in range(3))
@@ -304,12 +347,20 @@ def draw_layouts(problem, kind, count):
         size = numbers.randint(1, most)
         return tuple(f"sim:{number}" if name == "sim" else "cpu" for number in range(size))
 
-    layouts = [] if kind == "ranks" else [Layout(problem.seed, ((f"{name}:0" if name == "sim" else "cpu",),))]
+    layouts = (
+        []
+        if kind == "ranks"
+        else [Layout(problem.seed, ((f"{name}:0" if name == "sim" else "cpu",),))]
+    )
     while len(layouts) < count:
         seed, shard = numbers.randrange(10**6), numbers.choice(["", *shards])
         if kind == "ranks":
             layouts.append(
-                Layout(seed, ranks=numbers.choice([2, 3]) if problem.threads == 1 else 2, shard="parameters" if shard else "")
+                Layout(
+                    seed,
+                    ranks=numbers.choice([2, 3]) if problem.threads == 1 else 2,
+                    shard="parameters" if shard else "",
+                )
             )
             continue
         changes = numbers.random() < 0.3
@@ -323,7 +374,9 @@ def make_net(problem):
     torch.manual_seed(problem.seed)
     net = NETS[problem.net](problem.width)
     if problem.is_checkpointed:
-        checkpoint_activations(net, blocks=[name for name, child in net.named_children() if [*child.parameters()]][1:2])
+        checkpoint_activations(
+            net, blocks=[name for name, child in net.named_children() if [*child.parameters()]][1:2]
+        )
     return Slow(net, problem.pause)
 
 
@@ -344,7 +397,9 @@ def make_batches(problem):
         if targets == "both":  # nan otherwise, also in the plain program
             labels.view(-1)[0] = 0
         values = torch.randn(rows, CLASSES, *shape, generator=generator).to(problem.dtype)
-        batches.append((inputs, {"labels": (labels,), "values": (values,), "both": (labels, values)}[targets]))
+        batches.append(
+            (inputs, {"labels": (labels,), "values": (values,), "both": (labels, values)}[targets])
+        )
     return batches
 
 
@@ -373,7 +428,11 @@ def make_step(problem, devices, shard=""):
     model, criterion = parallelize(net, make_criterion(), list(devices), weight=weight)
     criterion = criterion.to(model.devices[0], problem.dtype)
     optimizers = make_optimizers(problem, model, criterion, shard)
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers] if problem.has_scheduler else None
+    schedulers = (
+        [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+        if problem.has_scheduler
+        else None
+    )
     return TrainStep(
         model,
         criterion,
@@ -390,7 +449,10 @@ def cut_groups(rows, size, parts, numbers):
     """Returns slices of rows, each a number of whole groups of ``size``. Some may be empty, and the last rows may be fewer."""
     groups = -(-rows // size)
     ends = sorted(numbers.randint(0, groups) for _ in range(parts - 1))
-    return [slice(a * size, min(b * size, rows)) for a, b in zip([0, *ends], [*ends, groups], strict=True)]
+    return [
+        slice(a * size, min(b * size, rows))
+        for a, b in zip([0, *ends], [*ends, groups], strict=True)
+    ]
 
 
 def run_update(step, inputs, targets, cuts):
@@ -437,7 +499,9 @@ def _train(rank, problem, layout, numbers):
                 step.load_state_dict(before)
         cuts = [slice(0, len(inputs))]
         if layout.ranks > 1:
-            cuts = cut_groups(len(inputs), problem.micro_batch_size, layout.ranks, numbers)[rank : rank + 1]
+            cuts = cut_groups(len(inputs), problem.micro_batch_size, layout.ranks, numbers)[
+                rank : rank + 1
+            ]
         elif layout.adds:
             cuts = cut_groups(len(inputs), problem.micro_batch_size, numbers.randint(2, 3), numbers)
         found[f"loss {number}"] = run_update(step, inputs, targets, cuts)
@@ -448,7 +512,9 @@ def _train(rank, problem, layout, numbers):
     kept = {"model", "criterion", "optimizers", "schedulers", "weight_before"}
     if rank:
         return found | dict(each_leaf({"model": state["model"], "criterion": state["criterion"]}))
-    return found | dict(each_leaf({name: state[name] for name in kept})) | {"random": torch.rand(())}
+    return (
+        found | dict(each_leaf({name: state[name] for name in kept})) | {"random": torch.rand(())}
+    )
 
 
 def each_leaf(tree, name=""):

@@ -14,7 +14,9 @@ class Language(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(WORDS, 8)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True) for _ in range(3)
+        )
         self.head, self.never = nn.Linear(8, WORDS, bias=False), nn.Linear(8, 3)
         self.head.weight = self.embedding.weight
 

@@ -15,13 +15,26 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, TrainStep
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    Precision,
+    TrainStep,
+)
 
 TASKS = Path(__file__).parents[2] / "scripts" / "tasks.py"
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
 LOSS_LIMIT = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}  # relative, over the updates
-SLOW = ["beside the CPU", "behind the CPU", "all in reverse"]  # of simulated devices; -m slow runs them
-ON_GPU = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # libraries of GPUs warn about settings of this machine
+SLOW = [
+    "beside the CPU",
+    "behind the CPU",
+    "all in reverse",
+]  # of simulated devices; -m slow runs them
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),
+]  # libraries of GPUs warn about settings of this machine
 
 
 def on(*layouts):
@@ -32,7 +45,10 @@ def on(*layouts):
     """
     gpus = [pytest.param(("gpu", layout), id=f"gpu: {layout}", marks=ON_GPU) for layout in layouts]
     marks = [[pytest.mark.slow] if layout in SLOW else [] for layout in layouts]
-    simulated = [pytest.param(("sim", name), id=f"sim: {name}", marks=mark) for name, mark in zip(layouts, marks, strict=True)]
+    simulated = [
+        pytest.param(("sim", name), id=f"sim: {name}", marks=mark)
+        for name, mark in zip(layouts, marks, strict=True)
+    ]
     return pytest.mark.parametrize("machine", [*gpus, *simulated], indirect=True)
 
 
@@ -133,9 +149,18 @@ def networks(machine):
     conv = nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
     wide = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)
     return {
-        "mlp": (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)), torch.randn(rows, 64)),
-        "conv": (nn.Sequential(*conv, nn.Flatten(), nn.Linear(32, 10)), torch.randn(rows, 3, 16, 16)),
-        "attention": (nn.Sequential(layer, nn.Flatten(), nn.Linear(64 * 8, 10)), torch.randn(rows, 8, 64)),
+        "mlp": (
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)),
+            torch.randn(rows, 64),
+        ),
+        "conv": (
+            nn.Sequential(*conv, nn.Flatten(), nn.Linear(32, 10)),
+            torch.randn(rows, 3, 16, 16),
+        ),
+        "attention": (
+            nn.Sequential(layer, nn.Flatten(), nn.Linear(64 * 8, 10)),
+            torch.randn(rows, 8, 64),
+        ),
         "several buckets": (nn.Sequential(*wide), torch.randn(rows, 64)),
     }
 
@@ -145,8 +170,12 @@ def language_model(machine, rows, seed=0, words=8192, width=512, layers=4):
     torch.manual_seed(0)
     tasks = _tasks()
     words, width = machine.size(words, 64), machine.size(width, 32)
-    model = tasks["LanguageModel"](words, width, layers=machine.size(layers, 1), heads=machine.size(width // 64, 2))
-    tokens = torch.randint(words, (rows, tasks["CONTEXT"] + 1), generator=torch.Generator().manual_seed(seed))
+    model = tasks["LanguageModel"](
+        words, width, layers=machine.size(layers, 1), heads=machine.size(width // 64, 2)
+    )
+    tokens = torch.randint(
+        words, (rows, tasks["CONTEXT"] + 1), generator=torch.Generator().manual_seed(seed)
+    )
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
@@ -162,11 +191,24 @@ def labels(rows):
     return targets
 
 
-def make_step(net, devices, precision="fp32", micro_batch_size=None, optimizer=torch.optim.SGD, lr=0.1, **others):
+def make_step(
+    net,
+    devices,
+    precision="fp32",
+    micro_batch_size=None,
+    optimizer=torch.optim.SGD,
+    lr=0.1,
+    **others,
+):
     """Returns a step of a copy of ``net``, clipped, with the optimizer spread over the devices."""
     model = DataParallelModel(copy.deepcopy(net), list(devices))
     balanced = BalancedOptimizer(model, optimizer, lr=lr)
-    settings = {"micro_batch_size": micro_batch_size, "precision": precision, "max_grad_norm": 1.0, **others}
+    settings = {
+        "micro_batch_size": micro_batch_size,
+        "precision": precision,
+        "max_grad_norm": 1.0,
+        **others,
+    }
     return TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), balanced, **settings)
 
 

@@ -32,7 +32,9 @@ def run_on_two_hosts(script, *arguments, ranks_per_host=2, timeout=120):
                 f"--local-addr={address}",
             ]
             environment = {"GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1"}
-            return run_script(Path(__file__), host, *launcher, script, *arguments, timeout=timeout, **environment)
+            return run_script(
+                Path(__file__), host, *launcher, script, *arguments, timeout=timeout, **environment
+            )
 
         try:
             return list(pool.map(run, hosts, ADDRESSES))
@@ -53,7 +55,20 @@ def network_namespaces(prefix):
     try:
         for host in hosts:
             ip("netns", "add", host)
-        ip("link", "add", first, "netns", first, "type", "veth", "peer", "name", second, "netns", second)
+        ip(
+            "link",
+            "add",
+            first,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            second,
+            "netns",
+            second,
+        )
         for host, address in zip(hosts, ADDRESSES, strict=True):
             ip("-n", host, "addr", "add", f"{address}/24", "dev", host)
             ip("-n", host, "link", "set", "lo", "up")
@@ -68,13 +83,17 @@ def ip(*arguments):
     """Runs the command ``ip``. Skips the test if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"two hosts need network namespaces, but ip {' '.join(arguments)} failed: {done.stderr.strip()}")
+        pytest.skip(
+            f"two hosts need network namespaces, but ip {' '.join(arguments)} failed: {done.stderr.strip()}"
+        )
 
 
 def kill_processes(hosts):
     """Kills what is still running in these namespaces, as ranks whose torchrun was killed."""
     for host in hosts:
-        listing = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
+        listing = subprocess.run(
+            ["ip", "netns", "pids", host], capture_output=True, text=True
+        ).stdout
         for pid in listing.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)

@@ -21,7 +21,12 @@ class RowsOfMappings(Dataset):
         return len(self.images)
 
     def __getitem__(self, row):
-        return {"image": self.images[row], "text": self.texts[row], "label": self.labels[row], "name": f"row {row}"}
+        return {
+            "image": self.images[row],
+            "text": self.texts[row],
+            "label": self.labels[row],
+            "name": f"row {row}",
+        }
 
 
 class Classifier(LightningModule):
@@ -48,7 +53,9 @@ class Classifier(LightningModule):
         self.seen += len(batch["image"])
         outputs = self(batch)
         loss = self.loss(batch, outputs)
-        self.log_dict({"train_loss": loss, "size": outputs.square().mean()}, on_step=True, on_epoch=True)
+        self.log_dict(
+            {"train_loss": loss, "size": outputs.square().mean()}, on_step=True, on_epoch=True
+        )
         self.log("number", loss.item(), on_step=True)
         return {"loss": loss, "outputs": outputs.detach()}
 
@@ -56,22 +63,34 @@ class Classifier(LightningModule):
         self.results.append((float(results["loss"]), results.get("outputs")))
 
     def on_before_optimizer_step(self, optimizer):
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in self.parameters() if parameter.grad is not None
+        ]
         self.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch, self(batch)))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(filter(lambda parameter: parameter.requires_grad, self.parameters()), lr=0.05)
+        optimizer = torch.optim.AdamW(
+            filter(lambda parameter: parameter.requires_grad, self.parameters()), lr=0.05
+        )
         if self.hparams.schedule == "step":
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
         if self.hparams.schedule == "epoch":
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
         if self.hparams.schedule == "plateau":
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, patience=0, threshold=10.0
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+            }
         return optimizer
 
 
@@ -82,7 +101,11 @@ class SeveralMeans(Classifier):
         mask = batch["label"] != -100
         errors = (outputs - 1).square().mean(-1)
         masked = (errors * mask).sum() / mask.sum().clamp(min=1)
-        return super().loss(batch, outputs) + masked + 0.1 * F.l1_loss(outputs, torch.zeros_like(outputs))
+        return (
+            super().loss(batch, outputs)
+            + masked
+            + 0.1 * F.l1_loss(outputs, torch.zeros_like(outputs))
+        )
 
 
 class Contrastive(Classifier):
@@ -102,15 +125,24 @@ class SharpeRatio(Classifier):
 
 def load(rows, selected=None):
     data = RowsOfMappings()
-    return DataLoader(data if selected is None else torch.utils.data.Subset(data, selected), batch_size=rows)
+    return DataLoader(
+        data if selected is None else torch.utils.data.Subset(data, selected), batch_size=rows
+    )
 
 
 def fit(module, strategy="auto", batches=1, rows=12, checkpoint=None, selected=None, **settings):
     """Trains a module. An update has ``rows`` rows, of ``batches`` batches."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "logger": False,
+    }
     settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, **quiet, **settings}
     trainer = Trainer(strategy=strategy, accumulate_grad_batches=batches, **settings)
-    trainer.fit(module, load(rows // batches, selected), load(12), ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(
+        module, load(rows // batches, selected), load(12), ckpt_path=checkpoint, weights_only=False
+    )
     return trainer
 
 
@@ -123,9 +155,20 @@ def fit_on_a_rank(folder, kind, batches):
     module = kind()
     rank = int(__import__("os").environ.get("LOCAL_RANK", 0))
     # an update has rows 0 to 11, 12 to 23, 24 to 31, of which rank 0 has 4, 4 and 4
-    selected = [row for row in range(32) if (row % 3 == 0) == (rank == 0)][: 10 if rank == 0 else 20]
+    selected = [row for row in range(32) if (row % 3 == 0) == (rank == 0)][
+        : 10 if rank == 0 else 20
+    ]
     rows = 4 if rank == 0 else 8
-    trainer = fit(module, strategy, batches, rows, selected=selected, devices=2, use_distributed_sampler=False, max_epochs=1)
+    trainer = fit(
+        module,
+        strategy,
+        batches,
+        rows,
+        selected=selected,
+        devices=2,
+        use_distributed_sampler=False,
+        max_epochs=1,
+    )
     if rank == 0:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         torch.save((module.gradients, metrics, list(module.state_dict())), f"{folder}/result.pt")

@@ -16,7 +16,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.layers = nn.Sequential(*[nn.TransformerEncoderLayer(32, 4, 64, dropout, batch_first=True) for _ in range(layers)])
+        self.layers = nn.Sequential(
+            *[
+                nn.TransformerEncoderLayer(32, 4, 64, dropout, batch_first=True)
+                for _ in range(layers)
+            ]
+        )
         self.output = nn.Linear(32, VOCABULARY)
 
     def forward(self, tokens):
@@ -29,19 +34,36 @@ def tokens(rows):
 
 def conv_net():
     torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, 32, 3, 2), nn.ReLU()]
+    layers = [
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 32, 3, 2),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
 def perceptron():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)], nn.Linear(64, 10))
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)], nn.Linear(64, 10)
+    )
 
 
 PROBLEMS = {
-    "perceptron": (perceptron, lambda rows: (torch.zeros(rows, 64), torch.zeros(rows, dtype=torch.int64))),
-    "language model": (functools.partial(LanguageModel, layers=2), lambda rows: (tokens(rows), tokens(rows))),
-    "convolutions": (conv_net, lambda rows: (torch.zeros(rows, 3, 16, 16), torch.zeros(rows, dtype=torch.int64))),
+    "perceptron": (
+        perceptron,
+        lambda rows: (torch.zeros(rows, 64), torch.zeros(rows, dtype=torch.int64)),
+    ),
+    "language model": (
+        functools.partial(LanguageModel, layers=2),
+        lambda rows: (tokens(rows), tokens(rows)),
+    ),
+    "convolutions": (
+        conv_net,
+        lambda rows: (torch.zeros(rows, 3, 16, 16), torch.zeros(rows, dtype=torch.int64)),
+    ),
 }
 
 
@@ -64,7 +86,9 @@ class WordModel(LanguageModel):
 
     def __init__(self, blocks=2):
         super().__init__(layers=0)
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(blocks)])
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(blocks)]
+        )
 
 
 def words(rows):

@@ -14,7 +14,10 @@ ROWS = 11
 def batches(steps):
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
-        yield torch.randn(ROWS, 4, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
+        yield (
+            torch.randn(ROWS, 4, generator=generator),
+            torch.randint(CLASSES, (ROWS,), generator=generator),
+        )
 
 
 def plain(net, make, steps=4, clip=None):
@@ -27,7 +30,10 @@ def plain(net, make, steps=4, clip=None):
 
 
 def assert_same(net, expected, tolerance=1e-10):
-    found, wanted = ([parameter.detach().cpu() for parameter in module.parameters()] for module in (net, expected))
+    found, wanted = (
+        [parameter.detach().cpu() for parameter in module.parameters()]
+        for module in (net, expected)
+    )
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 

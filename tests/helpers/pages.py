@@ -21,7 +21,13 @@ def public_names():
     """Public names, with three replicas on the CPU unless a snippet names its devices or imports the class."""
     public = {name: getattr(balanced_parallel, name) for name in balanced_parallel.__all__}
     three = functools.partial(balanced_parallel.DataParallelModel, device_ids=["cpu"] * 3)
-    return public | {"DataParallelModel": three, "balanced_parallel": balanced_parallel, "torch": torch, "nn": nn, "F": F}
+    return public | {
+        "DataParallelModel": three,
+        "balanced_parallel": balanced_parallel,
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+    }
 
 
 def blocks(page, language):

@@ -34,12 +34,24 @@ LOSSES = {
     "CrossEntropyLoss": (lambda: nn.CrossEntropyLoss(), "classes"),
     "CrossEntropyLoss, weight": (lambda: nn.CrossEntropyLoss(weight=_weights()), "classes"),
     "CrossEntropyLoss, smoothing": (lambda: nn.CrossEntropyLoss(label_smoothing=0.2), "classes"),
-    "CrossEntropyLoss, weight, smoothing": (lambda: nn.CrossEntropyLoss(_weights(), label_smoothing=0.2), "classes"),
+    "CrossEntropyLoss, weight, smoothing": (
+        lambda: nn.CrossEntropyLoss(_weights(), label_smoothing=0.2),
+        "classes",
+    ),
     "CrossEntropyLoss, sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), "classes"),
-    "CrossEntropyLoss, probabilities": (lambda: nn.CrossEntropyLoss(weight=_weights()), "probabilities"),
+    "CrossEntropyLoss, probabilities": (
+        lambda: nn.CrossEntropyLoss(weight=_weights()),
+        "probabilities",
+    ),
     "cross_entropy": (lambda: F.cross_entropy, "classes"),
-    "cross_entropy, partial": (lambda: functools.partial(F.cross_entropy, weight=_weights(), label_smoothing=0.1), "classes"),
-    "cross_entropy, partial sum": (lambda: functools.partial(F.cross_entropy, reduction="sum"), "classes"),
+    "cross_entropy, partial": (
+        lambda: functools.partial(F.cross_entropy, weight=_weights(), label_smoothing=0.1),
+        "classes",
+    ),
+    "cross_entropy, partial sum": (
+        lambda: functools.partial(F.cross_entropy, reduction="sum"),
+        "classes",
+    ),
     "NLLLoss": (lambda: nn.NLLLoss(), "classes"),
     "NLLLoss, weight": (lambda: nn.NLLLoss(_weights(), ignore_index=-100), "classes"),
     "nll_loss": (lambda: F.nll_loss, "classes"),
@@ -48,7 +60,10 @@ LOSSES = {
     "binary_cross_entropy": (lambda: F.binary_cross_entropy, "unit"),
     "BCEWithLogitsLoss": (lambda: nn.BCEWithLogitsLoss(pos_weight=_weights()), "probabilities"),
     "BCEWithLogitsLoss, sum": (lambda: nn.BCEWithLogitsLoss(reduction="sum"), "probabilities"),
-    "binary_cross_entropy_with_logits": (lambda: F.binary_cross_entropy_with_logits, "probabilities"),
+    "binary_cross_entropy_with_logits": (
+        lambda: F.binary_cross_entropy_with_logits,
+        "probabilities",
+    ),
     "MSELoss": (lambda: nn.MSELoss(), "probabilities"),
     "MSELoss, sum": (lambda: nn.MSELoss(reduction="sum"), "probabilities"),
     "mse_loss": (lambda: F.mse_loss, "probabilities"),
@@ -63,7 +78,10 @@ LOSSES = {
     "gaussian_nll_loss": (lambda: F.gaussian_nll_loss, "one variance"),
     "KLDivLoss, batchmean": (lambda: nn.KLDivLoss(reduction="batchmean"), "probabilities"),
     "KLDivLoss, sum": (lambda: nn.KLDivLoss(reduction="sum", log_target=True), "probabilities"),
-    "kl_div, batchmean": (lambda: functools.partial(F.kl_div, reduction="batchmean"), "probabilities"),
+    "kl_div, batchmean": (
+        lambda: functools.partial(F.kl_div, reduction="batchmean"),
+        "probabilities",
+    ),
     "SoftMarginLoss": (lambda: nn.SoftMarginLoss(), "signs"),
     "soft_margin_loss": (lambda: F.soft_margin_loss, "signs"),
     "HingeEmbeddingLoss": (lambda: nn.HingeEmbeddingLoss(margin=0.5), "signs"),
@@ -81,7 +99,10 @@ LOSSES = {
     "TripletMarginLoss": (lambda: nn.TripletMarginLoss(swap=True), "triplet"),
     "triplet_margin_loss": (lambda: F.triplet_margin_loss, "triplet"),
     "TripletMarginWithDistanceLoss": (lambda: nn.TripletMarginWithDistanceLoss(), "triplet"),
-    "TripletMarginWithDistanceLoss, own": (lambda: nn.TripletMarginWithDistanceLoss(distance_function=_distance), "triplet"),
+    "TripletMarginWithDistanceLoss, own": (
+        lambda: nn.TripletMarginWithDistanceLoss(distance_function=_distance),
+        "triplet",
+    ),
     "triplet_margin_with_distance_loss": (lambda: F.triplet_margin_with_distance_loss, "triplet"),
     "CTCLoss": (lambda: nn.CTCLoss(), "sequences"),
     "CTCLoss, sum": (lambda: nn.CTCLoss(reduction="sum"), "sequences"),
@@ -90,14 +111,20 @@ LOSSES = {
     "HuberLoss": (lambda: nn.HuberLoss(delta=0.3), "probabilities"),
     "huber_loss": (lambda: F.huber_loss, "probabilities"),
     "savings.LinearCrossEntropy": (lambda: _head(), "classes"),
-    "savings.LinearCrossEntropy, weight, smoothing": (lambda: _head(weight=_weights(), label_smoothing=0.1), "classes"),
+    "savings.LinearCrossEntropy, weight, smoothing": (
+        lambda: _head(weight=_weights(), label_smoothing=0.1),
+        "classes",
+    ),
 }
 
 
 if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
     LOSSES |= {
         "LinearCrossEntropyLoss": (lambda: _linear(), "classes"),
-        "LinearCrossEntropyLoss, weight": (lambda: _linear(weight=_weights(), ignore_index=-100, label_smoothing=0.1), "classes"),
+        "LinearCrossEntropyLoss, weight": (
+            lambda: _linear(weight=_weights(), ignore_index=-100, label_smoothing=0.1),
+            "classes",
+        ),
     }
 
 
@@ -117,11 +144,19 @@ def _head(**settings):
 
 def _linear(**settings):
     torch.manual_seed(4)
-    return nn.LinearCrossEntropyLoss(CLASSES, CLASSES, bias=True, **{"ignore_index": -100} | settings)
+    return nn.LinearCrossEntropyLoss(
+        CLASSES, CLASSES, bias=True, **{"ignore_index": -100} | settings
+    )
 
 
 def build_conv():
-    layers = nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten()
+    layers = (
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 4, 2, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        nn.Flatten(),
+    )
     return nn.Sequential(*layers, nn.Linear(36, CLASSES))
 
 
@@ -157,7 +192,13 @@ class Sometimes(nn.Module):
         return outputs + few.unsqueeze(1) * self.sometimes(inputs) if few.any() else outputs
 
 
-BODIES = {"mlp": build_net, "conv": build_conv, "recurrent": Recurrent, "attention": Attention, "sometimes": Sometimes}
+BODIES = {
+    "mlp": build_net,
+    "conv": build_conv,
+    "recurrent": Recurrent,
+    "attention": Attention,
+    "sometimes": Sometimes,
+}
 
 
 class OnTop(nn.Module):
@@ -173,7 +214,10 @@ class OnTop(nn.Module):
         outputs = self.net(inputs)
         if self.name.lower().startswith(("nll", "kl")):
             return outputs.log_softmax(1)
-        if self.name.startswith(("BCELoss", "PoissonNLLLoss, no log")) or self.name == "binary_cross_entropy":
+        if (
+            self.name.startswith(("BCELoss", "PoissonNLLLoss, no log"))
+            or self.name == "binary_cross_entropy"
+        ):
             return outputs.sigmoid()
         if "ctc" in self.name.lower():  # [time, rows, classes]
             return torch.stack([outputs, outputs * 2, outputs + 1, outputs * 3]).log_softmax(2)
@@ -198,7 +242,11 @@ def make_targets(kind, rows, ignored=0):
         "pair": (rand, signs[:, 0]),
         "ranking": (rand, signs),
         "triplet": (rand, rand.flip(1)),
-        "sequences": (torch.tensor([[1, 2, 3]]).expand(rows, 3), torch.full((rows,), 4), torch.arange(rows) % 3 + 1),
+        "sequences": (
+            torch.tensor([[1, 2, 3]]).expand(rows, 3),
+            torch.full((rows,), 4),
+            torch.arange(rows) % 3 + 1,
+        ),
     }[kind]
 
 
@@ -210,20 +258,33 @@ def whole_loss(criterion, output, targets):
 def gradients(*modules, optimizer=None):
     """Copies of the gradients of all parameters. Those of a ``BalancedOptimizer`` are read from it."""
     read = getattr(optimizer, "gradient", lambda parameter: parameter.grad)
-    parameters = [parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters()]
-    return [None if (gradient := read(parameter)) is None else gradient.clone() for parameter in parameters]
+    parameters = [
+        parameter
+        for module in modules
+        if isinstance(module, nn.Module)
+        for parameter in module.parameters()
+    ]
+    return [
+        None if (gradient := read(parameter)) is None else gradient.clone()
+        for parameter in parameters
+    ]
 
 
 def whole_gradients(parameters):
     """Copies of the gradients of all ranks."""
     found = [parameter.grad for parameter in parameters]
-    return [None if gradient is None else getattr(gradient, "full_tensor", gradient.clone)() for gradient in found]
+    return [
+        None if gradient is None else getattr(gradient, "full_tensor", gradient.clone)()
+        for gradient in found
+    ]
 
 
 def plain_program(module, criterion, inputs, targets):
     """Loss and gradients (the module's, then the criterion's) of the whole batch on one device."""
     zero_gradients(module, criterion)
-    loss = whole_loss(criterion, module(inputs), targets if isinstance(targets, tuple) else (targets,))
+    loss = whole_loss(
+        criterion, module(inputs), targets if isinstance(targets, tuple) else (targets,)
+    )
     loss.backward()
     found = gradients(module, criterion)
     zero_gradients(module, criterion)

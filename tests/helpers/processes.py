@@ -10,9 +10,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-PROCESSES = multiprocessing.get_context("forkserver")  # its server has run nothing: its copies have no threads and no devices
-PRELOADED = ["torch", "torch.distributed.optim", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "balanced_parallel"]
-PROCESSES.set_forkserver_preload([*PRELOADED, "safetensors.torch", "sklearn.datasets", "pytest", "hypothesis"])
+PROCESSES = multiprocessing.get_context(
+    "forkserver"
+)  # its server has run nothing: its copies have no threads and no devices
+PRELOADED = [
+    "torch",
+    "torch.distributed.optim",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "balanced_parallel",
+]
+PROCESSES.set_forkserver_preload(
+    [*PRELOADED, "safetensors.torch", "sklearn.datasets", "pytest", "hypothesis"]
+)
 
 
 class Script:

@@ -86,7 +86,11 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(world_size):
             pipe, remote = PROCESSES.Pipe()
-            process = PROCESSES.Process(target=_rank_main, args=(remote, dict(os.environ), rank, world_size, port), daemon=True)
+            process = PROCESSES.Process(
+                target=_rank_main,
+                args=(remote, dict(os.environ), rank, world_size, port),
+                daemon=True,
+            )
             process.start()
             remote.close()
             self.pipes.append(pipe)
@@ -113,14 +117,18 @@ class Ranks:
         while len(results) < len(self.pipes):
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
             ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
-            assert ready, f"ranks {sorted(set(range(len(self.pipes))) - set(results))} did not answer in time"
+            assert ready, (
+                f"ranks {sorted(set(range(len(self.pipes))) - set(results))} did not answer in time"
+            )
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
                     failure, value = pipe.recv()
                 except EOFError:
                     self.processes[rank].join()
-                    raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
+                    raise AssertionError(
+                        f"rank {rank} died with exit code {self.processes[rank].exitcode}"
+                    ) from None
                 assert failure is None, f"rank {rank} failed:\n{failure}"
                 results[rank] = value
         return [results[rank] for rank in range(len(self.pipes))]
@@ -164,7 +172,9 @@ def _reset():
     from balanced_parallel.batch import samplers
 
     if dist.is_initialized():
-        dist.group.WORLD.bound_device_id = None  # of a simulated device, for which groups of CPUs have no backend
+        dist.group.WORLD.bound_device_id = (
+            None  # of a simulated device, for which groups of CPUs have no backend
+        )
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

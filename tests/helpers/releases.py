@@ -11,5 +11,6 @@ released_at_once = pytest.mark.skipif(
     reason="memory of other threads is released late without the lock of Python (python/cpython#157838)",
 )
 keeps_whole_gradients = pytest.mark.skipif(
-    torch.__version__ < (2, 12), reason="FSDP2 of torch 2.11 cannot forget them after a failure, so each micro-batch reduces them"
+    torch.__version__ < (2, 12),
+    reason="FSDP2 of torch 2.11 cannot forget them after a failure, so each micro-batch reduces them",
 )

@@ -19,7 +19,11 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.norm = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.LayerNorm(24)
+        self.first, self.second, self.norm = (
+            nn.Linear(WIDTH, 24),
+            nn.Linear(24, WIDTH),
+            nn.LayerNorm(24),
+        )
         self.activation, self.drop = nn.LeakyReLU(0.1), nn.Dropout(0.3)
         self.register_buffer("calls", torch.zeros(()))
 
@@ -31,7 +35,10 @@ class Block(nn.Module):
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks, self.output = nn.ModuleList([Block() for _ in range(4)]), nn.Linear(WIDTH, CLASSES)
+        self.blocks, self.output = (
+            nn.ModuleList([Block() for _ in range(4)]),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, x):
         for block in self.blocks:
@@ -40,14 +47,22 @@ class Residual(nn.Module):
 
 
 def convolutions():
-    layers = [nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 2, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)]
+    layers = [
+        nn.Unflatten(1, (3, 2, 2)),
+        nn.Conv2d(3, 6, 2, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+    ]
     layers += [nn.Conv2d(6, 4, 2), nn.ELU(), nn.Flatten(), nn.Linear(16, CLASSES)]
     return nn.Sequential(*layers)
 
 
 def encoder():
     layers = [nn.TransformerEncoderLayer(4, 2, 8, 0.1, batch_first=True) for _ in range(2)]
-    return nn.Sequential(nn.Unflatten(1, (3, 4)), nn.Sequential(*layers), nn.Flatten(), nn.Linear(WIDTH, CLASSES))
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 4)), nn.Sequential(*layers), nn.Flatten(), nn.Linear(WIDTH, CLASSES)
+    )
 
 
 NETS = {"residual": Residual, "convolutions": convolutions, "encoder": encoder}
@@ -68,10 +83,14 @@ def train(rank, world_size, name, saving, simulated=False):
     with simulate(2) if simulated else contextlib.nullcontext():
         context = saving(net) or contextlib.nullcontext
         model, criterion = parallelize(
-            net, nn.CrossEntropyLoss(), None if world_size > 1 else ["sim:0", "sim:1"] if simulated else ["cpu"] * 2
+            net,
+            nn.CrossEntropyLoss(),
+            None if world_size > 1 else ["sim:0", "sim:1"] if simulated else ["cpu"] * 2,
         )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        step = TrainStep(model, criterion, optimizer, micro_batch_size=None if name == "convolutions" else 3)
+        step = TrainStep(
+            model, criterion, optimizer, micro_batch_size=None if name == "convolutions" else 3
+        )
         found = []
         torch.manual_seed(5)
         for rows in ROWS:
@@ -95,6 +114,9 @@ def without_saving(ranks, name, simulated):
 
 def assert_unchanged(ranks, name, saving, simulated=False):
     """Trains with and without a saving, in one process with two replicas or on several ranks."""
-    found, expected = run(ranks, train, name, saving, simulated), without_saving(ranks, name, simulated)
+    found, expected = (
+        run(ranks, train, name, saving, simulated),
+        without_saving(ranks, name, simulated),
+    )
     for with_it, without in zip(found, expected, strict=True):
         assert_same_gradients(with_it, without)

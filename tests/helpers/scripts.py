@@ -15,7 +15,11 @@ def run(*flags, **environment):
 
 
 def train(out, *flags, ranks=1):
-    done = run("--out", out, *flags) if ranks == 1 else run_torchrun(f"--nproc-per-node={ranks}", SCRIPT, "--out", out, *flags)
+    done = (
+        run("--out", out, *flags)
+        if ranks == 1
+        else run_torchrun(f"--nproc-per-node={ranks}", SCRIPT, "--out", out, *flags)
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return done.stdout, lines, json.loads((out / "summary.json").read_text())

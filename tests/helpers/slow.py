@@ -12,4 +12,7 @@ def slow_but(cases, *kept):
     """Returns the cases, of which only ``kept`` run by default."""
     missing = [case for case in kept if case not in cases]
     assert not missing, f"{missing} are not among the cases"
-    return [case if case in kept else slow(*case) if isinstance(case, tuple) else slow(case) for case in cases]
+    return [
+        case if case in kept else slow(*case) if isinstance(case, tuple) else slow(case)
+        for case in cases
+    ]

@@ -35,7 +35,13 @@ def rows_of(rank, ranks):
 
 
 def tolerance_of(precision):
-    return 2e-2 if precision == "fp16" else 1e-5 if torch.get_default_dtype() == torch.float32 else 1e-10
+    return (
+        2e-2
+        if precision == "fp16"
+        else 1e-5
+        if torch.get_default_dtype() == torch.float32
+        else 1e-10
+    )
 
 
 def run(ranks, check, *arguments):

@@ -21,7 +21,11 @@ def run_torchrun(*arguments, timeout=200, **environment):
 
 def ranks_of(*arguments):
     """Returns the script and the arguments of :class:`helpers.processes.Script` with which a script runs on ranks."""
-    alone = "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"  # as --standalone
+    alone = (
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        f"--rdzv-id={uuid.uuid4()}",
+    )  # as --standalone
     return Path(__file__), *alone, "--nproc-per-node=2", *arguments
 
 

@@ -11,26 +11,78 @@ WORDS, LENGTH = 61, 9
 LLAMA = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES = {**LLAMA, "num_attention_heads": 2, "max_position_embeddings": 16}
 SIZES |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-ROUTERS = {"num_local_experts": 4, "num_key_value_heads": 2, "num_attention_heads": 2, "output_router_logits": True}
-GPT2 = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
-T5 = {"vocab_size": WORDS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+ROUTERS = {
+    "num_local_experts": 4,
+    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "output_router_logits": True,
+}
+GPT2 = {
+    "vocab_size": WORDS,
+    "n_positions": 16,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+T5 = {
+    "vocab_size": WORDS,
+    "d_model": 16,
+    "d_ff": 32,
+    "d_kv": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 8}
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 8,
+}
 
 MODELS = {  # of each head: class, configuration, its targets
     "classes": ("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 3}, "class"),
-    "classes of gpt2": ("GPT2ForSequenceClassification", "GPT2Config", {**GPT2, **DROPOUT, "pad_token_id": 0}, "class of 2"),
-    "numbers": ("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 1}, "number"),
-    "several classes": ("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 3}, "several"),
+    "classes of gpt2": (
+        "GPT2ForSequenceClassification",
+        "GPT2Config",
+        {**GPT2, **DROPOUT, "pad_token_id": 0},
+        "class of 2",
+    ),
+    "numbers": (
+        "BertForSequenceClassification",
+        "BertConfig",
+        {**SIZES, "num_labels": 1},
+        "number",
+    ),
+    "several classes": (
+        "BertForSequenceClassification",
+        "BertConfig",
+        {**SIZES, "num_labels": 3},
+        "several",
+    ),
     "choices": ("BertForMultipleChoice", "BertConfig", SIZES, "choice"),
     "tags": ("BertForTokenClassification", "BertConfig", {**SIZES, "num_labels": 5}, "tags"),
     "masked words": ("BertForMaskedLM", "BertConfig", SIZES, "words"),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, **DROPOUT}, "words"),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "num_attention_heads": 2}, "words"),
     "t5": ("T5ForConditionalGeneration", "T5Config", {**T5, "dropout_rate": 0.0}, "words"),
-    "replaced words": ("ElectraForPreTraining", "ElectraConfig", {**SIZES, "embedding_size": 16}, "replaced"),
+    "replaced words": (
+        "ElectraForPreTraining",
+        "ElectraConfig",
+        {**SIZES, "embedding_size": 16},
+        "replaced",
+    ),
     "answers": ("BertForQuestionAnswering", "BertConfig", SIZES, "answer"),
-    "images": ("ViTForImageClassification", "ViTConfig", {**VISION, "patch_size": 4, "num_labels": 3}, "image"),
+    "images": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {**VISION, "patch_size": 4, "num_labels": 3},
+        "image",
+    ),
     "routers": ("MixtralForCausalLM", "MixtralConfig", {**LLAMA, **ROUTERS}, "words"),
     "sentences": ("BertForPreTraining", "BertConfig", SIZES, "sentences"),
 }
@@ -75,12 +127,23 @@ def make_rows(head, number):
         elif kind == "several":
             row["labels"] = draw(2, 3).float()
         elif kind == "choice":
-            row = {name: torch.stack([value, value.flip(0)]) for name, value in row.items()} | {"labels": draw(2, 1)[0]}
+            row = {name: torch.stack([value, value.flip(0)]) for name, value in row.items()} | {
+                "labels": draw(2, 1)[0]
+            }
         elif kind == "answer":
             inside = draw(2, 2).bool()  # or after the text, where they do not count
-            row |= dict(zip(("start_positions", "end_positions"), draw(length, 2).where(inside, LENGTH), strict=True))
+            row |= dict(
+                zip(
+                    ("start_positions", "end_positions"),
+                    draw(length, 2).where(inside, LENGTH),
+                    strict=True,
+                )
+            )
         elif kind == "image":
-            row = {"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": draw(3, 1)[0]}
+            row = {
+                "pixel_values": torch.randn(3, 8, 8, generator=generator),
+                "labels": draw(3, 1)[0],
+            }
         rows.append(row)
     return rows
 
@@ -90,7 +153,10 @@ def pad(rows):
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     is_cut = "attention_mask" in batch and "start_positions" not in batch
     longest = int(batch["attention_mask"].sum(1).max()) if is_cut else LENGTH
-    return {name: value[:, :longest].contiguous() if value.shape[1:] == (LENGTH,) else value for name, value in batch.items()}
+    return {
+        name: value[:, :longest].contiguous() if value.shape[1:] == (LENGTH,) else value
+        for name, value in batch.items()
+    }
 
 
 def model_loss(model, batch):
@@ -114,19 +180,44 @@ def train_plainly(model, rows, window, loss_of=model_loss, learning_rate=0.5):
 
 def make_arguments(folder=None, **settings):
     """Returns arguments of a Trainer that trains as :func:`train_plainly` does, with two rows for each device."""
-    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1}
-    rates = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
-    places = {"train_sampling_strategy": "sequential", "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    return TrainingArguments(folder or tempfile.mkdtemp(), use_cpu=True, **{**sizes, **rates, **places, **settings})
+    sizes = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "num_train_epochs": 1,
+        "logging_steps": 1,
+    }
+    rates = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+    }
+    places = {
+        "train_sampling_strategy": "sequential",
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(
+        folder or tempfile.mkdtemp(), use_cpu=True, **{**sizes, **rates, **places, **settings}
+    )
 
 
 def train(trainer, **settings):
     """Trains. Returns loss and norm of the gradient of each update, as the log has them."""
     trainer.train(**settings)
-    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return [
+        (entry["loss"], entry["grad_norm"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
 
 
 def shifted_loss(outputs, labels, num_items_in_batch=None):
     """Returns the loss of a causal model, as users of ``compute_loss_func`` write it."""
-    total = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return total / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+    total = F.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    return total / (
+        (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    )

@@ -18,7 +18,9 @@ def make_samples(lengths=LENGTHS):
     numbers = torch.Generator().manual_seed(5)
     samples = []
     for length in lengths:
-        words, tags = (torch.randint(1, limit, (length,), generator=numbers) for limit in (WORDS, TAGS))
+        words, tags = (
+            torch.randint(1, limit, (length,), generator=numbers) for limit in (WORDS, TAGS)
+        )
         tags[length // 2 :: 7] = -100
         samples.append({"words": words, "tags": tags})
     return samples
@@ -30,8 +32,13 @@ def length_of(sample):
 
 def pad(samples):
     words = pad_sequence([sample["words"] for sample in samples], batch_first=True)
-    tags = pad_sequence([sample["tags"] for sample in samples], batch_first=True, padding_value=-100)
-    return {"words": words, "lengths": torch.tensor([length_of(sample) for sample in samples])}, tags
+    tags = pad_sequence(
+        [sample["tags"] for sample in samples], batch_first=True, padding_value=-100
+    )
+    return {
+        "words": words,
+        "lengths": torch.tensor([length_of(sample) for sample in samples]),
+    }, tags
 
 
 def pad_labels(samples):
@@ -54,7 +61,9 @@ class Transformer(nn.Module):
 
     def forward(self, words, lengths):
         is_padding = torch.arange(words.size(1), device=words.device) >= lengths[:, None]
-        return self.tags(self.layer(self.words(words), src_key_padding_mask=is_padding)).transpose(1, 2)
+        return self.tags(self.layer(self.words(words), src_key_padding_mask=is_padding)).transpose(
+            1, 2
+        )
 
 
 class Recurrent(nn.Module):
@@ -67,8 +76,12 @@ class Recurrent(nn.Module):
         self.tags = nn.Linear(12, TAGS)
 
     def forward(self, words, lengths):
-        packed = pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
-        states, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=words.size(1))
+        packed = pack_padded_sequence(
+            self.words(words), lengths, batch_first=True, enforce_sorted=False
+        )
+        states, _ = pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=words.size(1)
+        )
         return self.tags(states).transpose(1, 2)
 
 
@@ -88,7 +101,9 @@ def build(kind=Transformer):
 def make_step(net, devices=("cpu",) * 3, criterion=None, lr=0.0, **settings):
     model = DataParallelModel(net, list(devices))
     criterion = criterion or DataParallelCriterion(nn.CrossEntropyLoss())
-    return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=lr), **with_cut(**settings))
+    return TrainStep(
+        model, criterion, torch.optim.SGD(net.parameters(), lr=lr), **with_cut(**settings)
+    )
 
 
 def plain(net, samples):
@@ -105,11 +120,16 @@ def assert_same_rows(found, expected, samples):
     """The entries of each row that are not padding."""
     for row, sample in enumerate(samples):
         length = length_of(sample)
-        torch.testing.assert_close(found[row, ..., :length], expected[row, ..., :length], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            found[row, ..., :length], expected[row, ..., :length], rtol=1e-10, atol=1e-10
+        )
 
 
 def with_cut(*, cost=None, collate=None, trim=None, combine=None, limit=None, **settings):
     """Returns the settings of a step, with a ByCost of those that are its arguments."""
     if cost is None:
         return settings
-    return {"cut": ByCost(cost, collate=collate, trim=trim, combine=combine, limit=limit), **settings}
+    return {
+        "cut": ByCost(cost, collate=collate, trim=trim, combine=combine, limit=limit),
+        **settings,
+    }

@@ -10,11 +10,16 @@ ROWS = 7
 def random_batches(steps, rows=ROWS):
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
-        yield torch.randn(rows, 4, generator=generator), torch.randn(rows, CLASSES, generator=generator)
+        yield (
+            torch.randn(rows, 4, generator=generator),
+            torch.randn(rows, CLASSES, generator=generator),
+        )
 
 
 def values_of(*modules):
-    return [parameter.detach().cpu().clone() for module in modules for parameter in module.parameters()]
+    return [
+        parameter.detach().cpu().clone() for module in modules for parameter in module.parameters()
+    ]
 
 
 class Head(nn.Module):
@@ -34,5 +39,7 @@ class Unrecorded(torch.optim.AdamW):
     """Writes as fused kernels do: no version counter moves."""
 
     def step(self, closure=None):
-        with torch.autograd._unsafe_preserve_version_counter(tuple(p for group in self.param_groups for p in group["params"])):
+        with torch.autograd._unsafe_preserve_version_counter(
+            tuple(p for group in self.param_groups for p in group["params"])
+        ):
             return super().step(closure)

@@ -12,7 +12,12 @@ CPUS = ["cpu"] * 3
 
 def check(model, criterion=None, rows=7, device_ids=CPUS, **settings):
     return verify(
-        model, criterion or nn.CrossEntropyLoss(), torch.randn(rows, 4), class_targets(rows, 2), device_ids=device_ids, **settings
+        model,
+        criterion or nn.CrossEntropyLoss(),
+        torch.randn(rows, 4),
+        class_targets(rows, 2),
+        device_ids=device_ids,
+        **settings,
     )
 
 

@@ -8,13 +8,25 @@ import pytest
 import torch
 from helpers.pages import ROOT, blocks
 
-pytestmark = [pytest.mark.libraries, pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("double")]
+pytestmark = [
+    pytest.mark.libraries,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("double"),
+]
 
 pytest.importorskip("lightning")
 
 import torch.nn.functional as F  # noqa: E402
 import torchmetrics  # noqa: E402
-from helpers.lightning_modules import Classifier, Contrastive, SeveralMeans, SharpeRatio, WithConstant, fit, load  # noqa: E402
+from helpers.lightning_modules import (  # noqa: E402
+    Classifier,
+    Contrastive,
+    SeveralMeans,
+    SharpeRatio,
+    WithConstant,
+    fit,
+    load,
+)
 from lightning.pytorch import Trainer  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
@@ -28,16 +40,26 @@ SHAPES = [(["cpu"], 2), (["cpu"] * 3, 1), (["cpu"] * 3, 2), (["cpu"] * 5, 3)]
 
 
 def assert_same_state(module, expected, tolerance=1e-12):
-    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        module.state_dict(), expected.state_dict(), rtol=tolerance, atol=tolerance
+    )
 
 
-def check_fit(make, devices, batches, names=("train_loss_step", "train_loss_epoch", "number", "val_loss"), **settings):
+def check_fit(
+    make,
+    devices,
+    batches,
+    names=("train_loss_step", "train_loss_epoch", "number", "val_loss"),
+    **settings,
+):
     expected, module = make(), make()
     plain = fit(expected, **settings)
     trainer = fit(module, BalancedStrategy(devices), batches, **settings)
     assert_same_state(module, expected)
     for name in names:
-        torch.testing.assert_close(trainer.callback_metrics[name], plain.callback_metrics[name], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(
+            trainer.callback_metrics[name], plain.callback_metrics[name], rtol=1e-6, atol=1e-9
+        )
     assert trainer.global_step == plain.global_step
     return module, expected
 
@@ -53,7 +75,9 @@ def test_lightning_itself_differs():
     expected, module = Classifier(), Classifier()
     fit(expected)
     fit(module, batches=2)
-    assert (module.gradients[0] - expected.gradients[0]).norm() > 0.02 * expected.gradients[0].norm()
+    assert (module.gradients[0] - expected.gradients[0]).norm() > 0.02 * expected.gradients[
+        0
+    ].norm()
 
 
 def test_results_of_a_batch_have_all_rows_and_the_loss_of_the_update():
@@ -63,7 +87,9 @@ def test_results_of_a_batch_have_all_rows_and_the_loss_of_the_update():
         torch.testing.assert_close(module.results[2 * number + 1][0], loss)
         assert module.results[2 * number][0] == 0
         if number == 0:
-            torch.testing.assert_close(torch.cat([module.results[0][1], module.results[1][1]]), outputs)
+            torch.testing.assert_close(
+                torch.cat([module.results[0][1], module.results[1][1]]), outputs
+            )
 
 
 def test_a_step_leaves_no_trace_in_attributes():
@@ -99,17 +125,30 @@ def test_settings_of_the_trainer(settings):
 
 
 def test_early_stopping_on_the_loss():
-    trainer = fit(Classifier(), BalancedStrategy(["cpu"] * 2), 2, max_epochs=9, callbacks=[EarlyStopping("train_loss", 0.5, 1)])
+    trainer = fit(
+        Classifier(),
+        BalancedStrategy(["cpu"] * 2),
+        2,
+        max_epochs=9,
+        callbacks=[EarlyStopping("train_loss", 0.5, 1)],
+    )
     plain = fit(Classifier(), max_epochs=9, callbacks=[EarlyStopping("train_loss", 0.5, 1)])
     assert trainer.current_epoch == plain.current_epoch < 9
 
 
 def test_checkpoints_are_those_of_lightning_and_both_resume(tmp_path):
     states, paths = [], []
-    for name, strategy, batches in (("plain", "auto", 1), ("ours", BalancedStrategy(["cpu"] * 3), 2)):
+    for name, strategy, batches in (
+        ("plain", "auto", 1),
+        ("ours", BalancedStrategy(["cpu"] * 3), 2),
+    ):
         saved = ModelCheckpoint(tmp_path / name, monitor="val_loss", save_last=True)
         loggers = [CSVLogger(tmp_path, name), TensorBoardLogger(tmp_path, name)]
-        settings = {"callbacks": [saved, LearningRateMonitor("step")], "enable_checkpointing": True, "logger": loggers}
+        settings = {
+            "callbacks": [saved, LearningRateMonitor("step")],
+            "enable_checkpointing": True,
+            "logger": loggers,
+        }
         fit(Classifier("step"), strategy, batches, log_every_n_steps=1, **settings)
         paths.append(saved.last_model_path)
         states.append(torch.load(paths[-1], weights_only=False))
@@ -130,12 +169,16 @@ def test_mixed_precision_with_a_scaler(scale):
     for strategy, batches in (("auto", 1), (BalancedStrategy(["cpu"] * 3), 2)):
         scalers.append(torch.amp.GradScaler("cpu", init_scale=scale))
         modules.append(Classifier())
-        fit(modules[-1], strategy, batches, plugins=[MixedPrecision("16-mixed", "cpu", scalers[-1])])
+        fit(
+            modules[-1], strategy, batches, plugins=[MixedPrecision("16-mixed", "cpu", scalers[-1])]
+        )
     assert scalers[0].get_scale() == scalers[1].get_scale()
     if scale > 2.0**20:  # all updates are skipped
         assert_same_state(modules[1], modules[0], 0)
     else:
-        torch.testing.assert_close(modules[1].gradients[0], modules[0].gradients[0], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(
+            modules[1].gradients[0], modules[0].gradients[0], rtol=2e-2, atol=2e-3
+        )
 
 
 def test_bfloat16():
@@ -143,7 +186,9 @@ def test_bfloat16():
     modules = [Classifier(), Classifier()]
     fit(modules[0], precision="bf16-mixed")
     fit(modules[1], BalancedStrategy(["cpu"] * 3), 2, precision="bf16-mixed")
-    torch.testing.assert_close(modules[1].gradients[0], modules[0].gradients[0], rtol=5e-2, atol=1e-2)
+    torch.testing.assert_close(
+        modules[1].gradients[0], modules[0].gradients[0], rtol=5e-2, atol=1e-2
+    )
 
 
 class WithMetric(Classifier):
@@ -159,7 +204,9 @@ class WithMetric(Classifier):
 
 def test_metrics():
     check_fit(WithMetric, ["cpu"], 2, ["accuracy"])
-    with pytest.raises(TypeError, match=r"updates a torchmetrics.Metric, of which each replica has a copy"):
+    with pytest.raises(
+        TypeError, match=r"updates a torchmetrics.Metric, of which each replica has a copy"
+    ):
         fit(WithMetric(), BalancedStrategy(["cpu"] * 2))
 
 
@@ -213,21 +260,33 @@ def test_a_module_of_the_page_calls_a_step(monkeypatch):
     program, methods = blocks("docs/recipes/lightning.md", "py")
     exec(program.partition("dataset = ")[0], names := {})
     model = functools.partial(DataParallelModel, device_ids=["cpu"] * 2)
-    names |= {"DataParallelModel": model, "DataParallelCriterion": DataParallelCriterion, "TrainStep": TrainStep}
+    names |= {
+        "DataParallelModel": model,
+        "DataParallelCriterion": DataParallelCriterion,
+        "TrainStep": TrainStep,
+    }
     exec(methods, names | {"contrastive_loss": contrastive}, methods := {})
     for name, method in methods.items():
         monkeypatch.setattr(names["Classifier"], name, method)
     module = names["Classifier"]()
     module.automatic_optimization = False
     before = module.net.weight.clone()
-    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(20, 4), batch_size=10))
     assert trainer.global_step == 2
     assert trainer.callback_metrics["train_loss"] > 0
     assert not torch.equal(module.net.weight, before)
 
 
-@pytest.mark.parametrize(("kind", "batches"), [("Classifier", 1), ("Classifier", 2), ("SeveralMeans", 2)])
+@pytest.mark.parametrize(
+    ("kind", "batches"), [("Classifier", 1), ("Classifier", 2), ("SeveralMeans", 2)]
+)
 def test_ranks(kind, batches, tmp_path):
     """Lightning starts the second process itself. Ranks have different numbers of rows."""
     script = tmp_path / "script.py"
@@ -235,13 +294,17 @@ def test_ranks(kind, batches, tmp_path):
         f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
         f"from helpers.lightning_modules import {kind}, fit_on_a_rank\nfit_on_a_rank({str(tmp_path)!r}, {kind}, {batches})\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=150, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     gradients, metrics, names = torch.load(tmp_path / "result.pt", weights_only=False)
     expected = globals()[kind]()
     fit(expected, max_epochs=1, selected=range(30))
     torch.testing.assert_close(gradients[0], expected.gradients[0], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(metrics["train_loss_step"], expected.results[-1][0], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        metrics["train_loss_step"], expected.results[-1][0], rtol=1e-5, atol=1e-8
+    )
     assert names == [*expected.state_dict()]
 
 

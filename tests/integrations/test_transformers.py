@@ -5,7 +5,17 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
-from helpers.trainers import MODELS, make_arguments, make_model, make_rows, model_loss, pad, shifted_loss, train, train_plainly
+from helpers.trainers import (
+    MODELS,
+    make_arguments,
+    make_model,
+    make_rows,
+    model_loss,
+    pad,
+    shifted_loss,
+    train,
+    train_plainly,
+)
 from torch import nn
 from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer
@@ -18,19 +28,27 @@ TWO = ["cpu"] * 2
 HEADS = [head for head in MODELS if head != "routers"]
 
 
-def make_trainer(head, arguments, kind=BalancedTrainer, rows=19, devices=TWO, model=None, **settings):
+def make_trainer(
+    head, arguments, kind=BalancedTrainer, rows=19, devices=TWO, model=None, **settings
+):
     if kind is not Trainer:
         settings["device_ids"] = devices
     rows = make_rows(head, rows) if isinstance(rows, int) else rows
     model = make_model(head) if model is None else model
-    return kind(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=pad, **settings)
+    return kind(
+        model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=pad, **settings
+    )
 
 
 def check(numbers, expected, tolerance=1e-4):
-    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=1e-5, equal_nan=True
+    )
 
 
-def check_training(head, loss_of=model_loss, kind=BalancedTrainer, tolerance=1e-4, rows=19, **settings):
+def check_training(
+    head, loss_of=model_loss, kind=BalancedTrainer, tolerance=1e-4, rows=19, **settings
+):
     """Compares a training in windows of two micro-batches on two devices with the plain loop."""
     rows = make_rows(head, rows) if isinstance(rows, int) else rows
     expected = train_plainly(make_model(head), rows, 8, loss_of)
@@ -46,7 +64,9 @@ def test_heads(head):
 @pytest.mark.parametrize("head", slow_but(HEADS, "gpt2"))
 def test_heads_on_one_device(head):
     expected = train_plainly(make_model(head), make_rows(head, 19), 6)
-    arguments = make_arguments(gradient_accumulation_steps=3, logging_nan_inf_filter=False)  # one row has no answer in its text
+    arguments = make_arguments(
+        gradient_accumulation_steps=3, logging_nan_inf_filter=False
+    )  # one row has no answer in its text
     check(train(make_trainer(head, arguments, devices=None)), expected)
 
 
@@ -58,7 +78,11 @@ def test_counts_that_the_first_batch_does_not_tell():
 
 def test_trainer_of_transformers_is_wrong():
     expected = train_plainly(make_model("masked words"), make_rows("masked words", 16), 8)
-    numbers = train(make_trainer("masked words", make_arguments(gradient_accumulation_steps=4), Trainer, rows=16))
+    numbers = train(
+        make_trainer(
+            "masked words", make_arguments(gradient_accumulation_steps=4), Trainer, rows=16
+        )
+    )
     assert numbers[0][0] / expected[0][0] == pytest.approx(4, rel=1e-3)  # the sum of four means
 
 
@@ -79,7 +103,9 @@ def weighted_loss(outputs, labels, num_items_in_batch=None):
 
 
 def loss_with_another_ignored_label(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.clamp(min=0).flatten(), ignore_index=0)
+    return F.cross_entropy(
+        outputs.logits.flatten(0, -2), labels.clamp(min=0).flatten(), ignore_index=0
+    )
 
 
 def sum_and_mean(outputs, labels, num_items_in_batch=None):
@@ -91,13 +117,17 @@ def sum_and_mean(outputs, labels, num_items_in_batch=None):
 
 def manual_loss(outputs, labels, num_items_in_batch):
     """Returns a sum that torch's losses have no part in."""
-    logs = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    logs = (
+        outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    )
     return -(logs * (labels[:, 1:] != -100)).sum() / num_items_in_batch
 
 
 def sum_or_mean(outputs, labels, num_items_in_batch=None):
     """Returns a sum where no number of items is told, which would add up over rows too."""
-    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="sum") / (num_items_in_batch or 1)
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="sum") / (
+        num_items_in_batch or 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,22 +145,38 @@ def sum_or_mean(outputs, labels, num_items_in_batch=None):
 def test_compute_loss_func(head, function):
     def loss_of(model, batch):
         labels = batch.pop("labels")
-        return function(model(**batch), labels, num_items_in_batch=(labels[:, int(head != "tags") :] != -100).sum())
+        return function(
+            model(**batch),
+            labels,
+            num_items_in_batch=(labels[:, int(head != "tags") :] != -100).sum(),
+        )
 
     check_training(head, loss_of, compute_loss_func=function)
 
 
 def test_packed_rows():
     """A batch is one row of several texts, and a tensor of their borders, which has another length."""
-    rows = [{"input_ids": row["input_ids"][: row["attention_mask"].sum()].tolist()} for row in make_rows("llama", 16)]
+    rows = [
+        {"input_ids": row["input_ids"][: row["attention_mask"].sum()].tolist()}
+        for row in make_rows("llama", 16)
+    ]
 
     def pack(features):
         batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
-        return {name: torch.as_tensor(value) for name, value in batch.items() if name not in ("max_length_q", "max_length_k")}
+        return {
+            name: torch.as_tensor(value)
+            for name, value in batch.items()
+            if name not in ("max_length_q", "max_length_k")
+        }
 
     expected = train_plainly(make_model("llama"), make_rows("llama", 16), 4)
     arguments = make_arguments(gradient_accumulation_steps=2, remove_unused_columns=False)
-    check(train(BalancedTrainer(make_model("llama"), arguments, train_dataset=rows, data_collator=pack)), expected)
+    check(
+        train(
+            BalancedTrainer(make_model("llama"), arguments, train_dataset=rows, data_collator=pack)
+        ),
+        expected,
+    )
 
 
 class OwnLoss(BalancedTrainer):
@@ -152,7 +198,10 @@ def loss_and_error(model, batch):
     return outputs.loss + 0.3 * outputs.logits.sub(1).square().mean()
 
 
-@pytest.mark.parametrize(("head", "kind", "loss_of"), [("gpt2", LossOverItems, model_loss), ("classes", OwnLoss, loss_and_error)])
+@pytest.mark.parametrize(
+    ("head", "kind", "loss_of"),
+    [("gpt2", LossOverItems, model_loss), ("classes", OwnLoss, loss_and_error)],
+)
 def test_compute_loss_of_a_subclass(head, kind, loss_of):
     check_training(head, loss_of, kind)
 
@@ -160,7 +209,11 @@ def test_compute_loss_of_a_subclass(head, kind, loss_of):
 class SometimesTwoMeans(BalancedTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
-        extra = F.mse_loss(outputs.logits, torch.ones_like(outputs.logits)) if self.state.global_step else 0.0
+        extra = (
+            F.mse_loss(outputs.logits, torch.ones_like(outputs.logits))
+            if self.state.global_step
+            else 0.0
+        )
         return (outputs.loss + extra, outputs) if return_outputs else outputs.loss + extra
 
 
@@ -182,10 +235,14 @@ def test_gradient_checkpointing():
     check_training("gpt2", arguments={"activation_checkpointing": True})
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft 0.21 reads it
 def test_lora():
     peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"], lora_dropout=0.0)
+    settings = peft.LoraConfig(
+        r=2, target_modules=["query", "value"], modules_to_save=["classifier"], lora_dropout=0.0
+    )
 
     def make():
         model = make_model("classes")
@@ -193,11 +250,19 @@ def test_lora():
         return peft.get_peft_model(model, settings)
 
     expected = train_plainly(make(), make_rows("classes", 19), 8)
-    check(train(make_trainer("classes", make_arguments(gradient_accumulation_steps=2), model=make())), expected)
+    check(
+        train(make_trainer("classes", make_arguments(gradient_accumulation_steps=2), model=make())),
+        expected,
+    )
 
 
 def test_resume(tmp_path):
-    settings = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2}
+    settings = {
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+    }
     settings |= {"save_strategy": "steps", "save_steps": 4, "train_sampling_strategy": "random"}
     expected = train(make_trainer("gpt2", make_arguments(tmp_path / "whole", **settings)))
     trainer = make_trainer("gpt2", make_arguments(tmp_path / "resumed", **settings))
@@ -208,10 +273,16 @@ def test_resume(tmp_path):
 
 def count_right(prediction):
     labels = prediction.label_ids
-    return {"right": float((prediction.predictions.argmax(-1) == labels)[labels != -100].mean()), "rows": len(labels)}
+    return {
+        "right": float((prediction.predictions.argmax(-1) == labels)[labels != -100].mean()),
+        "rows": len(labels),
+    }
 
 
-@pytest.mark.parametrize("head", ["masked words", slow("gpt2"), slow("classes"), slow("llama"), slow("tags"), slow("numbers")])
+@pytest.mark.parametrize(
+    "head",
+    ["masked words", slow("gpt2"), slow("classes"), slow("llama"), slow("tags"), slow("numbers")],
+)
 def test_evaluation(head):
     rows = make_rows(head, 19)
     model = make_model(head).eval()
@@ -221,7 +292,9 @@ def test_evaluation(head):
     assert metrics["eval_loss"] == pytest.approx(outputs.loss.item(), rel=1e-5)
     if settings:
         labels = pad(rows)["labels"]
-        assert metrics["eval_right"] == pytest.approx(float((outputs.logits.argmax(-1) == labels)[labels != -100].float().mean()))
+        assert metrics["eval_right"] == pytest.approx(
+            float((outputs.logits.argmax(-1) == labels)[labels != -100].float().mean())
+        )
         assert metrics["eval_rows"] == 19
 
 
@@ -233,8 +306,12 @@ def test_evaluation_of_two_means():
         outputs = trainer.model.eval()(**pad(rows))
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses == [pytest.approx(outputs.loss.item(), rel=1e-5)]
-    predictions = trainer.predict([{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]).predictions
-    logits = np.where(predictions[0] == -100, predictions[0], outputs.start_logits)  # batches are padded to different lengths
+    predictions = trainer.predict(
+        [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]
+    ).predictions
+    logits = np.where(
+        predictions[0] == -100, predictions[0], outputs.start_logits
+    )  # batches are padded to different lengths
     np.testing.assert_allclose(predictions[0], logits, rtol=1e-4, atol=1e-5)
 
 
@@ -252,11 +329,18 @@ class Contrastive(nn.Module):
 
     def forward(self, pixel_values, labels=None):
         features = self.linear(pixel_values.mean((2, 3)))
-        return {"loss": F.cross_entropy(features @ features.T, torch.arange(len(features))), "logits": features}
+        return {
+            "loss": F.cross_entropy(features @ features.T, torch.arange(len(features))),
+            "logits": features,
+        }
 
 
 @pytest.mark.parametrize(
-    ("head", "model", "text"), [("routers", None, "is not a function of sums"), ("images", Contrastive, "depend on each other")]
+    ("head", "model", "text"),
+    [
+        ("routers", None, "is not a function of sums"),
+        ("images", Contrastive, "depend on each other"),
+    ],
 )
 def test_losses_that_are_no_sums_are_refused(head, model, text):
     trainer = make_trainer(head, make_arguments(), model=model and model())
@@ -277,7 +361,9 @@ def test_window_without_labels(head):
 def test_a_window_that_is_one_forward_has_any_loss():
     rows = make_rows("images", 4)
     expected = train_plainly(Contrastive(), rows, 2, lambda model, batch: model(**batch)["loss"])
-    numbers = train(make_trainer("images", make_arguments(), model=Contrastive(), rows=4, devices=None))
+    numbers = train(
+        make_trainer("images", make_arguments(), model=Contrastive(), rows=4, devices=None)
+    )
     check(numbers, expected)
 
 
@@ -305,7 +391,9 @@ def test_two_ranks(head):
     expected = train_plainly(model, rows, 8)
     with torch.no_grad():
         expected_loss = model.eval()(**pad(rows)).loss.item()
-    for numbers, loss in run_ranks(2, run_rank, head, {"gradient_accumulation_steps": 2}, fresh=True):
+    for numbers, loss in run_ranks(
+        2, run_rank, head, {"gradient_accumulation_steps": 2}, fresh=True
+    ):
         check(numbers, expected)
         assert loss == pytest.approx(expected_loss, rel=1e-4)
 
@@ -340,28 +428,45 @@ class Boxes(nn.Module):
 
 
 def collate_boxes(samples):
-    return {"x": torch.stack([sample["x"] for sample in samples]), "labels": [{"boxes": sample["boxes"]} for sample in samples]}
+    return {
+        "x": torch.stack([sample["x"] for sample in samples]),
+        "labels": [{"boxes": sample["boxes"]} for sample in samples],
+    }
 
 
 def train_boxes(reduce, folder, kind, rows, **settings):
     torch.manual_seed(1)
     samples = [{"x": torch.randn(6), "boxes": torch.randn(count % 3 + 1, 4)} for count in range(16)]
     arguments = make_arguments(
-        folder, per_device_train_batch_size=rows, max_steps=2, remove_unused_columns=False, **settings.pop("arguments", {})
+        folder,
+        per_device_train_batch_size=rows,
+        max_steps=2,
+        remove_unused_columns=False,
+        **settings.pop("arguments", {}),
     )
     model = Boxes(reduce)
     kind(model, arguments, train_dataset=samples, data_collator=collate_boxes, **settings).train()
     return model.head.weight.detach()
 
 
-@pytest.mark.parametrize("settings", [{"device_ids": ["cpu"] * 2}, {"arguments": {"gradient_accumulation_steps": 2}}])
+@pytest.mark.parametrize(
+    "settings", [{"device_ids": ["cpu"] * 2}, {"arguments": {"gradient_accumulation_steps": 2}}]
+)
 def test_detectors_whose_labels_are_a_list_of_mappings(tmp_path, settings):
     """It was an ``IndexError``, or an error that told of nan."""
     expected = train_boxes(lambda boxes: torch.cat(boxes).mean(), tmp_path, Trainer, 8)
-    result = train_boxes(lambda boxes: torch.cat(boxes).mean(), tmp_path, BalancedTrainer, 4, **settings)
+    result = train_boxes(
+        lambda boxes: torch.cat(boxes).mean(), tmp_path, BalancedTrainer, 4, **settings
+    )
     torch.testing.assert_close(result, expected)
     with pytest.raises(
         ValueError,
         match="computes mean.* for some rows, and mean.* for others",
     ):
-        train_boxes(lambda boxes: torch.stack([each.mean() for each in boxes]).mean(), tmp_path, BalancedTrainer, 4, **settings)
+        train_boxes(
+            lambda boxes: torch.stack([each.mean() for each in boxes]).mean(),
+            tmp_path,
+            BalancedTrainer,
+            4,
+            **settings,
+        )

@@ -10,14 +10,21 @@ from helpers.pages import ROOT, blocks
 
 pytestmark = [pytest.mark.libraries, pytest.mark.filterwarnings("default")]
 
-ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "WANDB_MODE": "offline",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    "OMP_NUM_THREADS": "1",
+}
 OF_ACCELERATE, OF_FABRIC = "from accelerate import", "from lightning.fabric import"
 
 
 def run(program, folder, *launcher):
     (folder / "recipe.py").write_text(program)
     command = [sys.executable, *launcher, "recipe.py"]
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -28,15 +35,23 @@ def program_of_loggers(package):
     assert OF_ACCELERATE in accelerate
     assert OF_FABRIC in fabric
     lines = accelerate.partition("for number")[0].splitlines()
-    shared = [line for line in lines if not re.search("accelerator|accelerate |trackers|cpu=", line)]
-    return {"loggers": loggers, "accelerate": accelerate, "fabric": "\n".join([*shared, fabric])}[package]
+    shared = [
+        line for line in lines if not re.search("accelerator|accelerate |trackers|cpu=", line)
+    ]
+    return {"loggers": loggers, "accelerate": accelerate, "fabric": "\n".join([*shared, fabric])}[
+        package
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("package", ["loggers", "accelerate", "fabric"])
 def test_loggers(package, ranks, tmp_path):
     """They run in one process and under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if ranks > 1
+        else []
+    )
     run(program_of_loggers(package), tmp_path, *launcher)
     assert [*tmp_path.glob("**/events.out.tfevents*")]
     assert len([*tmp_path.glob("wandb/offline-run-*")]) == (package != "fabric")
@@ -63,8 +78,13 @@ from helpers.language_rows import language_rows, make_language_model, make_token
 
 model, rows, tokenizer = make_language_model(), language_rows(13, "prompt", "completion"), make_tokenizer()
 """
-    program = program.replace('SFTConfig("run", ', 'SFTConfig("run", use_cpu=True, bf16=False, max_steps=2, report_to="none", ')
-    program = program.replace("    processing_class", '    device_ids=["cpu"] * 2,\n    processing_class')
+    program = program.replace(
+        'SFTConfig("run", ',
+        'SFTConfig("run", use_cpu=True, bf16=False, max_steps=2, report_to="none", ',
+    )
+    program = program.replace(
+        "    processing_class", '    device_ids=["cpu"] * 2,\n    processing_class'
+    )
     run(before + program + "assert trainer.state.global_step == 2\n", tmp_path)
 
 
@@ -87,4 +107,10 @@ torch.testing.assert_close(loss, expected)
 """
     start = "\n".join(blocks("docs/recipes/transformers.md", "python"))
     start = start.replace("**sizes", "resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0, **sizes")
-    run(start + before + program.replace("optimizer, cut", "torch.optim.SGD(net.parameters(), lr=0.0), cut") + after, tmp_path)
+    run(
+        start
+        + before
+        + program.replace("optimizer, cut", "torch.optim.SGD(net.parameters(), lr=0.0), cut")
+        + after,
+        tmp_path,
+    )

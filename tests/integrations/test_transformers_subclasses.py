@@ -21,14 +21,19 @@ def settings_of(**settings):
     """Returns the settings of :func:`make_arguments` for arguments of another class."""
     arguments = make_arguments(**settings)
     names = (
-        "per_device_train_batch_size per_device_eval_batch_size num_train_epochs logging_steps optim learning_rate max_grad_norm"
+        "per_device_train_batch_size per_device_eval_batch_size num_train_epochs logging_steps optim "
+        "learning_rate max_grad_norm"
     )
-    names += " lr_scheduler_type train_sampling_strategy report_to save_strategy disable_tqdm use_cpu"
+    names += (
+        " lr_scheduler_type train_sampling_strategy report_to save_strategy disable_tqdm use_cpu"
+    )
     return {name: getattr(arguments, name) for name in [*names.split(), *settings]}
 
 
 def check(numbers, expected, tolerance=1e-4):
-    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=2e-5)
+    torch.testing.assert_close(
+        torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=2e-5
+    )
 
 
 class TwoModels(Trainer):
@@ -53,7 +58,9 @@ class TwoModels(Trainer):
         with torch.no_grad():
             shift = self.reference(**inputs).logits
         counted = inputs["labels"] != -100
-        difference = ((outputs.logits - shift).square().sum(-1) * counted).sum() / counted.sum().clamp(min=1)
+        difference = (
+            (outputs.logits - shift).square().sum(-1) * counted
+        ).sum() / counted.sum().clamp(min=1)
         loss = outputs.loss + self.margin * difference
         self.tokens += int(counted.sum())
         self.losses.append(loss.item())
@@ -95,8 +102,17 @@ def test_a_trainer_with_arguments_of_its_own(parts):
 
 def test_a_trainer_makes_its_own_arguments():
     trainer = two_models(device_ids=THREE)
-    assert (trainer.args.learning_rate, trainer.args.train_batch_size, trainer.margin) == (0.25, 6, 0.2)
-    check(train(trainer), train(two_models(TwoModels, make_arguments(per_device_train_batch_size=6, learning_rate=0.25))))
+    assert (trainer.args.learning_rate, trainer.args.train_batch_size, trainer.margin) == (
+        0.25,
+        6,
+        0.2,
+    )
+    check(
+        train(trainer),
+        train(
+            two_models(TwoModels, make_arguments(per_device_train_batch_size=6, learning_rate=0.25))
+        ),
+    )
 
 
 def test_arguments_stay_after_a_failure():
@@ -107,7 +123,9 @@ def test_arguments_stay_after_a_failure():
 
     arguments = make_arguments()
     with pytest.raises(RuntimeError, match="after the beginning"):
-        type("Exact", (BalancedTrainer, Refusing), {})(make_model("tags"), arguments, device_ids=THREE)
+        type("Exact", (BalancedTrainer, Refusing), {})(
+            make_model("tags"), arguments, device_ids=THREE
+        )
     assert (arguments.n_gpu, arguments.average_tokens_across_devices) == (0, True)
 
 
@@ -128,10 +146,16 @@ class PatchedForward(nn.Module):
 def test_pairs_in_one_tensor():
     """The collator stacks the first and the second halves of pairs, as TRL does."""
     generator = torch.Generator().manual_seed(3)
-    rows = [{"first": pair[0], "second": pair[1]} for pair in torch.randn(13, 2, 9, generator=generator)]
+    rows = [
+        {"first": pair[0], "second": pair[1]} for pair in torch.randn(13, 2, 9, generator=generator)
+    ]
 
     def collate(samples):
-        return {"words": torch.stack([sample[name] for name in ("first", "second") for sample in samples])}
+        return {
+            "words": torch.stack(
+                [sample[name] for name in ("first", "second") for sample in samples]
+            )
+        }
 
     class Pairs(BalancedTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -157,28 +181,41 @@ def test_pairs_in_one_tensor():
         devices = settings.pop("device_ids", None)
         arguments = make_arguments(remove_unused_columns=False, label_names=[], **settings)
         trainer = Pairs(
-            PatchedForward(), arguments, train_dataset=rows, eval_dataset=rows, data_collator=collate, device_ids=devices
+            PatchedForward(),
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            data_collator=collate,
+            device_ids=devices,
         )
         trainer.can_return_loss = True
         check(train(trainer), expected)
         with torch.no_grad():
-            assert trainer.evaluate()["eval_loss"] == pytest.approx(loss_of(trainer.model, rows).item(), rel=1e-5)
+            assert trainer.evaluate()["eval_loss"] == pytest.approx(
+                loss_of(trainer.model, rows).item(), rel=1e-5
+            )
 
 
 def with_decay(model, inputs, items):
     """Returns a mean, and a sum over the parameters, which is not one over the rows."""
-    return model(**inputs).loss + 1e-2 * sum(parameter.square().sum() for parameter in model.parameters())
+    return model(**inputs).loss + 1e-2 * sum(
+        parameter.square().sum() for parameter in model.parameters()
+    )
 
 
 def mean_of_rows(model, inputs, items):
     counted = inputs["labels"] != -100
-    losses = F.cross_entropy(model(**inputs).logits.transpose(1, 2), inputs["labels"], reduction="none")
+    losses = F.cross_entropy(
+        model(**inputs).logits.transpose(1, 2), inputs["labels"], reduction="none"
+    )
     return ((losses * counted).sum(1) / counted.sum(1)).mean()
 
 
 def over_items(model, inputs, items):
     logits = model(**inputs).logits
-    return F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum") / items
+    return (
+        F.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum") / items
+    )
 
 
 @pytest.mark.parametrize("function", [with_decay, mean_of_rows, over_items])
@@ -191,12 +228,26 @@ def test_losses_that_users_write(function, parts):
 
     rows = make_rows("tags", 13)
     expected = train_plainly(
-        make_model("tags"), rows, 6, lambda model, batch: function(model, batch, (batch["labels"] != -100).sum())
+        make_model("tags"),
+        rows,
+        6,
+        lambda model, batch: function(model, batch, (batch["labels"] != -100).sum()),
     )
     settings = dict(parts)
     devices = settings.pop("device_ids", None)
     arguments = make_arguments(**settings)
-    check(train(Own(make_model("tags"), arguments, train_dataset=rows, data_collator=pad, device_ids=devices)), expected)
+    check(
+        train(
+            Own(
+                make_model("tags"),
+                arguments,
+                train_dataset=rows,
+                data_collator=pad,
+                device_ids=devices,
+            )
+        ),
+        expected,
+    )
 
 
 def several_means_with_decay(model, inputs, items):
@@ -212,7 +263,9 @@ def test_a_penalty_counts_on_distinct_devices_in_two_passes():
 
     def train_on(model, devices):
         arguments, rows = make_arguments(gradient_accumulation_steps=3), make_rows("tags", 13)
-        return train(Own(model, arguments, train_dataset=rows, data_collator=pad, device_ids=devices))
+        return train(
+            Own(model, arguments, train_dataset=rows, data_collator=pad, device_ids=devices)
+        )
 
     expected = train_on(make_model("tags"), ["cpu"] * 2)
     with simulate(2):
@@ -224,8 +277,17 @@ def test_a_number_read_from_the_rows_is_refused():
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return over_items(model, inputs, num_items_in_batch.item())
 
-    trainer = Own(make_model("tags"), make_arguments(), train_dataset=make_rows("tags", 6), data_collator=pad, device_ids=THREE)
-    with pytest.raises(ValueError, match=r"a number that was read from values of the batch.* sums over num_items_in_batch"):
+    trainer = Own(
+        make_model("tags"),
+        make_arguments(),
+        train_dataset=make_rows("tags", 6),
+        data_collator=pad,
+        device_ids=THREE,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"a number that was read from values of the batch.* sums over num_items_in_batch",
+    ):
         trainer.train()
 
 
@@ -234,7 +296,11 @@ def generated(prediction):
 
 
 @pytest.mark.parametrize(
-    "parts", [{"gradient_accumulation_steps": 3}, pytest.param({"device_ids": THREE}, marks=pytest.mark.slow)]
+    "parts",
+    [
+        {"gradient_accumulation_steps": 3},
+        pytest.param({"device_ids": THREE}, marks=pytest.mark.slow),
+    ],
 )
 def test_sequence_to_sequence(parts):
     kind = type("Exact", (BalancedTrainer, transformers.Seq2SeqTrainer), {})

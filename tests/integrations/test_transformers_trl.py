@@ -45,7 +45,13 @@ def lora():
     from peft import LoraConfig
 
     modules = ["q_proj", "v_proj"]
-    return LoraConfig(r=2, target_modules=modules, lora_dropout=0.0, task_type="CAUSAL_LM", init_lora_weights=False)
+    return LoraConfig(
+        r=2,
+        target_modules=modules,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
 
 
 def sft(columns, model=None, peft=False, chat=False, **more):
@@ -74,16 +80,30 @@ def reward():
 
     rows = language_rows(13, "chosen", "rejected")
     data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": make_tokenizer()}
-    return trl.RewardTrainer, trl.RewardConfig, (make_reward_model(),), data, {"center_rewards_coefficient": 0.1}
+    return (
+        trl.RewardTrainer,
+        trl.RewardConfig,
+        (make_reward_model(),),
+        data,
+        {"center_rewards_coefficient": 0.1},
+    )
 
 
 def kto(**more):
     import trl
     from helpers.language_rows import language_rows, make_language_model, make_tokenizer
 
-    rows = language_rows(13, "prompt", "completion", label=[number % 3 == 0 for number in range(13)])
+    rows = language_rows(
+        13, "prompt", "completion", label=[number % 3 == 0 for number in range(13)]
+    )
     data = {"train_dataset": rows, "processing_class": make_tokenizer()}
-    return trl.KTOTrainer, trl.KTOConfig, (make_language_model(), make_language_model(1)), data, more
+    return (
+        trl.KTOTrainer,
+        trl.KTOConfig,
+        (make_language_model(), make_language_model(1)),
+        data,
+        more,
+    )
 
 
 def longest(completions, **others):
@@ -95,23 +115,37 @@ def grpo(**more):
     import trl
     from helpers.language_rows import language_rows, make_language_model, make_tokenizer
 
-    data = {"train_dataset": language_rows(13, "prompt"), "processing_class": make_tokenizer(), "reward_funcs": longest}
+    data = {
+        "train_dataset": language_rows(13, "prompt"),
+        "processing_class": make_tokenizer(),
+        "reward_funcs": longest,
+    }
     more = {"num_generations": 2, "max_completion_length": 5, "max_steps": 3, "seed": 3, **more}
     return trl.GRPOTrainer, trl.GRPOConfig, (make_language_model(),), data, more
 
 
 def sentences(loss, *columns, **others):
     from helpers.language_rows import language_rows, make_tokenizer
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
     from sentence_transformers.sentence_transformer import losses
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
-    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer.backend_tokenizer, embedding_dim=8)], device="cpu")
+    model = SentenceTransformer(
+        modules=[StaticEmbedding(tokenizer.backend_tokenizer, embedding_dim=8)], device="cpu"
+    )
     rows = language_rows(13, *columns, **others)
     heads = (8, 5) if loss == "SoftmaxLoss" else ()
-    data = {"train_dataset": rows, "eval_dataset": rows, "loss": getattr(losses, loss)(model, *heads)}
+    data = {
+        "train_dataset": rows,
+        "eval_dataset": rows,
+        "loss": getattr(losses, loss)(model, *heads),
+    }
     return SentenceTransformerTrainer, SentenceTransformerTrainingArguments, (model,), data, {}
 
 
@@ -120,7 +154,9 @@ CASES = {
     "sft": functools.partial(sft, ["prompt", "completion"]),
     "sft of assistants": functools.partial(sft, [], chat=True, assistant_only_loss=True),
     "sft, smoothed": functools.partial(sft, ["prompt", "completion"], label_smoothing_factor=0.1),
-    "sft, packed": functools.partial(sft, ["text"], packing=True, packing_strategy="wrapped", max_length=8),
+    "sft, packed": functools.partial(
+        sft, ["text"], packing=True, packing_strategy="wrapped", max_length=8
+    ),
     "sft without padding": functools.partial(sft, ["text"], padding_free=True, max_length=None),
     "sft of an adapter": functools.partial(sft, ["prompt", "completion"], peft=True),
     "dpo": dpo,
@@ -134,7 +170,9 @@ CASES = {
     "dr_grpo": functools.partial(grpo, loss_type="dr_grpo"),
     "dapo": functools.partial(grpo, loss_type="dapo"),
     "cosines": functools.partial(sentences, "CosineSimilarityLoss", "a", "b", score=SCORES),
-    "a head": functools.partial(sentences, "SoftmaxLoss", "a", "b", label=[number % 5 for number in range(13)]),
+    "a head": functools.partial(
+        sentences, "SoftmaxLoss", "a", "b", label=[number % 5 for number in range(13)]
+    ),
     "triplets": functools.partial(sentences, "TripletLoss", "a", "b", "c"),
 }
 LOGGED = ("loss", "grad_norm", "num_tokens")
@@ -149,13 +187,19 @@ def run(case, *, evaluates, is_exact=True, devices=None, **settings):
         data["device_ids"] = devices
     trainer = (exact(kind) if is_exact else kind)(*models, args=arguments, **data)
     trainer.train()
-    numbers = [[entry[name] for name in LOGGED if name in entry] for entry in trainer.state.log_history if "loss" in entry]
+    numbers = [
+        [entry[name] for name in LOGGED if name in entry]
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
     return numbers, trainer.evaluate()["eval_loss"] if evaluates else None
 
 
 def compare(result, expected):
     # a sum of losses of rows that cancel is zero, up to rounding
-    torch.testing.assert_close(torch.tensor(result[0]), torch.tensor(expected[0]), rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(
+        torch.tensor(result[0]), torch.tensor(expected[0]), rtol=2e-4, atol=2e-5
+    )
     if expected[1] is not None:
         assert result[1] == pytest.approx(expected[1], rel=3e-4)
 
@@ -174,10 +218,14 @@ def test_accumulation_and_replicas(case):
 
 
 def run_rank(rank, case, evaluates):
-    return run(case, evaluates=evaluates, per_device_train_batch_size=1, gradient_accumulation_steps=3)
+    return run(
+        case, evaluates=evaluates, per_device_train_batch_size=1, gradient_accumulation_steps=3
+    )
 
 
-@pytest.mark.parametrize("case", ["sft", "sft, smoothed", "sft without padding", "sft of an adapter", "dpo", "reward"])
+@pytest.mark.parametrize(
+    "case", ["sft", "sft, smoothed", "sft without padding", "sft of an adapter", "dpo", "reward"]
+)
 def test_ranks(case):
     evaluates = case != "sft without padding"  # 13 rows do not fill the last batch
     whole = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 13}
@@ -185,7 +233,10 @@ def test_ranks(case):
     first, second = run_ranks(2, run_rank, case, evaluates, fresh=True)
     compare(first, expected)
     # The last update has no tokens of the second rank, which prints nothing.
-    compare(([entry[:2] for entry in second[0]], second[1]), ([entry[:2] for entry in expected[0]], expected[1]))
+    compare(
+        ([entry[:2] for entry in second[0]], second[1]),
+        ([entry[:2] for entry in expected[0]], expected[1]),
+    )
 
 
 def run_both(rank, case):
@@ -215,9 +266,14 @@ def test_micro_batches_of_trl_differ():
             "for some rows, and .* for others|is not a function of sums",
         ),  # a mean over tokens, expanded to rows
         (functools.partial(kto), "KTO has a mean over the rows"),
-        (functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b"), "depend on each other"),
         (
-            functools.partial(grpo, loss_type="dapo", steps_per_generation=2, gradient_accumulation_steps=1),
+            functools.partial(sentences, "MultipleNegativesRankingLoss", "a", "b"),
+            "depend on each other",
+        ),
+        (
+            functools.partial(
+                grpo, loss_type="dapo", steps_per_generation=2, gradient_accumulation_steps=1
+            ),
             "expected equal numbers",
         ),
     ],

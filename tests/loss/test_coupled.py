@@ -5,13 +5,27 @@ import copy
 import pytest
 import torch
 from helpers import coupled
-from helpers.coupled import assert_same_update, correlation_loss, correlation_statistics, coupled_problem, gradients_of
+from helpers.coupled import (
+    assert_same_update,
+    correlation_loss,
+    correlation_statistics,
+    coupled_problem,
+    gradients_of,
+)
 from helpers.problems import build_net, gradients, whole_gradients
 from helpers.ranks import run_ranks
 from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows, parallelize, verify
+from balanced_parallel import (
+    AdditiveLoss,
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    Rows,
+    parallelize,
+    verify,
+)
 
 
 @pytest.mark.parametrize("kind", coupled.KINDS)
@@ -36,7 +50,10 @@ REFUSED = [
     ("have shapes .*, expected equal shapes for all rows", lambda out: out),
     ("number 0", lambda out: out.amax(0)),
     ("the statistics contain str 'a', expected tensors and numbers", lambda out: (out.sum(), "a")),
-    (r"shapes \[\(2,\)\] and \[\(1,\)\], expected equal", lambda out: out.sum(0)[: 1 if (out == 1).all() else 2]),
+    (
+        r"shapes \[\(2,\)\] and \[\(1,\)\], expected equal",
+        lambda out: out.sum(0)[: 1 if (out == 1).all() else 2],
+    ),
 ]
 
 
@@ -47,7 +64,10 @@ def test_statistics_that_do_not_add_up_are_refused_in_the_first_batch(message, s
 
 
 def test_statistics_may_be_numbers():
-    assert value_of(lambda output: (len(output), output.sum()), lambda total: total[1] / total[0]) == 19 / 5
+    assert (
+        value_of(lambda output: (len(output), output.sum()), lambda total: total[1] / total[0])
+        == 19 / 5
+    )
 
 
 @pytest.mark.parametrize("setting", [{"weight": "rows"}, {"minimum": 1.0}, {"reduction": "sum"}])
@@ -59,7 +79,9 @@ def test_settings_of_a_divisor_are_refused(setting):
 
 
 def test_settings_of_other_kinds_are_refused():
-    with pytest.raises(TypeError, match="statistics=3, expected a function, or a subclass with a method statistics"):
+    with pytest.raises(
+        TypeError, match="statistics=3, expected a function, or a subclass with a method statistics"
+    ):
         AdditiveLoss(3, sum)
     with pytest.raises(TypeError, match="finish=None, expected a function"):
         AdditiveLoss(torch.sum)
@@ -100,10 +122,17 @@ class ScaledErrors(AdditiveLoss):
 
 
 def test_a_parameter_in_the_statistics_learns_from_the_only_shard():
-    net, criterion, inputs, target = build_net(), ScaledErrors(), torch.randn(4, 4), torch.rand(4, 5)
+    net, criterion, inputs, target = (
+        build_net(),
+        ScaledErrors(),
+        torch.randn(4, 4),
+        torch.rand(4, 5),
+    )
     loss = criterion(net(inputs), target)
     (expected,) = torch.autograd.grad(loss, [criterion.scale])
-    torch.testing.assert_close(still_step(net, DataParallelCriterion(criterion), 1)(inputs, target), loss.detach())
+    torch.testing.assert_close(
+        still_step(net, DataParallelCriterion(criterion), 1)(inputs, target), loss.detach()
+    )
     torch.testing.assert_close(criterion.scale.grad, expected)
 
 
@@ -112,7 +141,9 @@ NAMES = ["a", "bb", "ccc", "dddd", "eeeee"]
 
 def named_loss(output, names, tags):
     assert [len(names), len(tags)] == [len(output)] * 2
-    return ((output @ output.t()).sum(1) * torch.tensor([float(len(name)) for name in names])).mean()
+    return (
+        (output @ output.t()).sum(1) * torch.tensor([float(len(name)) for name in names])
+    ).mean()
 
 
 def loss_of_named_rows(rank):
@@ -121,7 +152,9 @@ def loss_of_named_rows(rank):
     expected = named_loss(net(inputs), NAMES, NAMES)
     model, criterion = parallelize(net, DataParallelCriterion(named_loss, whole=True), ["cpu"])
     rows = slice(0, 3) if rank == 0 else slice(3, 5)
-    return criterion(model(inputs[rows]), Rows(NAMES[rows]), NAMES[rows]).detach(), expected.detach()
+    return criterion(
+        model(inputs[rows]), Rows(NAMES[rows]), NAMES[rows]
+    ).detach(), expected.detach()
 
 
 def test_entries_of_all_ranks_are_in_the_order_of_the_rows():
@@ -151,7 +184,9 @@ def check_temperature(rank, is_first_empty, strategy):
     net, inputs = Pairs().double(), torch.randn(7, 4, dtype=torch.double)
     plain = copy.deepcopy(net)
     contrastive(*plain(inputs)).backward()
-    model, criterion = parallelize(net, DataParallelCriterion(contrastive, whole=True), ["cpu"], strategy=strategy)
+    model, criterion = parallelize(
+        net, DataParallelCriterion(contrastive, whole=True), ["cpu"], strategy=strategy
+    )
     rows = inputs[:0] if (rank == 0) == is_first_empty else inputs
     criterion(model(rows)).backward()
     for found, expected in zip(whole_gradients(net.parameters()), gradients(plain), strict=True):

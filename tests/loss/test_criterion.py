@@ -33,11 +33,17 @@ def cross_entropy_of(pick):
 FORMS = {
     "bare": (lambda out: out, F.cross_entropy),
     "tuple of one": (lambda out: (out,), F.cross_entropy),
-    "tuple": (lambda out: (out, out * 2), lambda one, two, target: F.cross_entropy(one + two, target)),
+    "tuple": (
+        lambda out: (out, out * 2),
+        lambda one, two, target: F.cross_entropy(one + two, target),
+    ),
     "list": (lambda out: [out, out * 2], cross_entropy_of(lambda out: out[0] + out[1])),
     "mapping": (lambda out: {"logits": out}, cross_entropy_of(lambda out: out["logits"])),
     "named tuple": (lambda out: Outputs(out, out), cross_entropy_of(lambda out: out.main)),
-    "ModelOutput": (lambda out: SequenceClassifierOutput(logits=out), cross_entropy_of(lambda out: out.logits)),
+    "ModelOutput": (
+        lambda out: SequenceClassifierOutput(logits=out),
+        cross_entropy_of(lambda out: out.logits),
+    ),
 }
 
 
@@ -45,17 +51,31 @@ FORMS = {
 @pytest.mark.parametrize("ignored", [0, 3])
 def test_all_forms_of_outputs_equal_the_plain_program(name, ignored):
     form, criterion = FORMS[name]
-    plain = criterion if not name.startswith("tuple") else lambda out, target: criterion(*out, target)
+    plain = (
+        criterion if not name.startswith("tuple") else lambda out, target: criterion(*out, target)
+    )
     weight = None if name in ("bare", "tuple of one") else lambda *given: (given[-1] != -100).sum()
-    assert_exact(shaped(form), criterion, torch.randn(7, 4), class_targets(7, ignored), plain=plain, weight=weight)
+    assert_exact(
+        shaped(form),
+        criterion,
+        torch.randn(7, 4),
+        class_targets(7, ignored),
+        plain=plain,
+        weight=weight,
+    )
 
 
 def test_reduction_none_returns_losses_for_gather():
     net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
-    for criterion in (nn.CrossEntropyLoss(reduction="none"), functools.partial(F.cross_entropy, reduction="none")):
+    for criterion in (
+        nn.CrossEntropyLoss(reduction="none"),
+        functools.partial(F.cross_entropy, reduction="none"),
+    ):
         losses = DataParallelCriterion(criterion)(DataParallelModel(net, CPUS)(x), target)
         assert [len(loss) for loss in losses] == [3, 2, 2]
-        torch.testing.assert_close(gather(losses), F.cross_entropy(net(x), target, reduction="none"))
+        torch.testing.assert_close(
+            gather(losses), F.cross_entropy(net(x), target, reduction="none")
+        )
 
 
 def test_flattened_targets_and_outputs_equal_the_plain_program():
@@ -78,11 +98,22 @@ def test_losses_with_an_unknown_number_of_rows_have_equal_weights():
 
 
 @pytest.mark.parametrize(
-    "loss", [nn.MSELoss(), lambda out, target: F.mse_loss(out, target), lambda out, target: (out - target).pow(2).mean()]
+    "loss",
+    [
+        nn.MSELoss(),
+        lambda out, target: F.mse_loss(out, target),
+        lambda out, target: (out - target).pow(2).mean(),
+    ],
 )
 def test_sums_of_half_precision_losses_do_not_overflow(loss):
-    output, target = torch.full((64, 4), 50.0, dtype=torch.float16), torch.zeros(64, 4, dtype=torch.float16)
-    halves, criterion = PerReplica([output[:40], output[40:]], [40, 24]), DataParallelCriterion(loss)
+    output, target = (
+        torch.full((64, 4), 50.0, dtype=torch.float16),
+        torch.zeros(64, 4, dtype=torch.float16),
+    )
+    halves, criterion = (
+        PerReplica([output[:40], output[40:]], [40, 24]),
+        DataParallelCriterion(loss),
+    )
     assert criterion(halves, target).item() == 2500  # although the sum of the squares exceeds 65504
     with torch.autocast("cpu", torch.float16):
         assert criterion(halves, target).item() == 2500
@@ -102,7 +133,9 @@ def test_precision_sets_autocast_in_all_replicas():
         seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
         return output.mean()
 
-    DataParallelCriterion(criterion, weight=lambda *_: 1, precision="bf16")([torch.zeros(2), torch.zeros(1)], torch.zeros(3))
+    DataParallelCriterion(criterion, weight=lambda *_: 1, precision="bf16")(
+        [torch.zeros(2), torch.zeros(1)], torch.zeros(3)
+    )
     assert seen == [torch.bfloat16] * 2
 
 
@@ -111,15 +144,25 @@ def test_invalid_criteria_and_outputs_raise_an_error():
     model = DataParallelModel(net, CPUS)
     with pytest.raises(TypeError, match="expected a module or a function"):
         DataParallelCriterion("cross entropy")
-    with pytest.raises(TypeError, match=r"given a tensor of shape \(7, 5\), expected the list.*criterion\(\[output\]"):
+    with pytest.raises(
+        TypeError,
+        match=r"given a tensor of shape \(7, 5\), expected the list.*criterion\(\[output\]",
+    ):
         DataParallelCriterion(F.mse_loss)(net(x), x)
-    with pytest.raises(ValueError, match=r"(?s)the loss has shape \(3, 5\), expected a scalar.*in replica 0"):
+    with pytest.raises(
+        ValueError, match=r"(?s)the loss has shape \(3, 5\), expected a scalar.*in replica 0"
+    ):
         DataParallelCriterion(lambda out, y: out, weight=lambda *_: 1)(model(x), x)
-    with pytest.raises(TypeError, match=r"returned an object of type str, expected a tensor with one element\nin replica"):
+    with pytest.raises(
+        TypeError,
+        match=r"returned an object of type str, expected a tensor with one element\nin replica",
+    ):
         DataParallelCriterion(lambda out, y: {"loss": "high"}, weight=lambda *_: 1)(model(x), x)
     with pytest.raises(IndexError, match=r"in replica \d on device cpu"):
         DataParallelCriterion(F.cross_entropy)(model(x), torch.full((7,), 99))
-    with pytest.raises(ValueError, match=r"an output is on meta, expected one of device_ids=\['cpu'\]"):
+    with pytest.raises(
+        ValueError, match=r"an output is on meta, expected one of device_ids=\['cpu'\]"
+    ):
         DataParallelCriterion(F.mse_loss, ["cpu"])([torch.zeros(2, device="meta")], torch.zeros(2))
 
 
@@ -136,6 +179,12 @@ def test_the_loss_without_rows_is_zero():
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="it is new in torch 2.13")
 def test_a_linear_cross_entropy_ignores_labels_by_default():
-    criterion, rows, target = nn.LinearCrossEntropyLoss(4, 5), torch.randn(6, 4), torch.tensor([0, 1, -100, 2, -100, 3])
+    criterion, rows, target = (
+        nn.LinearCrossEntropyLoss(4, 5),
+        torch.randn(6, 4),
+        torch.tensor([0, 1, -100, 2, -100, 3]),
+    )
     outputs = PerReplica(rows.split(3), [3, 3])
-    torch.testing.assert_close(DataParallelCriterion(criterion)(outputs, target), criterion(rows, target))
+    torch.testing.assert_close(
+        DataParallelCriterion(criterion)(outputs, target), criterion(rows, target)
+    )

@@ -26,7 +26,9 @@ class Boxes(nn.Module):
             return local_boxes(output, target, mask)
         count = mask.sum().double().reshape(1)
         dist.all_reduce(count)
-        return ((output - target).abs().sum(1) * mask).sum() / torch.clamp(count / dist.get_world_size(), min=1).item()
+        return ((output - target).abs().sum(1) * mask).sum() / torch.clamp(
+            count / dist.get_world_size(), min=1
+        ).item()
 
 
 def local_boxes(output, target, mask):
@@ -42,7 +44,10 @@ WAYS = {
 
 def make_batch(rows, number=0):
     torch.manual_seed(10 + number)
-    return torch.randn(rows, 4).double(), (torch.randn(rows, 3).double(), torch.arange(rows) % 3 < 2)
+    return torch.randn(rows, 4).double(), (
+        torch.randn(rows, 3).double(),
+        torch.arange(rows) % 3 < 2,
+    )
 
 
 def my_rows(batch, rank, cut):
@@ -64,7 +69,9 @@ def check_equal(rank, way, strategy, by_hand):
             loss = run(step, by_hand, *my_rows(batch, rank, (rows + 1) // 2))
             torch.testing.assert_close(loss.detach(), expected, rtol=1e-10, atol=0)
             assert_same_gradients(whole_gradients(step.model.parameters()), gradients)
-    messages = [str(warning.message) for warning in caught if "communicates" in str(warning.message)]
+    messages = [
+        str(warning.message) for warning in caught if "communicates" in str(warning.message)
+    ]
     assert len(messages) == 1
     assert "its values are averaged over them, and weight= is not used" in messages[0]
 
@@ -97,7 +104,10 @@ def check_empty(rank, by_hand):
     step = make_step(DataParallelCriterion(Boxes(), weight="rows"))
     with pytest.warns(UserWarning, match="communicates"):
         run(step, by_hand, *my_rows(make_batch(4), rank, 2))
-    with pytest.raises(ValueError, match="communicates with the other ranks itself, expected rows and one micro-batch") as caught:
+    with pytest.raises(
+        ValueError,
+        match="communicates with the other ranks itself, expected rows and one micro-batch",
+    ) as caught:
         run(step, by_hand, *my_rows(make_batch(3), rank, 3))
     return str(caught.value)
 
@@ -115,9 +125,12 @@ def check_refused(rank, settings, micro_batch_size):
 
 
 @pytest.mark.parametrize(
-    ("settings", "micro_batch_size"), [({}, 2), ({"weight": "rows"}, 2), ({"whole": True}, None), ({"reduction": "sum"}, None)]
+    ("settings", "micro_batch_size"),
+    [({}, 2), ({"weight": "rows"}, 2), ({"whole": True}, None), ({"reduction": "sum"}, None)],
 )
-def test_criterion_that_communicates_is_refused_where_it_is_not_called_once(settings, micro_batch_size):
+def test_criterion_that_communicates_is_refused_where_it_is_not_called_once(
+    settings, micro_batch_size
+):
     run_ranks(2, check_refused, settings, micro_batch_size, timeout=60)
 
 
@@ -133,5 +146,11 @@ def check_local(rank, first_cut):
 
 
 def test_criterion_without_collectives_is_asked_for_once():
-    assert run_ranks(2, check_local, 2, timeout=60) == [([True, False, False, False], 4), ([True, False, False, False], 3)]
-    assert run_ranks(2, check_local, 4, timeout=60) == [([True, True, False, False], 4), ([True, True, False, False], 2)]
+    assert run_ranks(2, check_local, 2, timeout=60) == [
+        ([True, False, False, False], 4),
+        ([True, False, False, False], 3),
+    ]
+    assert run_ranks(2, check_local, 4, timeout=60) == [
+        ([True, True, False, False], 4),
+        ([True, True, False, False], 2),
+    ]

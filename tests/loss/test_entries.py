@@ -10,7 +10,14 @@ from helpers.problems import build_net, class_targets
 from helpers.ranks import on_ranks
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate, verify
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+    verify,
+)
 
 Named = collections.namedtuple("Named", ["ce", "loss"])
 
@@ -57,7 +64,10 @@ def accuracy_without_a_graph(output, target):
 
 
 def several_losses_and_accuracy(output, target):
-    return {"accuracy": accuracy(output, target), "loss": {"ce": F.cross_entropy(output, target), "l2": output.square().mean()}}
+    return {
+        "accuracy": accuracy(output, target),
+        "loss": {"ce": F.cross_entropy(output, target), "l2": output.square().mean()},
+    }
 
 
 def tuple_with_accuracy(output, target):
@@ -74,7 +84,12 @@ def detached(output, target):
 
 
 def with_a_number(output, target):
-    return {"loss": F.cross_entropy(output, target), "accuracy": accuracy(output, target), "lr": 0.1, "rows": len(target)}
+    return {
+        "loss": F.cross_entropy(output, target),
+        "accuracy": accuracy(output, target),
+        "lr": 0.1,
+        "rows": len(target),
+    }
 
 
 def with_a_bounded_mean(output, target):
@@ -90,12 +105,22 @@ def of_sums(output, target):
 
 # A criterion, settings of DataParallelCriterion, the loss in its result, and the names of values to log in it.
 CASES = {
-    "accuracy without a graph": (accuracy_without_a_graph, {}, lambda result: result["loss"], ["accuracy", "share"]),
+    "accuracy without a graph": (
+        accuracy_without_a_graph,
+        {},
+        lambda result: result["loss"],
+        ["accuracy", "share"],
+    ),
     "total and parts": (total_and_parts, {}, lambda result: result["loss"], ["ce", "l2"]),
     "named tuple": (named_tuple, {}, lambda result: result.loss, ["ce"]),
     "dataclass": (record, {}, lambda result: result.loss, ["ce"]),
     "accuracy": (loss_and_accuracy, {}, lambda result: result["loss"], ["accuracy"]),
-    "several losses": (several_losses_and_accuracy, {}, lambda result: sum(result["loss"].values()), ["accuracy"]),
+    "several losses": (
+        several_losses_and_accuracy,
+        {},
+        lambda result: sum(result["loss"].values()),
+        ["accuracy"],
+    ),
     "tuple": (tuple_with_accuracy, {}, lambda result: result[0], ["1"]),
     "accuracy first": (accuracy_first, {}, lambda result: result[1] + result[2], ["0"]),
     "detached": (detached, {}, lambda result: result[0], ["1", "2"]),
@@ -124,7 +149,9 @@ def _double():
 
 def batch(number):
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(ROWS, 4, generator=generator, dtype=torch.float64), torch.randint(5, (ROWS,), generator=generator)
+    return torch.randn(ROWS, 4, generator=generator, dtype=torch.float64), torch.randint(
+        5, (ROWS,), generator=generator
+    )
 
 
 def value_of(result, name):
@@ -162,7 +189,10 @@ def check(case, wrap, rows=slice(None), in_parts=False, **settings):
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
     losses, values, parameters = plain(case)
     for number in range(UPDATES):
-        inputs, targets = (tensor[rows[number % len(rows)] if isinstance(rows, list) else rows] for tensor in batch(number))
+        inputs, targets = (
+            tensor[rows[number % len(rows)] if isinstance(rows, list) else rows]
+            for tensor in batch(number)
+        )
         if in_parts:
             step.add(inputs[:4], targets[:4])
             step.add(inputs[4:], targets[4:])
@@ -183,7 +213,9 @@ def replicas(devices):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}, {"micro_batch_size": 2, "in_parts": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"micro_batch_size": 1}, {"micro_batch_size": 2, "in_parts": True}], ids=str
+)
 def test_a_step_trains_on_the_loss_and_returns_the_other_values(case, settings):
     """Everything was added up: the loss was 110 % too large."""
     check(case, replicas(["cpu"] * 3), **settings)
@@ -202,17 +234,34 @@ def test_other_modes(case):
 @on_ranks(2)
 def test_ranks_also_without_rows(rank, strategy):
     torch.set_default_dtype(torch.float64)
-    rows = [[slice(0, 4), slice(0, 0), slice(0, ROWS)], [slice(4, ROWS), slice(0, ROWS), slice(0, 0)]][rank]
-    for case in ("total and parts", "tuple", "accuracy", "accuracy without a graph", "weights", "all rows"):
+    rows = [
+        [slice(0, 4), slice(0, 0), slice(0, ROWS)],
+        [slice(4, ROWS), slice(0, ROWS), slice(0, 0)],
+    ][rank]
+    for case in (
+        "total and parts",
+        "tuple",
+        "accuracy",
+        "accuracy without a graph",
+        "weights",
+        "all rows",
+    ):
         for settings in ({}, {"micro_batch_size": 2}):
-            check(case, lambda net, criterion: parallelize(net, criterion, ["cpu"], strategy=strategy), rows, **settings)
+            check(
+                case,
+                lambda net, criterion: parallelize(net, criterion, ["cpu"], strategy=strategy),
+                rows,
+                **settings,
+            )
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "number"])
 def test_a_loop_by_hand_gets_the_same_structure(case):
     criterion, arguments, pick, _ = CASES[case]
     net, (inputs, targets) = build_net().double(), batch(0)
-    result = DataParallelCriterion(criterion, **arguments)(DataParallelModel(net, ["cpu"] * 3)(inputs), targets)
+    result = DataParallelCriterion(criterion, **arguments)(
+        DataParallelModel(net, ["cpu"] * 3)(inputs), targets
+    )
     expected = criterion(net(inputs), targets)
     assert isinstance(result, dict if hasattr(expected, "loss") else type(expected))
     assert pick(result).item() == pytest.approx(pick(expected).item(), rel=1e-12)
@@ -257,10 +306,19 @@ def a_mean_in_two_losses(output, target):
 def test_a_total_without_the_name_of_the_loss_is_an_error(criterion, text, settings):
     net, (inputs, targets) = build_net().double(), batch(0)
     model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(model, DataParallelCriterion(criterion), torch.optim.SGD(net.parameters(), lr=0.1), **settings)
-    with pytest.raises(ValueError, match=rf"the criterion returned {text}, .*expected the total in an entry 'loss'"):
+    step = TrainStep(
+        model,
+        DataParallelCriterion(criterion),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        **settings,
+    )
+    with pytest.raises(
+        ValueError, match=rf"the criterion returned {text}, .*expected the total in an entry 'loss'"
+    ):
         step(inputs, targets)
-    result = DataParallelCriterion(criterion)(model(inputs), targets)  # A loop chooses the loss itself.
+    result = DataParallelCriterion(criterion)(
+        model(inputs), targets
+    )  # A loop chooses the loss itself.
     assert all(value.isfinite() for value in result.values())
 
 
@@ -278,10 +336,13 @@ def test_an_unknown_value_does_not_stop_a_step_and_is_never_a_mean_of_means(sett
         expected = F.cross_entropy(net(inputs), targets).item()
         assert step(inputs, targets).item() == pytest.approx(expected, rel=1e-12)
         with pytest.raises(
-            ValueError, match=r"the value 'largest' beside the loss is not a function of sums over the rows.*return_outputs=True"
+            ValueError,
+            match=r"the value 'largest' beside the loss is not a function of sums over the rows.*return_outputs=True",
         ):
             step.metrics()
-    with pytest.raises(ValueError, match=r"the loss\['largest'\] of .* is not a function of sums over the rows"):
+    with pytest.raises(
+        ValueError, match=r"the loss\['largest'\] of .* is not a function of sums over the rows"
+    ):
         criterion(model(inputs), targets)
 
 
@@ -290,9 +351,9 @@ def test_a_number_that_differs_between_shards_is_refused_in_a_loop_by_hand():
     model = DataParallelModel(net, ["cpu"] * 3)
     with pytest.raises(ValueError, match=r"the loss\['rows'\] of .* is not a function of sums"):
         DataParallelCriterion(with_a_number)(model(inputs), targets)
-    result = DataParallelCriterion(lambda output, target: {"loss": F.cross_entropy(output, target), "lr": 0.1})(
-        model(inputs), targets
-    )
+    result = DataParallelCriterion(
+        lambda output, target: {"loss": F.cross_entropy(output, target), "lr": 0.1}
+    )(model(inputs), targets)
     assert result["lr"].item() == pytest.approx(0.1)
 
 
@@ -304,7 +365,9 @@ def test_verify_takes_the_loss_as_a_step_does():
 
 def test_a_loss_with_other_tensors_is_a_loss_alone():
     head = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5]).double()
-    loss = DataParallelCriterion(head)(DataParallelModel(nn.Identity(), ["cpu"] * 2)(batch(0)[0]), class_targets(ROWS))
+    loss = DataParallelCriterion(head)(
+        DataParallelModel(nn.Identity(), ["cpu"] * 2)(batch(0)[0]), class_targets(ROWS)
+    )
     assert loss.shape == ()
 
 
@@ -313,6 +376,10 @@ def test_a_value_of_a_batch_that_is_not_split_needs_no_rule():
     model = DataParallelModel(net, ["cpu"])
     result = DataParallelCriterion(with_an_unknown_value)(model(inputs), targets)
     assert result["largest"].item() == pytest.approx(net(inputs).square().amax().item())
-    step = TrainStep(model, DataParallelCriterion(with_an_unknown_value), torch.optim.SGD(net.parameters(), lr=0.0))
+    step = TrainStep(
+        model,
+        DataParallelCriterion(with_an_unknown_value),
+        torch.optim.SGD(net.parameters(), lr=0.0),
+    )
     step(inputs, targets)
     assert step.metrics()["largest"] == pytest.approx(result["largest"].item())

@@ -20,7 +20,14 @@ from helpers.slow import slow, slow_but
 from helpers.steps import make_step, still_step
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate, verify
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+    verify,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -32,13 +39,19 @@ SUMS = {
     "count": lambda out, labels, values: (values > 0.5).sum(),
     "counted": lambda out, labels, values: (labels >= 0).double().sum(),
     "cross entropy": lambda out, labels, values: F.cross_entropy(out, labels),
-    "sum of cross entropies": lambda out, labels, values: F.cross_entropy(out, labels, reduction="sum"),
+    "sum of cross entropies": lambda out, labels, values: F.cross_entropy(
+        out, labels, reduction="sum"
+    ),
     "mean": lambda out, labels, values: out.abs().mean(),
     "l1": lambda out, labels, values: F.l1_loss(out, values),
-    "masked": lambda out, labels, values: (out.exp() * (values > 0.5)).sum() / (values > 0.5).sum().clamp(min=1),
+    "masked": lambda out, labels, values: (
+        (out.exp() * (values > 0.5)).sum() / (values > 0.5).sum().clamp(min=1)
+    ),
     "over the rows": lambda out, labels, values: out.square().sum() / len(out),
     "targets": lambda out, labels, values: values.mean(),
-    "batch mean": lambda out, labels, values: F.kl_div(out.log_softmax(1), values.softmax(1), reduction="batchmean"),
+    "batch mean": lambda out, labels, values: F.kl_div(
+        out.log_softmax(1), values.softmax(1), reduction="batchmean"
+    ),
 }
 ONE = {
     "root": lambda x: (x.square() + 1).sqrt(),
@@ -104,7 +117,11 @@ def problem(seed, rows):
     net, criterion, inputs = build_net(), RandomFormula(seed), torch.randn(rows, 4)
     targets = class_targets(rows, rows // 4), torch.rand(rows, CLASSES)
     loss = criterion(net(inputs), *targets)
-    gradients = torch.autograd.grad(loss, [*net.parameters()], allow_unused=True) if loss.requires_grad else [None]
+    gradients = (
+        torch.autograd.grad(loss, [*net.parameters()], allow_unused=True)
+        if loss.requires_grad
+        else [None]
+    )
     criterion.has_penalty = gradients[0] is None  # A draw may detach all of its sums.
     return net, criterion, inputs, targets
 
@@ -116,7 +133,9 @@ def check_step(seed):
     devices, size = draw.choice([(1, 1), (1, 2), (2, None), (3, None), (3, 1), (2, 2), (1, None)])
     step = still_step(net, DataParallelCriterion(criterion), devices, micro_batch_size=size)
     for _ in range(2):
-        assert_exact_update(step if len(sizes) == 1 else add_parts(step, sizes), net, criterion, inputs, targets)
+        assert_exact_update(
+            step if len(sizes) == 1 else add_parts(step, sizes), net, criterion, inputs, targets
+        )
 
 
 def add_parts(step, sizes):
@@ -155,10 +174,20 @@ def test_bits_are_those_of_any_number_of_devices(seed):
     found = []
     for devices in (1, 2, 3):
         net, criterion, inputs, targets = problem(seed, 11)
-        step = make_step(net.float(), criterion.float(), devices=devices, micro_batch_size=2, reproducible="bits")
+        step = make_step(
+            net.float(), criterion.float(), devices=devices, micro_batch_size=2, reproducible="bits"
+        )
         batch = inputs.float(), (targets[0], targets[1].float())
         losses = [step(*batch).item() for _ in range(3)]
-        found.append((losses, [parameter.detach().clone() for parameter in (*net.parameters(), *criterion.parameters())]))
+        found.append(
+            (
+                losses,
+                [
+                    parameter.detach().clone()
+                    for parameter in (*net.parameters(), *criterion.parameters())
+                ],
+            )
+        )
     for losses, parameters in found[1:]:
         assert losses == found[0][0]
         assert all(map(torch.equal, parameters, found[0][1]))
@@ -174,12 +203,17 @@ def test_distinct_devices_and_verify_agree():
             net.to("sim:0"), criterion.to("sim:0")
             model = DataParallelModel(net, ["sim:0", "sim:1", "sim:2"])
             step = TrainStep(
-                model, DataParallelCriterion(criterion), torch.optim.SGD([*net.parameters(), *criterion.parameters()], 0.0)
+                model,
+                DataParallelCriterion(criterion),
+                torch.optim.SGD([*net.parameters(), *criterion.parameters()], 0.0),
             )
             on_device = [tensor.to("sim:0") for tensor in (inputs, *targets)]
             result = step(on_device[0], tuple(on_device[1:]))
             torch.testing.assert_close(result.cpu(), loss.detach(), rtol=1e-10, atol=1e-10)
-            assert_same_gradients([each if each is None else each.cpu() for each in gradients(net, criterion)], expected)
+            assert_same_gradients(
+                [each if each is None else each.cpu() for each in gradients(net, criterion)],
+                expected,
+            )
 
 
 def writes_to_its_output(output, target):
@@ -204,7 +238,11 @@ def with_properties(output, target):
 @on_ranks(2)
 def test_properties_of_sums_on_ranks(rank):
     torch.set_default_dtype(torch.float64)
-    net, inputs, target = build_net(), torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7) % CLASSES
+    net, inputs, target = (
+        build_net(),
+        torch.randn(7, 4, generator=torch.Generator().manual_seed(0)),
+        torch.arange(7) % CLASSES,
+    )
     loss, expected = plain_program(net, with_properties, inputs, target)
     net.zero_grad()
     model, criterion = parallelize(net, with_properties, ["cpu"])
@@ -226,12 +264,17 @@ def rank_updates(rank, seeds, strategy):
         criterion.requires_grad_(strategy == "ddp")  # FSDP2 shards the model alone.
         inputs, *targets = (tensor.split(sizes)[rank] for tensor in (inputs, *targets))
         model, split = parallelize(net, criterion, ["cpu"], strategy=strategy)
-        parameters = [*model.parameters(), *(each for each in criterion.parameters() if each.requires_grad)]
+        parameters = [
+            *model.parameters(),
+            *(each for each in criterion.parameters() if each.requires_grad),
+        ]
         if draw.random() < 0.3:
             loss = split(model(inputs), *targets)
             loss.backward()
         else:
-            step = TrainStep(model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=size)
+            step = TrainStep(
+                model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=size
+            )
             loss = step(inputs, tuple(targets))
         found.append((loss.detach(), whole_gradients(parameters)))
     torch.set_default_dtype(torch.float32)
@@ -240,7 +283,11 @@ def rank_updates(rank, seeds, strategy):
 
 @pytest.mark.parametrize(
     ("first", "strategy"),
-    [(0, "ddp"), (0, "fsdp"), *[slow(first, strategy) for first in range(8, 160, 8) for strategy in ("ddp", "fsdp")]],
+    [
+        (0, "ddp"),
+        (0, "fsdp"),
+        *[slow(first, strategy) for first in range(8, 160, 8) for strategy in ("ddp", "fsdp")],
+    ],
 )
 def test_ranks_are_exact(first, strategy):
     seeds = range(first, first + 8)
@@ -250,7 +297,10 @@ def test_ranks_are_exact(first, strategy):
             criterion.requires_grad_(strategy == "ddp")
             expected_loss, expected = plain_program(net, criterion, inputs, targets)
             torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-10, atol=1e-10)
-            assert_same_gradients(found_gradients, [each for each in expected if each is not None or strategy == "ddp"])
+            assert_same_gradients(
+                found_gradients,
+                [each for each in expected if each is not None or strategy == "ddp"],
+            )
 
 
 def penalized_updates(rank, sizes, way, strategy):
@@ -264,7 +314,9 @@ def penalized_updates(rank, sizes, way, strategy):
         loss = split(model(inputs), target)
         loss.backward()
     else:
-        loss = TrainStep(model, split, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=way)(inputs, target)
+        loss = TrainStep(
+            model, split, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=way
+        )(inputs, target)
     found = loss.detach(), gradients(net)
     torch.set_default_dtype(torch.float32)
     return found
@@ -278,12 +330,15 @@ def penalty_problem():
 def penalty_of(net):
     weight = next(net.parameters())
     return lambda out, target: (
-        F.cross_entropy(out, target).sqrt() * (1 + out.square().mean()) + 0.3 * weight.square().sum().sqrt()
+        F.cross_entropy(out, target).sqrt() * (1 + out.square().mean())
+        + 0.3 * weight.square().sum().sqrt()
     )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "way"), [([4, 3], "by hand"), ([4, 3], None), ([2, 5], 2), ([7, 0], 2), ([0, 7], None)], ids=str
+    ("sizes", "way"),
+    [([4, 3], "by hand"), ([4, 3], None), ([2, 5], 2), ([7, 0], 2), ([0, 7], None)],
+    ids=str,
 )
 def test_a_penalty_on_the_model_counts_once_on_ranks(sizes, way):
     net, inputs, target = penalty_problem()

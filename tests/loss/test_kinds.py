@@ -57,7 +57,10 @@ CRITERIA = {
     "a sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), {}),
     "a sum by a setting": (lambda: summed, {"reduction": "sum"}),
     "a mean of torch": (lambda: nn.CrossEntropyLoss(ignore_index=0), {}),
-    "a mean with class weights": (lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])), {}),
+    "a mean with class weights": (
+        lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])),
+        {},
+    ),
     "a mean over rows": (lambda: nn.CrossEntropyLoss(), {"weight": "rows"}),
     "a mean with a weight": (lambda: one_mean, {"weight": weigh}),
     "two means": (lambda: two_means, {}),
@@ -77,16 +80,29 @@ def net(double):
 @pytest.mark.parametrize("limit", [None, 1, 2])
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("name", CRITERIA)
-def test_every_kind_equals_the_plain_program_and_leaves_the_criterion_as_it_is(net, name, devices, limit):
+def test_every_kind_equals_the_plain_program_and_leaves_the_criterion_as_it_is(
+    net, name, devices, limit
+):
     make, settings = CRITERIA[name]
     plain = make().double() if isinstance(make(), nn.Module) else make()
     criterion = DataParallelCriterion(plain, **settings)
-    before = {key: value for key, value in vars(criterion).items() if not key.startswith("_") and key != "training"}
+    before = {
+        key: value
+        for key, value in vars(criterion).items()
+        if not key.startswith("_") and key != "training"
+    }
     step = still_step(net, criterion, devices, micro_batch_size=limit)
     for _ in range(3):
         assert_exact_update(step, net, plain, torch.randn(7, 4), torch.randint(3, (7,)))
     if limit == 1:
-        verify(net, criterion, torch.randn(7, 4), torch.randint(3, (7,)), device_ids=["cpu"] * 2, micro_batch_size=2)
+        verify(
+            net,
+            criterion,
+            torch.randn(7, 4),
+            torch.randint(3, (7,)),
+            device_ids=["cpu"] * 2,
+            micro_batch_size=2,
+        )
     assert all(vars(criterion)[key] is value for key, value in before.items())
 
 
@@ -107,7 +123,11 @@ def test_each_step_compares_its_own_first_batch_with_halves(net, monkeypatch):
     assert len({id(loss) for loss in compared}) == 3
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))],
+    ids=["deepcopy", "pickle"],
+)
 @pytest.mark.parametrize("make", [nn.CrossEntropyLoss, DiceLoss, Shifted])
 def test_a_copy_has_a_kind_of_its_own_module(copied, make):
     criterion = DataParallelCriterion(make())

@@ -50,22 +50,36 @@ class RandomLoss(nn.Module):
         self.smooth = nn.CrossEntropyLoss(self.class_weights, label_smoothing=0.1)
         terms = [
             lambda out, labels, values: F.cross_entropy(out, labels),
-            lambda out, labels, values: F.cross_entropy(out, labels.clamp(min=0), self.class_weights, ignore_index=1),
+            lambda out, labels, values: F.cross_entropy(
+                out, labels.clamp(min=0), self.class_weights, ignore_index=1
+            ),
             lambda out, labels, values: self.smooth(out, labels),
             lambda out, labels, values: F.nll_loss(out.log_softmax(1), labels, reduction="mean"),
             lambda out, labels, values: F.mse_loss(out, values),
             lambda out, labels, values: nn.L1Loss()(out[:, 1:], values[:, 1:]),
-            lambda out, labels, values: F.binary_cross_entropy_with_logits(out, values, weight=values[:, :1]),
-            lambda out, labels, values: F.kl_div(out.log_softmax(1), values.softmax(1), reduction="batchmean"),
+            lambda out, labels, values: F.binary_cross_entropy_with_logits(
+                out, values, weight=values[:, :1]
+            ),
+            lambda out, labels, values: F.kl_div(
+                out.log_softmax(1), values.softmax(1), reduction="batchmean"
+            ),
             lambda out, labels, values: (out - values).pow(2).mean(dim=1).mean(),
-            lambda out, labels, values: torch.mean(F.cross_entropy(out, labels, reduction="none")[values[:, 0] > 0.4]),
-            lambda out, labels, values: (out.pow(2).sum(1) * values[:, 0]).sum() / values[:, 0].sum(),
-            lambda out, labels, values: (out * (values > 0.9)).sum() / (values > 0.9).sum().clamp(min=3),
+            lambda out, labels, values: torch.mean(
+                F.cross_entropy(out, labels, reduction="none")[values[:, 0] > 0.4]
+            ),
+            lambda out, labels, values: (
+                (out.pow(2).sum(1) * values[:, 0]).sum() / values[:, 0].sum()
+            ),
+            lambda out, labels, values: (
+                (out * (values > 0.9)).sum() / (values > 0.9).sum().clamp(min=3)
+            ),
             lambda out, labels, values: (out * values).sum() / (values.sum() + 1e-6),
             lambda out, labels, values: 0.5 * (out - values).pow(2).sum() / out.size(0),
         ]
         self.terms = draw.choices(terms, k=draw.randint(1, 3))
-        self.style = draw.choice([self.as_sum, self.in_a_loop, self.stacked, self.learned, self.with_constants])
+        self.style = draw.choice(
+            [self.as_sum, self.in_a_loop, self.stacked, self.learned, self.with_constants]
+        )
 
     def as_sum(self, losses):
         return sum(losses) / 2
@@ -80,7 +94,10 @@ class RandomLoss(nn.Module):
         return torch.stack(losses).mean() if len(losses) > 1 else losses[0].reshape(1).squeeze()
 
     def learned(self, losses):
-        return sum(loss * torch.exp(-s) + s for loss, s in zip(losses, self.log_variance[: len(losses)], strict=True))
+        return sum(
+            loss * torch.exp(-s) + s
+            for loss, s in zip(losses, self.log_variance[: len(losses)], strict=True)
+        )
 
     def with_constants(self, losses):
         return 0.25 + 0.5 * sum(losses) + 0.01 * self.log_variance.pow(2).sum()
@@ -91,14 +108,21 @@ class RandomLoss(nn.Module):
 
 def make_problem(seed, rows, ignored):
     torch.manual_seed(seed)
-    return build_net(), RandomLoss(seed), torch.randn(rows, 4), (class_targets(rows, ignored), torch.rand(rows, CLASSES))
+    return (
+        build_net(),
+        RandomLoss(seed),
+        torch.randn(rows, 4),
+        (class_targets(rows, ignored), torch.rand(rows, CLASSES)),
+    )
 
 
 def add_parts(step, sizes):
     """Returns a function that adds parts of a batch to a step, and applies them."""
 
     def run(inputs, targets):
-        for part in zip(*(tensor.split(sizes) for tensor in (inputs, *targets) if sizes), strict=True):
+        for part in zip(
+            *(tensor.split(sizes) for tensor in (inputs, *targets) if sizes), strict=True
+        ):
             step.add(part[0], part[1:])
         return step.apply()
 
@@ -111,9 +135,13 @@ def test_random_criteria_equal_the_plain_program(seed):
     sizes = draw.choice([[7], [9], [12], [5, 1, 6], [4, 0, 3]])
     layout = draw.choice([(1, 2), (1, 4), (2, None), (2, 2), (3, None), (3, 1), (1, None)])
     module, criterion, inputs, targets = make_problem(seed, sum(sizes), draw.choice([0, 0, 2, 3]))
-    step = still_step(module, DataParallelCriterion(criterion), layout[0], micro_batch_size=layout[1])
+    step = still_step(
+        module, DataParallelCriterion(criterion), layout[0], micro_batch_size=layout[1]
+    )
     for _ in range(3):
-        assert_exact_update(step if len(sizes) == 1 else add_parts(step, sizes), module, criterion, inputs, targets)
+        assert_exact_update(
+            step if len(sizes) == 1 else add_parts(step, sizes), module, criterion, inputs, targets
+        )
 
 
 @pytest.mark.parametrize("rows", [2, 7])
@@ -130,13 +158,25 @@ def test_criteria_without_a_step_equal_the_plain_program(seed, rows):
         module.zero_grad(), criterion.zero_grad()
 
 
-MEANS = [name for name in LOSSES if "sum" not in name and not name.startswith(("Adaptive", "savings", "Linear"))]
+MEANS = [
+    name
+    for name in LOSSES
+    if "sum" not in name and not name.startswith(("Adaptive", "savings", "Linear"))
+]
 
 
-@pytest.mark.parametrize("name", slow_but(MEANS, "CosineEmbeddingLoss", "MarginRankingLoss", "CTCLoss", "NLLLoss", "l1_loss"))
+@pytest.mark.parametrize(
+    "name",
+    slow_but(MEANS, "CosineEmbeddingLoss", "MarginRankingLoss", "CTCLoss", "NLLLoss", "l1_loss"),
+)
 def test_losses_of_torch_inside_of_a_function_equal_the_plain_program(name):
     build, kind = LOSSES[name]
-    loss, module, inputs, targets = build(), OnTop(name), torch.randn(7, 4), make_targets(kind, 7, ignored=3)
+    loss, module, inputs, targets = (
+        build(),
+        OnTop(name),
+        torch.randn(7, 4),
+        make_targets(kind, 7, ignored=3),
+    )
 
     def criterion(*values):
         return 2 * loss(*values)
@@ -154,8 +194,13 @@ def rank_update(rank, seed, sizes, micro_batch_size, strategy, way):
         criterion.requires_grad_(False)  # FSDP shards the model alone
     inputs, *targets = (tensor.split(sizes)[rank] for tensor in (inputs, *targets))
     model, split = parallelize(module, criterion, ["cpu"], strategy=strategy)
-    parameters = [*model.parameters(), *(one for one in criterion.parameters() if one.requires_grad)]
-    step = TrainStep(model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=micro_batch_size)
+    parameters = [
+        *model.parameters(),
+        *(one for one in criterion.parameters() if one.requires_grad),
+    ]
+    step = TrainStep(
+        model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=micro_batch_size
+    )
     losses = []
     for _ in range(3):
         if way == "by hand":
@@ -166,7 +211,9 @@ def rank_update(rank, seed, sizes, micro_batch_size, strategy, way):
         elif way == "at once":
             losses.append(step(inputs, tuple(targets)))
         else:
-            losses.append(add_parts(step, [4, len(inputs) - 4] if len(inputs) else [])(inputs, targets))
+            losses.append(
+                add_parts(step, [4, len(inputs) - 4] if len(inputs) else [])(inputs, targets)
+            )
     torch.set_default_dtype(torch.float32)
     return losses, whole_gradients(parameters)
 
@@ -181,7 +228,11 @@ def rank_update(rank, seed, sizes, micro_batch_size, strategy, way):
         (6, [3, 4], 2, "fsdp", "at once"),
         (1, [6, 0], 2, "ddp", "added"),
         (6, [6, 0], 2, "fsdp", "added"),
-        *[slow(seed, [5, 0], 2, strategy, "at once") for seed in range(7, 13) for strategy in ("ddp", "fsdp")],
+        *[
+            slow(seed, [5, 0], 2, strategy, "at once")
+            for seed in range(7, 13)
+            for strategy in ("ddp", "fsdp")
+        ],
         *[slow(seed, [2, 5], None, "ddp", "by hand") for seed in range(13, 19)],
     ],
 )
@@ -190,9 +241,13 @@ def test_ranks_equal_the_plain_program(seed, sizes, micro_batch_size, strategy, 
     if strategy == "fsdp":
         criterion.requires_grad_(False)
     loss, expected = plain_program(module, criterion, inputs, targets)
-    for losses, gradients_of_rank in run_ranks(2, rank_update, seed, sizes, micro_batch_size, strategy, way):
+    for losses, gradients_of_rank in run_ranks(
+        2, rank_update, seed, sizes, micro_batch_size, strategy, way
+    ):
         torch.testing.assert_close(losses, [loss.detach()] * 3, rtol=1e-10, atol=1e-10)
-        assert_same_gradients(gradients_of_rank, [one for one in expected if one is not None or strategy == "ddp"])
+        assert_same_gradients(
+            gradients_of_rank, [one for one in expected if one is not None or strategy == "ddp"]
+        )
 
 
 def two_outputs(criterion, rows=8):
@@ -209,16 +264,26 @@ REFUSED = {
     "a variance": lambda out, values: (out - out.mean()).square().mean(),
     "concordance": lambda out, values: ((out - out.mean()) * (values - values.mean())).mean(),
     "a view that is written to": lambda out, values: write_to_a_view(out),
-    "an alias of a mean that is written to": lambda out, values: write_to_an_alias(F.mse_loss(out, values), out.abs().mean()),
-    "an alias of a zero that is written to": lambda out, values: write_to_an_alias(torch.zeros(1), out.abs().mean()),
+    "an alias of a mean that is written to": lambda out, values: write_to_an_alias(
+        F.mse_loss(out, values), out.abs().mean()
+    ),
+    "an alias of a zero that is written to": lambda out, values: write_to_an_alias(
+        torch.zeros(1), out.abs().mean()
+    ),
     "a loss with another derivative": lambda out, values: Tripled.apply(F.mse_loss(out, values)),
     "a random number": lambda out, values: F.mse_loss(out, values) * torch.rand(()),
     "a median": lambda out, values: (out - values).abs().median(),
     "a mean times a value of the rows": lambda out, values: F.mse_loss(out, values) * values.amax(),
     "the output itself": lambda out, values: out[0, 0],
-    "a bounded value": lambda out, values: (out * values).sum() / (out - values).abs().amax().clamp(min=1),
-    "a bound from the rows": lambda out, values: (out * values).sum() / values.sum().clamp(min=50 * values.amax()),
-    "a mean through an autograd function": lambda out, values: MeanOfSquares.apply(out) + F.mse_loss(out, values),
+    "a bounded value": lambda out, values: (
+        (out * values).sum() / (out - values).abs().amax().clamp(min=1)
+    ),
+    "a bound from the rows": lambda out, values: (
+        (out * values).sum() / values.sum().clamp(min=50 * values.amax())
+    ),
+    "a mean through an autograd function": lambda out, values: (
+        MeanOfSquares.apply(out) + F.mse_loss(out, values)
+    ),
     "a zero that is written to": lambda out, values: fill_zeros(out),
 }
 
@@ -284,22 +349,38 @@ COUPLED = {
 OTHER_TERMS = {
     "times the rows": lambda out, values: F.mse_loss(out, values) * len(out),
     "a constant of the rows": lambda out, values: F.mse_loss(out, values) + len(out),
-    "a mean that one half lacks": lambda out, values: F.mse_loss(out, values) + (out.mean() if len(out) > 1 else 0),
+    "a mean that one half lacks": lambda out, values: (
+        F.mse_loss(out, values) + (out.mean() if len(out) > 1 else 0)
+    ),
 }
 CONSTANTS = {
     "over twelve": lambda out, values: out.sum() / 12,
     "over the columns": lambda out, values: out.pow(2).sum() / out.size(1),
 }
 OVER_ITS_VALUE = {
-    "over its value": lambda out, values: F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values)
+    "over its value": lambda out, values: (
+        F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values)
+    )
 }
 OF_MORE_ROWS = ("variances", "more than two rows")  # a deviation of one row is nan
 MESSAGES = [  # of an error, the losses, and the numbers of rows
     (r"is not a function of sums over the rows.*weight=.*weight='rows'.*whole=True", REFUSED, (8,)),
     (r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight=", COUPLED, (2, 6)),
-    (r"computes .* for some rows, and .* for others; expected the same means .*weight=", OTHER_TERMS, (2, 6)),
-    (r"computes mse_loss / .* \+ l1_loss for some rows, and mse_loss / .* \+ l1_loss for others", OVER_ITS_VALUE, (2, 6)),
-    (r"expected a number that follows .*clamp\(min=1\).* weight=.*multiply by 1 / constant", CONSTANTS, (2, 6)),
+    (
+        r"computes .* for some rows, and .* for others; expected the same means .*weight=",
+        OTHER_TERMS,
+        (2, 6),
+    ),
+    (
+        r"computes mse_loss / .* \+ l1_loss for some rows, and mse_loss / .* \+ l1_loss for others",
+        OVER_ITS_VALUE,
+        (2, 6),
+    ),
+    (
+        r"expected a number that follows .*clamp\(min=1\).* weight=.*multiply by 1 / constant",
+        CONSTANTS,
+        (2, 6),
+    ),
 ]
 
 
@@ -321,13 +402,26 @@ def test_losses_that_are_no_sums_of_means_are_refused_in_the_first_batch(message
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_small_shards_are_all_compared_with_their_halves(micro_batch_size):
     """Two rows with as many positive targets each look independent."""
-    values = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.1, 0.0], [1.0, 0.0, 0.0]])
+    values = torch.tensor(
+        [
+            [1.0, 0.0, 0.0],
+            [0.0, 1.0, 0.0],
+            [1.0, 1.0, 0.0],
+            [1.0, 1.0, 1.0],
+            [0.0, 0.1, 0.0],
+            [1.0, 0.0, 0.0],
+        ]
+    )
 
     def balanced(output, values):
         is_positive = (values > 0.55).to(values)
-        return F.binary_cross_entropy_with_logits(output, is_positive, pos_weight=3 - is_positive.mean())
+        return F.binary_cross_entropy_with_logits(
+            output, is_positive, pos_weight=3 - is_positive.mean()
+        )
 
-    step = still_step(nn.Linear(4, 3), DataParallelCriterion(balanced), 1, micro_batch_size=micro_batch_size)
+    step = still_step(
+        nn.Linear(4, 3), DataParallelCriterion(balanced), 1, micro_batch_size=micro_batch_size
+    )
     with pytest.raises(ValueError, match="is not a function of sums over the rows"):
         step(torch.randn(6, 4), values)
 
@@ -336,8 +430,12 @@ def test_small_shards_are_all_compared_with_their_halves(micro_batch_size):
 def test_a_count_is_compared_exactly_in_lower_precision(precision):
     """8191 and the 4 x 2047 of the halves differ by less than float32 needs for a sum of 8192 numbers."""
     rows = torch.ones(8192, 1, dtype=torch.float32)
-    criterion = DataParallelCriterion(lambda out, values: (out - values).pow(2).sum() / (len(out) - 1), precision=precision)
-    with pytest.raises(ValueError, match="the count of a sum over a number of the first rows, 1 times, is 8191"):
+    criterion = DataParallelCriterion(
+        lambda out, values: (out - values).pow(2).sum() / (len(out) - 1), precision=precision
+    )
+    with pytest.raises(
+        ValueError, match="the count of a sum over a number of the first rows, 1 times, is 8191"
+    ):
         criterion(PerReplica(rows.split(4096), [4096, 4096]), 2 * rows)
 
 
@@ -346,72 +444,141 @@ def test_random_numbers_of_the_check_are_put_back():
     expected = torch.rand(3)[2]
     torch.manual_seed(5)
     outputs = PerReplica([torch.ones(4), torch.ones(2)], [4, 2])
-    DataParallelCriterion(lambda out, values: F.mse_loss(out, values + 0 * torch.rand(())))(outputs, torch.ones(6))
+    DataParallelCriterion(lambda out, values: F.mse_loss(out, values + 0 * torch.rand(())))(
+        outputs, torch.ones(6)
+    )
     assert torch.rand(()) == expected  # each replica drew one
 
 
 WEIGHT = nn.Parameter(torch.tensor([0.5, 0.25]))
 ACCEPTED = {
-    "a penalty with another derivative": lambda out, values: F.mse_loss(out, values).sqrt() + Tripled.apply(WEIGHT).sum(),
+    "a penalty with another derivative": lambda out, values: (
+        F.mse_loss(out, values).sqrt() + Tripled.apply(WEIGHT).sum()
+    ),
     "a loss that is read without a graph": lambda out, values: (
         lambda loss: (loss, without_graph(lambda: loss.to(loss.dtype) * 2))[0].sqrt()
     )(F.mse_loss(out, values)),
-    "a sum that is divided in place": lambda out, values: divide_in_place(out.square().sum(), len(out)).sqrt(),
-    "a sum that is divided in place twice": lambda out, values: divide_in_place(out.square().sum(), out.size(1), len(out)),
-    "a count without a graph": lambda out, values: out.abs().sum() / without_graph(lambda: (values > 0.5).sum()),
-    "a weight without a graph": lambda out, values: (
-        F.mse_loss(out, values) * without_graph(lambda: F.l1_loss(out, values) / (1 + out.square().mean()))
+    "a sum that is divided in place": lambda out, values: divide_in_place(
+        out.square().sum(), len(out)
+    ).sqrt(),
+    "a sum that is divided in place twice": lambda out, values: divide_in_place(
+        out.square().sum(), out.size(1), len(out)
     ),
-    "Dice": lambda out, values: 1 - 2 * (out.sigmoid() * values).sum() / (out.sigmoid().sum() + values.sum()),
-    "smooth Dice": lambda out, values: 1 - (2 * (out.sigmoid() * values).sum() + 1) / (out.sigmoid().sum() + values.sum() + 1),
+    "a count without a graph": lambda out, values: (
+        out.abs().sum() / without_graph(lambda: (values > 0.5).sum())
+    ),
+    "a weight without a graph": lambda out, values: (
+        F.mse_loss(out, values)
+        * without_graph(lambda: F.l1_loss(out, values) / (1 + out.square().mean()))
+    ),
+    "Dice": lambda out, values: (
+        1 - 2 * (out.sigmoid() * values).sum() / (out.sigmoid().sum() + values.sum())
+    ),
+    "smooth Dice": lambda out, values: (
+        1 - (2 * (out.sigmoid() * values).sum() + 1) / (out.sigmoid().sum() + values.sum() + 1)
+    ),
     "PSNR": lambda out, values: 10 * torch.log10(F.mse_loss(out, values)),
     "the log of a mean": lambda out, values: F.mse_loss(out, values).log(),
-    "Huber and a root": lambda out, values: F.huber_loss(out, values) + F.mse_loss(out, values).sqrt(),
-    "uncertainty": lambda out, values: F.mse_loss(out, values) / (2 * F.l1_loss(out, values)) + F.l1_loss(out, values).log(),
+    "Huber and a root": lambda out, values: (
+        F.huber_loss(out, values) + F.mse_loss(out, values).sqrt()
+    ),
+    "uncertainty": lambda out, values: (
+        F.mse_loss(out, values) / (2 * F.l1_loss(out, values)) + F.l1_loss(out, values).log()
+    ),
     "explained variance": lambda out, values: (
-        1 - ((out * values).mean() - out.mean() * values.mean()) / ((values * values).mean() - values.mean() ** 2)
+        1
+        - ((out * values).mean() - out.mean() * values.mean())
+        / ((values * values).mean() - values.mean() ** 2)
     ),
     "focal by counts": lambda out, values: (
-        (out * (values > 0.5)).sum() / (values > 0.5).sum() + (out * (values <= 0.5)).sum() / (values <= 0.5).sum()
+        (out * (values > 0.5)).sum() / (values > 0.5).sum()
+        + (out * (values <= 0.5)).sum() / (values <= 0.5).sum()
     ),
     "a sum times a number": lambda out, values: out.sum() * (1 / 12),
-    "a condition on a count": lambda out, values: torch.where((values > 2).sum() > 0, out.exp().mean(), out.mean()),
+    "a condition on a count": lambda out, values: torch.where(
+        (values > 2).sum() > 0, out.exp().mean(), out.mean()
+    ),
     "a sum": lambda out, values: (out - values).pow(2).sum(),
     "a root of a mean": lambda out, values: F.mse_loss(out, values).sqrt(),
     "a product of means": lambda out, values: F.mse_loss(out, values) * F.l1_loss(out, values),
-    "a quotient of means": lambda out, values: F.mse_loss(out, values) / F.l1_loss(out, values).detach(),
+    "a quotient of means": lambda out, values: (
+        F.mse_loss(out, values) / F.l1_loss(out, values).detach()
+    ),
     "a mean plus a sum": lambda out, values: F.mse_loss(out, values) + out.pow(2).sum(),
-    "a count that is bounded from above": lambda out, values: (out * values).sum() / values.sum().clamp(1, 2),
-    "the larger of two counts": lambda out, values: (out * values).sum() / torch.maximum(values.sum(), (9 * values).sum()),
+    "a count that is bounded from above": lambda out, values: (
+        (out * values).sum() / values.sum().clamp(1, 2)
+    ),
+    "the larger of two counts": lambda out, values: (
+        (out * values).sum() / torch.maximum(values.sum(), (9 * values).sum())
+    ),
     "a product of counts": lambda out, values: (out * values).sum() / (values.sum() * values.sum()),
     "a mean that is written to": lambda out, values: F.mse_loss(out, values).exp_(),
-    "zero times what is not used": lambda out, values: F.mse_loss(out, values) + 0.0 * out.exp().sum(),
+    "zero times what is not used": lambda out, values: (
+        F.mse_loss(out, values) + 0.0 * out.exp().sum()
+    ),
     "a sum over a sum": lambda out, values: (out * values).sum() / values.sum(),
     "a mean of some elements": lambda out, values: out[values > 0.5].mean(),
     "a mean over dimensions": lambda out, values: (out - values).pow(2).mean(dim=(0, 1)),
-    "losses on the way": lambda out, values: log(F.mse_loss(out, values)) + F.l1_loss(out, values, reduction="none").mean(),
+    "losses on the way": lambda out, values: (
+        log(F.mse_loss(out, values)) + F.l1_loss(out, values, reduction="none").mean()
+    ),
     "a numeral": lambda out, values: 3 - F.mse_loss(out, values) / 2,
-    "a stack times weights": lambda out, values: (torch.stack([F.mse_loss(out, values), out.mean()]) * 0.3).sum(),
-    "a zero to begin with": lambda out, values: torch.zeros(1) + torch.tensor(0.0) + F.mse_loss(out, values),
-    "logs on the way": lambda out, values: log(F.mse_loss(out, values)) + out.abs().sum() / len(out),
-    "a division by the elements": lambda out, values: out.abs().sum() / out.numel() + out.abs().sum() / (4 * out.shape[0]),
+    "a stack times weights": lambda out, values: (
+        torch.stack([F.mse_loss(out, values), out.mean()]) * 0.3
+    ).sum(),
+    "a zero to begin with": lambda out, values: (
+        torch.zeros(1) + torch.tensor(0.0) + F.mse_loss(out, values)
+    ),
+    "logs on the way": lambda out, values: (
+        log(F.mse_loss(out, values)) + out.abs().sum() / len(out)
+    ),
+    "a division by the elements": lambda out, values: (
+        out.abs().sum() / out.numel() + out.abs().sum() / (4 * out.shape[0])
+    ),
     "a loss of zero": lambda out, values: F.mse_loss(out, out.detach()),
-    "an unbound parameter": lambda out, values: sum(weight * out.mean() for weight in nn.Parameter(torch.ones(3)).unbind()),
-    "a minimum with its place": lambda out, values: F.mse_loss(out, values.sort(1)[0]) + out.min(1)[0].mean(),
-    "by keyword": lambda out, values: torch.mean(input=out) + torch.sum(input=out * values) / values.sum(),
+    "an unbound parameter": lambda out, values: sum(
+        weight * out.mean() for weight in nn.Parameter(torch.ones(3)).unbind()
+    ),
+    "a minimum with its place": lambda out, values: (
+        F.mse_loss(out, values.sort(1)[0]) + out.min(1)[0].mean()
+    ),
+    "by keyword": lambda out, values: (
+        torch.mean(input=out) + torch.sum(input=out * values) / values.sum()
+    ),
     "in place": lambda out, values: torch.ones(()).add_(F.mse_loss(out, values)).mul_(2),
-    "rows of a stack": lambda out, values: torch.stack([out.mean(), F.mse_loss(out, values), -out.mean()]).mean(0) / 2 - 1,
-    "a division by the rows": lambda out, values: F.mse_loss(out, values, reduction="sum") / len(out),
-    "numbers on both sides": lambda out, values: 0.5 * (out - values).pow(2).sum() / 2 / out.size(0) / 3,
-    "a sum of quotients": lambda out, values: out.pow(2).sum() / out.size(0) - 0.5 * torch.sum(1 + out - out.exp()) / len(out),
+    "rows of a stack": lambda out, values: (
+        torch.stack([out.mean(), F.mse_loss(out, values), -out.mean()]).mean(0) / 2 - 1
+    ),
+    "a division by the rows": lambda out, values: (
+        F.mse_loss(out, values, reduction="sum") / len(out)
+    ),
+    "numbers on both sides": lambda out, values: (
+        0.5 * (out - values).pow(2).sum() / 2 / out.size(0) / 3
+    ),
+    "a sum of quotients": lambda out, values: (
+        out.pow(2).sum() / out.size(0) - 0.5 * torch.sum(1 + out - out.exp()) / len(out)
+    ),
     "a bounded count": lambda out, values: (out * values).sum() / values.sum().clamp(min=1),
-    "a count at its bound": lambda out, values: (out * values).sum() / torch.clamp(values.sum(), min=1000),
-    "a bounded number": lambda out, values: (out * (values > 2)).sum() / (values > 2).sum().clamp(1) + out.mean(),
-    "a maximum": lambda out, values: (out * values).sum() / torch.maximum(values.sum(), torch.tensor(50.0)),
+    "a count at its bound": lambda out, values: (
+        (out * values).sum() / torch.clamp(values.sum(), min=1000)
+    ),
+    "a bounded number": lambda out, values: (
+        (out * (values > 2)).sum() / (values > 2).sum().clamp(1) + out.mean()
+    ),
+    "a maximum": lambda out, values: (
+        (out * values).sum() / torch.maximum(values.sum(), torch.tensor(50.0))
+    ),
     "an epsilon": lambda out, values: (out * values).sum() / (values.sum() + 1e-8),
     "a large epsilon": lambda out, values: (out * values).sum() / (7 + values.sum()),
-    "a bounded count of outputs": lambda out, values: (out * values).sum() / out.sigmoid().sum().clamp(min=1),
-    "dictionaries": lambda out, values: {"a": F.mse_loss(out, values), "b": None, "c": 0.0, "d": 2.0},
+    "a bounded count of outputs": lambda out, values: (
+        (out * values).sum() / out.sigmoid().sum().clamp(min=1)
+    ),
+    "dictionaries": lambda out, values: {
+        "a": F.mse_loss(out, values),
+        "b": None,
+        "c": 0.0,
+        "d": 2.0,
+    },
 }
 
 
@@ -436,7 +603,9 @@ def count_forwards(criterion, micro_batch_size=2, devices=2):
     torch.manual_seed(0)
     net, inputs, numbers, counts = build_net(), torch.randn(8, 4), [], []
     net.register_forward_hook(lambda *_: numbers.append(1))
-    step = still_step(net, DataParallelCriterion(criterion), devices, micro_batch_size=micro_batch_size)
+    step = still_step(
+        net, DataParallelCriterion(criterion), devices, micro_batch_size=micro_batch_size
+    )
     for _ in range(3):
         step(inputs, class_targets(8))
         counts.append(len(numbers))
@@ -446,12 +615,23 @@ def count_forwards(criterion, micro_batch_size=2, devices=2):
 
 PASSES = [
     (lambda out, target: F.cross_entropy(out, target), [8, 4, 4]),
-    (lambda out, target: F.cross_entropy(out, target) + 0.4 * F.cross_entropy(out**2, target), [8, 4, 4]),
+    (
+        lambda out, target: F.cross_entropy(out, target) + 0.4 * F.cross_entropy(out**2, target),
+        [8, 4, 4],
+    ),
     (lambda out, target: F.cross_entropy(out, target) + 0.1 + 0.0 * out.sum(), [8, 4, 4]),
     (lambda out, target: out.abs().sum() / len(out) + 2 * out.exp().sum() / len(out), [8, 4, 4]),
     (lambda out, target: F.cross_entropy(out, target) + out.abs().mean(), [8, 8, 8]),
-    (lambda out, target: (out.sum(1) * (target > 1)).sum() / (target > 1).sum().clamp(min=1), [8, 4, 4]),
-    (lambda out, target: (out.sum(1) * (target > 1)).sum() / (target > 1).sum().clamp(min=1) + 0.1, [8, 8, 8]),
+    (
+        lambda out, target: (out.sum(1) * (target > 1)).sum() / (target > 1).sum().clamp(min=1),
+        [8, 4, 4],
+    ),
+    (
+        lambda out, target: (
+            (out.sum(1) * (target > 1)).sum() / (target > 1).sum().clamp(min=1) + 0.1
+        ),
+        [8, 8, 8],
+    ),
     (lambda out, target: out.where(out > 0, torch.nan).log().nanmean(), [8, 4, 4]),
 ]
 
@@ -471,7 +651,11 @@ def test_a_bounded_count_has_its_bound_in_one_pass():
     net = build_net()
     step = still_step(net, DataParallelCriterion(loss), 2, micro_batch_size=1)
     inputs = torch.randn(8, 4)
-    for target in (torch.full((8,), 2), torch.tensor([2, 2] + [0] * 6), torch.zeros(8, dtype=torch.long)):
+    for target in (
+        torch.full((8,), 2),
+        torch.tensor([2, 2] + [0] * 6),
+        torch.zeros(8, dtype=torch.long),
+    ):
         torch.testing.assert_close(step(inputs, target), loss(net(inputs), target).detach())
     assert (step._kind.passes, step._kind.least) == (1, 5)
 
@@ -482,7 +666,10 @@ def test_any_loss_is_computed_where_nothing_is_split():
 
     assert count_forwards(loss, None, 1) == [1, 1, 1]
     for micro_batch_size, devices in ((8, 1), (None, 2)):
-        with pytest.raises(ValueError, match="the loss of an object of type function is not a function of sums over the rows"):
+        with pytest.raises(
+            ValueError,
+            match="the loss of an object of type function is not a function of sums over the rows",
+        ):
             count_forwards(loss, micro_batch_size, devices)
 
 
@@ -492,23 +679,40 @@ def test_means_that_are_computed_for_some_rows_only():
         return loss + output[target == 3].abs().mean() if (target == 3).any() else loss
 
     def in_a_loop(output, target):
-        means = [output[target == label].pow(2).mean() for label in range(CLASSES) if (target == label).any()]
+        means = [
+            output[target == label].pow(2).mean()
+            for label in range(CLASSES)
+            if (target == label).any()
+        ]
         return F.cross_entropy(output, target) + sum(means)
 
-    target, outputs = torch.tensor([0, 0, 1, 1, 3, 1]), PerReplica(torch.randn(6, CLASSES).split(3), [3, 3])
-    with pytest.raises(ValueError, match="computes cross_entropy for some rows, and cross_entropy \\+ mean for others.* weight="):
+    target, outputs = (
+        torch.tensor([0, 0, 1, 1, 3, 1]),
+        PerReplica(torch.randn(6, CLASSES).split(3), [3, 3]),
+    )
+    with pytest.raises(
+        ValueError,
+        match="computes cross_entropy for some rows, and cross_entropy \\+ mean for others.* weight=",
+    ):
         DataParallelCriterion(once)(outputs, target)
-    with pytest.raises(ValueError, match=r"for some rows, and .* for others|does not add up over the rows"):
+    with pytest.raises(
+        ValueError, match=r"for some rows, and .* for others|does not add up over the rows"
+    ):
         DataParallelCriterion(in_a_loop)(outputs, target)
 
 
 def test_means_with_one_count_that_get_several_are_refused():
     def loss(output, target):
-        return F.cross_entropy(output, target) + (F.mse_loss(output, output + 1) if target.sum() > 8 else 0)
+        return F.cross_entropy(output, target) + (
+            F.mse_loss(output, output + 1) if target.sum() > 8 else 0
+        )
 
     step = still_step(build_net(), DataParallelCriterion(loss), 2)
     step(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"different counts, and had one in the first batch: cross_entropy \+ mse_loss;"):
+    with pytest.raises(
+        ValueError,
+        match=r"different counts, and had one in the first batch: cross_entropy \+ mse_loss;",
+    ):
         step(torch.randn(6, 4), torch.full((6,), 4))
 
 
@@ -518,7 +722,9 @@ def test_a_batch_without_a_counted_target_changes_nothing(micro_batch_size):
     before = [parameter.detach().clone() for parameter in net.parameters()]
     criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
-    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=micro_batch_size)
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=micro_batch_size
+    )
     for _ in range(2):
         with pytest.warns(UserWarning, match="no target of this batch was counted"):
             assert step(torch.randn(6, 4), torch.full((6,), -100)).isnan()
@@ -538,7 +744,12 @@ class LayerLoss(nn.Module):
 
 
 def test_a_layer_with_its_loss_inside():
-    module, criterion, inputs, target = build_net(), LayerLoss(), torch.randn(7, 4), class_targets(7, 2)
+    module, criterion, inputs, target = (
+        build_net(),
+        LayerLoss(),
+        torch.randn(7, 4),
+        class_targets(7, 2),
+    )
     assert_exact(module, criterion, inputs, target)
     report = verify(module, criterion, inputs, target, device_ids=["cpu"] * 2, micro_batch_size=2)
     assert report.equal, report
@@ -552,7 +763,9 @@ VERIFIED = {
 
 @pytest.mark.parametrize("advice", VERIFIED)
 def test_verify_tells_of_a_loss_that_would_be_refused(advice):
-    report = verify(build_net(), VERIFIED[advice], torch.randn(8, 4), torch.ones(8), device_ids=["cpu"] * 2)
+    report = verify(
+        build_net(), VERIFIED[advice], torch.randn(8, 4), torch.ones(8), device_ids=["cpu"] * 2
+    )
     assert report.equal
     assert advice in report.warnings[0]
 
@@ -560,24 +773,38 @@ def test_verify_tells_of_a_loss_that_would_be_refused(advice):
 @pytest.mark.usefixtures("trace_in_this_process")
 def test_memory_of_any_loss_is_estimated():
     criterion = DataParallelCriterion(lambda *batch: F.cross_entropy(*batch).exp())
-    report = memory.estimate(build_net(), criterion, torch.randn(8, 4), class_targets(8), devices=2, layout="replicas")
+    report = memory.estimate(
+        build_net(), criterion, torch.randn(8, 4), class_targets(8), devices=2, layout="replicas"
+    )
     assert min(report.allocated) > 0
 
 
 @pytest.mark.parametrize(("by_hand", "updates"), [(False, 5), (True, 2)])
 def test_the_host_waits_for_no_device_after_the_first_updates(by_hand, updates):
     """A check of halves waits: it is the 1st, 2nd, 4th, 8th, ... computation of the loss."""
-    net, inputs, target = build_net().float(), torch.randn(8, 4, dtype=torch.float32), class_targets(8)
+    net, inputs, target = (
+        build_net().float(),
+        torch.randn(8, 4, dtype=torch.float32),
+        class_targets(8),
+    )
     with simulate(2) as cluster:
         model = DataParallelModel(net.to("sim:0"))
         if by_hand:
-            criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
+            criterion = DataParallelCriterion(
+                lambda out, target: F.cross_entropy(out, target) + out.abs().mean()
+            )
             batch = inputs.to("sim:0"), target.to("sim:0")
         else:
             criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target))
             batch = inputs.pin_memory(), target.pin_memory()
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
-        update = (lambda: criterion(model(batch[0]), batch[1]).backward()) if by_hand else lambda: step(*batch)
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2
+        )
+        update = (
+            (lambda: criterion(model(batch[0]), batch[1]).backward())
+            if by_hand
+            else lambda: step(*batch)
+        )
         for _ in range(updates):
             update()
         before = len(cluster.waits)

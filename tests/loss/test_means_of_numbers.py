@@ -8,7 +8,13 @@ from helpers.problems import build_net
 from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, Rows
+from balanced_parallel import (
+    AdditiveLoss,
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    Rows,
+)
 from balanced_parallel.loss.means import LossOfMeans
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -27,7 +33,9 @@ COUNTS = {
     "a list": lambda mask: max(1, sum(mask.tolist())),
     "an array": lambda mask: max(1.0, float(mask.numpy().sum())),
     "the larger of numpy": lambda mask: float(np.maximum(np.asarray(mask).sum(), 1)),
-    "a tensor of a number": lambda mask: torch.as_tensor([len(mask[mask])], dtype=torch.float).clamp(min=1).item(),
+    "a tensor of a number": lambda mask: (
+        torch.as_tensor([len(mask[mask])], dtype=torch.float).clamp(min=1).item()
+    ),
 }
 
 
@@ -52,8 +60,13 @@ def test_a_count_that_is_read_from_values_is_refused(name, micro_batch_size):
         return ((output - values).abs().sum(1) * mask).sum() / count(mask)
 
     inputs, values, mask = torch.randn(3, 4), torch.randn(3, 5), torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"sum over a number|expected a number that follows|for some rows, and .* for others"):
-        update(loss, micro_batch_size, (inputs, values, mask), (inputs, values, torch.arange(3) < 1))
+    with pytest.raises(
+        ValueError,
+        match=r"sum over a number|expected a number that follows|for some rows, and .* for others",
+    ):
+        update(
+            loss, micro_batch_size, (inputs, values, mask), (inputs, values, torch.arange(3) < 1)
+        )
 
 
 def over_selected(output, values, mask):
@@ -61,14 +74,23 @@ def over_selected(output, values, mask):
 
 
 def over_a_mean_of_targets(output, values, mask):
-    return (output.abs().sum(1) * mask).sum() / max(1, round(mask.double().mean().item() * len(mask)))
+    return (output.abs().sum(1) * mask).sum() / max(
+        1, round(mask.double().mean().item() * len(mask))
+    )
 
 
 @pytest.mark.parametrize("loss", [over_selected, over_a_mean_of_targets])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_a_number_is_refused_in_the_first_batch(loss, micro_batch_size):
-    with pytest.raises(ValueError, match=r"a sum over a number that was read from values.*clamp\(min=1\).*weight=.*minimum=1"):
-        update(loss, micro_batch_size, (torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)))
+    with pytest.raises(
+        ValueError,
+        match=r"a sum over a number that was read from values.*clamp\(min=1\).*weight=.*minimum=1",
+    ):
+        update(
+            loss,
+            micro_batch_size,
+            (torch.randn(12, 4), torch.randn(12, 5), torch.ones(12, dtype=torch.bool)),
+        )
 
 
 def test_a_count_of_entries_of_a_list_is_refused():
@@ -89,7 +111,9 @@ def test_a_factor_that_is_read_from_values_is_refused(micro_batch_size):
 
     inputs, values = torch.randn(12, 4), torch.randn(12, 5)
     masks = torch.ones(12, dtype=torch.bool), torch.arange(12) < 4
-    with pytest.raises(ValueError, match=r"computes mse_loss \+ mean \* 0.5 for some rows, and .* for others"):
+    with pytest.raises(
+        ValueError, match=r"computes mse_loss \+ mean \* 0.5 for some rows, and .* for others"
+    ):
         update(loss, micro_batch_size, *((inputs, values, mask) for mask in masks))
 
 
@@ -111,25 +135,46 @@ def hard_examples(output, values, has_begun=True):
 
 
 CHANGES = {
-    "contrast": (lambda out, values: F.mse_loss(out, values) + F.cross_entropy(out @ out.T, torch.arange(len(out))),),
+    "contrast": (
+        lambda out, values: (
+            F.mse_loss(out, values) + F.cross_entropy(out @ out.T, torch.arange(len(out)))
+        ),
+    ),
     "spread": (lambda out, values: F.mse_loss(out, values) + F.relu(100 - out.std(0)).mean(),),
-    "one divisor": (lambda out, values: F.mse_loss(out, values) + F.mse_loss(out - out.mean(0), values),),
-    "hard examples": (hard_examples, lambda out, values: hard_examples(out, values, has_begun=False)),
+    "one divisor": (
+        lambda out, values: F.mse_loss(out, values) + F.mse_loss(out - out.mean(0), values),
+    ),
+    "hard examples": (
+        hard_examples,
+        lambda out, values: hard_examples(out, values, has_begun=False),
+    ),
 }
 
 
 @pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_criterion_that_changes_after_some_batches_is_compared_again(name, micro_batch_size, before):
-    criterion, inputs, values = DataParallelCriterion(Changing(*CHANGES[name])), torch.randn(12, 4), torch.randn(12, 5)
+def test_a_criterion_that_changes_after_some_batches_is_compared_again(
+    name, micro_batch_size, before
+):
+    criterion, inputs, values = (
+        DataParallelCriterion(Changing(*CHANGES[name])),
+        torch.randn(12, 4),
+        torch.randn(12, 5),
+    )
     net = build_net()
     step = still_step(net, criterion, micro_batch_size=micro_batch_size)
-    run = (lambda: criterion(step.model(inputs), values)) if micro_batch_size is None else (lambda: step(inputs, values))
+    run = (
+        (lambda: criterion(step.model(inputs), values))
+        if micro_batch_size is None
+        else (lambda: step(inputs, values))
+    )
     for _ in range(before):
         torch.testing.assert_close(run(), criterion.module(net(inputs), values), check_dtype=False)
     criterion.module.has_begun = True
-    with pytest.raises(ValueError, match=r"does not add up over the rows|have different counts|for some rows"):
+    with pytest.raises(
+        ValueError, match=r"does not add up over the rows|have different counts|for some rows"
+    ):
         run()
 
 
@@ -139,7 +184,9 @@ def test_terms_that_begin_later_and_add_up_are_exact():
     model = DataParallelModel(build_net(), ["cpu"] * 3)
     for number in range(6):
         later.has_begun = number % 2 == 1
-        torch.testing.assert_close(criterion(model(inputs), values), later(model.module(inputs), values))
+        torch.testing.assert_close(
+            criterion(model(inputs), values), later(model.module(inputs), values)
+        )
 
 
 def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
@@ -158,7 +205,9 @@ def test_a_counter_in_a_criterion_is_no_reason_to_compare(monkeypatch):
 
 
 def test_a_batch_on_one_device_counts_for_no_check():
-    criterion = DataParallelCriterion(lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out))))
+    criterion = DataParallelCriterion(
+        lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out)))
+    )
     output, values = torch.randn(8, 5), torch.randn(8, 5)
     for _ in range(2):
         criterion(PerReplica([output], [8]), values)
@@ -176,7 +225,10 @@ def test_statistics_that_change_are_compared_again():
         def finish(self, total):
             return total
 
-    criterion, outputs = DataParallelCriterion(Changes()), PerReplica(torch.randn(8, 5).split(4), [4, 4])
+    criterion, outputs = (
+        DataParallelCriterion(Changes()),
+        PerReplica(torch.randn(8, 5).split(4), [4, 4]),
+    )
     criterion(outputs, torch.zeros(8))
     criterion.module.is_mean = True
     with pytest.raises(ValueError, match="statistics do not add up"):

@@ -8,7 +8,14 @@ from helpers.ranks import run_ranks
 from helpers.steps import still_step
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, parallelize
+from balanced_parallel import (
+    AdditiveLoss,
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    TrainStep,
+    parallelize,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -25,7 +32,9 @@ def kept(output, labels):
 
 
 def of_classes(output, labels):
-    return torch.stack([each(output, labels)[labels == label].mean() for label in labels.unique()]).mean()
+    return torch.stack(
+        [each(output, labels)[labels == label].mean() for label in labels.unique()]
+    ).mean()
 
 
 def hardest_sums(output, labels):
@@ -34,17 +43,33 @@ def hardest_sums(output, labels):
 
 
 OF_THE_BATCH = {
-    "the hardest 4 rows": lambda out, labels: each(out, labels).topk(min(4, len(out))).values.mean(),
-    "the hardest 16 rows": lambda out, labels: each(out, labels).topk(min(16, len(out))).values.mean(),
+    "the hardest 4 rows": lambda out, labels: (
+        each(out, labels).topk(min(4, len(out))).values.mean()
+    ),
+    "the hardest 16 rows": lambda out, labels: (
+        each(out, labels).topk(min(16, len(out))).values.mean()
+    ),
     "16 rows at least": kept,
     "sorted and cut": lambda out, labels: each(out, labels).sort().values[:16].mean(),
-    "the hardest quarter": lambda out, labels: each(out, labels).topk(max(1, len(out) // 4)).values.mean(),
-    "the first positives": lambda out, labels: each(out, labels)[(labels > 0).nonzero().flatten()[:8]].mean(),
+    "the hardest quarter": lambda out, labels: (
+        each(out, labels).topk(max(1, len(out) // 4)).values.mean()
+    ),
+    "the first positives": lambda out, labels: each(out, labels)[
+        (labels > 0).nonzero().flatten()[:8]
+    ].mean(),
     "the classes that are present": of_classes,
-    "above the mean": lambda out, labels: (lambda losses: losses[losses > losses.mean()].mean())(each(out, labels)),
-    "below the median": lambda out, labels: (lambda losses: losses[losses <= losses.median()].mean())(each(out, labels)),
-    "over the largest": lambda out, labels: (each(out, labels) / each(out, labels).amax().detach()).mean(),
-    "normalised over the batch": lambda out, labels: F.mse_loss(F.normalize(out, dim=0), F.one_hot(labels, CLASSES).to(out)),
+    "above the mean": lambda out, labels: (lambda losses: losses[losses > losses.mean()].mean())(
+        each(out, labels)
+    ),
+    "below the median": lambda out, labels: (
+        lambda losses: losses[losses <= losses.median()].mean()
+    )(each(out, labels)),
+    "over the largest": lambda out, labels: (
+        each(out, labels) / each(out, labels).amax().detach()
+    ).mean(),
+    "normalised over the batch": lambda out, labels: F.mse_loss(
+        F.normalize(out, dim=0), F.one_hot(labels, CLASSES).to(out)
+    ),
     "sums of the hardest": AdditiveLoss(hardest_sums, lambda total: total[0] / total[1]),
 }
 LAYOUTS = [(3, None), (3, 1), (1, 4), (1, 1)]  # devices, and rows of a micro-batch
@@ -57,17 +82,30 @@ def make_batch(rows=24):
 
 @pytest.mark.parametrize(("devices", "micro_batch_size"), LAYOUTS)
 @pytest.mark.parametrize("name", OF_THE_BATCH)
-def test_a_loss_of_some_rows_of_the_batch_is_refused_in_the_first_update(name, devices, micro_batch_size):
-    step = still_step(build_net(), DataParallelCriterion(OF_THE_BATCH[name]), devices, micro_batch_size=micro_batch_size)
-    with pytest.raises(ValueError, match=r"add up|for some rows, and .* for others|function of sums"):
+def test_a_loss_of_some_rows_of_the_batch_is_refused_in_the_first_update(
+    name, devices, micro_batch_size
+):
+    step = still_step(
+        build_net(),
+        DataParallelCriterion(OF_THE_BATCH[name]),
+        devices,
+        micro_batch_size=micro_batch_size,
+    )
+    with pytest.raises(
+        ValueError, match=r"add up|for some rows, and .* for others|function of sums"
+    ):
         step(*make_batch())
 
 
 @pytest.mark.parametrize("name", OF_THE_BATCH)
 def test_a_loss_of_some_rows_of_the_batch_is_refused_in_a_loop(name):
     inputs, labels = make_batch()
-    with pytest.raises(ValueError, match=r"add up|for some rows, and .* for others|function of sums"):
-        DataParallelCriterion(OF_THE_BATCH[name])(DataParallelModel(build_net(), ["cpu"] * 3)(inputs), labels)
+    with pytest.raises(
+        ValueError, match=r"add up|for some rows, and .* for others|function of sums"
+    ):
+        DataParallelCriterion(OF_THE_BATCH[name])(
+            DataParallelModel(build_net(), ["cpu"] * 3)(inputs), labels
+        )
 
 
 class Balanced(nn.Module):
@@ -93,15 +131,23 @@ def centred_advantages(output, labels):
 
 
 OF_THE_ROWS = {
-    "ignored labels": lambda out, labels: 2 * F.cross_entropy(out, labels.masked_fill(labels == 0, -100)),
-    "a bounded count": lambda out, labels: (each(out, labels) * (labels > 1)).sum() / (labels > 1).sum().clamp(min=1),
+    "ignored labels": lambda out, labels: (
+        2 * F.cross_entropy(out, labels.masked_fill(labels == 0, -100))
+    ),
+    "a bounded count": lambda out, labels: (
+        (each(out, labels) * (labels > 1)).sum() / (labels > 1).sum().clamp(min=1)
+    ),
     "sorted rows": lambda out, labels: each(out, labels).sort().values.mean(),
     "above a threshold": lambda out, labels: each(out, labels)[each(out, labels) > 1].mean(),
     "the hardest classes": lambda out, labels: out.topk(2, dim=1).values.mean(),
-    "focal": lambda out, labels: ((1 - torch.exp(-each(out, labels))) ** 2 * each(out, labels)).mean(),
+    "focal": lambda out, labels: (
+        (1 - torch.exp(-each(out, labels))) ** 2 * each(out, labels)
+    ).mean(),
     "advantages": centred_advantages,
     "tiny": lambda out, labels: 1e-20 * F.cross_entropy(out, labels),
-    "row by row": lambda out, labels: sum(each(out[i : i + 1], labels[i : i + 1]).sum() for i in range(len(out))) / len(out),
+    "row by row": lambda out, labels: (
+        sum(each(out[i : i + 1], labels[i : i + 1]).sum() for i in range(len(out))) / len(out)
+    ),
 }
 
 
@@ -109,7 +155,9 @@ OF_THE_ROWS = {
 @pytest.mark.parametrize("name", ["a buffer", *OF_THE_ROWS])
 def test_other_losses_stay_exact(name, devices, micro_batch_size):
     net, criterion = build_net(), OF_THE_ROWS.get(name) or Balanced()
-    step = still_step(net, DataParallelCriterion(criterion), devices, micro_batch_size=micro_batch_size)
+    step = still_step(
+        net, DataParallelCriterion(criterion), devices, micro_batch_size=micro_batch_size
+    )
     for _ in range(2):
         assert_exact_update(step, net, criterion, *make_batch(7))
 
@@ -136,7 +184,9 @@ class Trimmed(nn.Module):
 def of_positions(reduce):
     def loss(output, labels, lengths):
         positions = output.shape[1]
-        errors = F.cross_entropy(output.flatten(0, 1), labels[:, :positions].flatten(), reduction="none")
+        errors = F.cross_entropy(
+            output.flatten(0, 1), labels[:, :positions].flatten(), reduction="none"
+        )
         mask = torch.arange(positions) < lengths[:, None]
         return reduce(errors.view(mask.shape), mask)
 
@@ -166,13 +216,17 @@ def positions_batch():
 def test_a_mean_over_positions_that_each_shard_trims_is_refused(name, devices, micro_batch_size):
     criterion = DataParallelCriterion(of_positions(PADDED[name]))
     step = still_step(Trimmed(), criterion, devices, micro_batch_size=micro_batch_size)
-    with pytest.raises(ValueError, match=r"does not add up over the rows: the .*sum\(\) / mask\.sum\(\)"):
+    with pytest.raises(
+        ValueError, match=r"does not add up over the rows: the .*sum\(\) / mask\.sum\(\)"
+    ):
         step(*positions_batch())
 
 
 @pytest.mark.parametrize(("devices", "micro_batch_size"), LAYOUTS)
 @pytest.mark.parametrize("name", MASKED)
-def test_masked_means_over_positions_that_each_shard_trims_are_exact(name, devices, micro_batch_size):
+def test_masked_means_over_positions_that_each_shard_trims_are_exact(
+    name, devices, micro_batch_size
+):
     net, loss, (inputs, targets) = Trimmed(), of_positions(MASKED[name]), positions_batch()
     step = still_step(net, DataParallelCriterion(loss), devices, micro_batch_size=micro_batch_size)
     for _ in range(2):
@@ -186,10 +240,16 @@ def rank_errors(rank, sizes, name, micro_batch_size):
     if name in PADDED:
         net, loss, batch = Trimmed(), of_positions(PADDED[name]), positions_batch()
     else:
-        net, loss, batch = build_net(), OF_THE_BATCH[name], tuple((tensor,) for tensor in make_batch(sum(sizes)))
+        net, loss, batch = (
+            build_net(),
+            OF_THE_BATCH[name],
+            tuple((tensor,) for tensor in make_batch(sum(sizes))),
+        )
     inputs, targets = (tuple(tensor[rows] for tensor in part) for part in batch)
     model, criterion = parallelize(net, DataParallelCriterion(loss), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=micro_batch_size)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=micro_batch_size
+    )
     run = step if micro_batch_size else lambda inputs, targets: criterion(model(*inputs), *targets)
     with pytest.raises(ValueError, match="does not add up over the rows") as error:
         run(inputs, targets)

@@ -19,14 +19,19 @@ def by_counts(predicted, target, formula):
     losses = []
     for label in range(CLASSES):
         mine, wanted = (predicted == label) & kept, target == label
-        losses.append(1 - formula((mine & wanted).sum(), (mine & ~wanted).sum(), (~mine & wanted).sum()))
+        losses.append(
+            1 - formula((mine & wanted).sum(), (mine & ~wanted).sum(), (~mine & wanted).sum())
+        )
     return torch.stack(losses).mean().double()
 
 
 FORMULAS = [
     (DiceLoss(smooth=1.0), lambda tp, fp, fn: (2 * tp + 1) / (2 * tp + fp + fn + 1)),
     (JaccardLoss(smooth=0.5), lambda tp, fp, fn: (tp + 0.5) / (tp + fp + fn + 0.5)),
-    (TverskyLoss(0.3, 0.7, smooth=2.0), lambda tp, fp, fn: (tp + 2) / (tp + 0.3 * fp + 0.7 * fn + 2)),
+    (
+        TverskyLoss(0.3, 0.7, smooth=2.0),
+        lambda tp, fp, fn: (tp + 2) / (tp + 0.3 * fp + 0.7 * fn + 2),
+    ),
 ]
 
 
@@ -44,13 +49,20 @@ def test_overlaps_equal_the_counts_of_class_indices_and_of_binary_targets(criter
 
 
 def test_half_precision_is_summed_in_float32():
-    output, target = torch.zeros(40_000, 2, dtype=torch.float16), torch.zeros(40_000, dtype=torch.int64)
-    assert DiceLoss()(output, target).dtype == torch.float32  # the sum of 40,000 probabilities is no float16
+    output, target = (
+        torch.zeros(40_000, 2, dtype=torch.float16),
+        torch.zeros(40_000, dtype=torch.int64),
+    )
+    assert (
+        DiceLoss()(output, target).dtype == torch.float32
+    )  # the sum of 40,000 probabilities is no float16
     assert DataParallelCriterion(DiceLoss())([output], target).isfinite()
 
 
 def test_targets_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"the output has shape \(2, 3, 4\) and the target \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"the output has shape \(2, 3, 4\) and the target \(2, 3\)"
+    ):
         DiceLoss()(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="alpha=-1"):
         TverskyLoss(alpha=-1)

@@ -40,12 +40,21 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_losses_on_simulated_devices_equal_the_plain_program(name):
     """Unlike in the plain program, the user need not move a criterion to the device."""
     build, kind = LOSSES[name]
-    module, criterion, inputs, targets = OnTop(name), build(), torch.randn(7, 4), make_targets(kind, 7, ignored=3)
+    module, criterion, inputs, targets = (
+        OnTop(name),
+        build(),
+        torch.randn(7, 4),
+        make_targets(kind, 7, ignored=3),
+    )
     loss, expected = plain_program(module, criterion, inputs, targets)
     with simulate(3):
-        found, found_gradients = split_program(module.to("sim:0"), criterion, inputs, targets, DataParallelModel(module))
+        found, found_gradients = split_program(
+            module.to("sim:0"), criterion, inputs, targets, DataParallelModel(module)
+        )
         torch.testing.assert_close(found.cpu(), loss, rtol=1e-10, atol=1e-10)
-        assert_same_gradients([None if gradient is None else gradient.cpu() for gradient in found_gradients], expected)
+        assert_same_gradients(
+            [None if gradient is None else gradient.cpu() for gradient in found_gradients], expected
+        )
 
 
 def test_weight_of_dense_targets_excludes_ignored_labels():
@@ -65,7 +74,10 @@ def test_weight_of_elementwise_losses_with_element_weights():
     assert loss_weight(F.mse_loss, output, target) == 12
     torch.testing.assert_close(loss_weight(F.mse_loss, output, target, weight=weight), weight.sum())
     assert loss_weight(F.binary_cross_entropy, output, target, weight) == 12
-    with pytest.raises(ValueError, match=r"weight of shape \(9, 3\) for an output of shape \(4, 3\).*with the targets"):
+    with pytest.raises(
+        ValueError,
+        match=r"weight of shape \(9, 3\) for an output of shape \(4, 3\).*with the targets",
+    ):
         loss_weight(nn.BCELoss(weight=torch.rand(9, 3)), output, target)
 
 
@@ -85,11 +97,17 @@ def info_nce(output, target):
 
 @pytest.mark.parametrize("criterion", [SoftDiceLoss(), info_nce, functools.partial(info_nce)])
 def test_a_loss_that_couples_rows_raises_an_error(criterion):
-    with pytest.raises(TypeError, match=r"rows depend on each other.* whole=True, which computes it once for all rows"):
+    with pytest.raises(
+        TypeError,
+        match=r"rows depend on each other.* whole=True, which computes it once for all rows",
+    ):
         loss_weight(criterion, torch.rand(4, 2), torch.rand(4, 2))
 
 
-@pytest.mark.parametrize("criterion", [nn.Identity(), Focal(), lambda output, target: output.sum(), max, functools.partial(max)])
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.Identity(), Focal(), lambda output, target: output.sum(), max, functools.partial(max)],
+)
 def test_an_unknown_criterion_raises_an_error_with_a_fix(criterion):
     with pytest.raises(TypeError, match=r"weight=.*loss_weight\.register"):
         loss_weight(criterion, torch.zeros(2), torch.zeros(2))
@@ -113,7 +131,9 @@ def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
 
 def test_deprecated_reductions_raise_an_error():
     with pytest.raises(ValueError, match="size_average= or reduce=.*use reduction="):
-        loss_weight(functools.partial(F.mse_loss, size_average=False), torch.zeros(2), torch.zeros(2))
+        loss_weight(
+            functools.partial(F.mse_loss, size_average=False), torch.zeros(2), torch.zeros(2)
+        )
 
 
 def test_weighted_mean_and_its_gradients_are_exact():
@@ -128,7 +148,9 @@ def test_weighted_mean_and_its_gradients_are_exact():
 def test_weighted_mean_ignores_nan_with_weight_zero():
     x = torch.randn(3, requires_grad=True)
     mask = torch.tensor([0.0, 0.0, 0.0])
-    nothing = (x * mask).sum() / mask.sum()  # 0 / 0: its backward gives nan even for a gradient of zero
+    nothing = (
+        x * mask
+    ).sum() / mask.sum()  # 0 / 0: its backward gives nan even for a gradient of zero
     assert nothing.isnan()
     mean = weighted_mean([nothing, (x * 2).sum()], [mask.sum(), torch.tensor(5)])
     mean.backward()
@@ -139,7 +161,9 @@ def test_weighted_mean_ignores_nan_with_weight_zero():
 def test_weighted_mean_does_not_round_half_precision_and_large_counts():
     mean = weighted_mean([torch.tensor(60000.0, dtype=torch.float16)] * 4, [1000] * 4)
     assert (mean.dtype, mean.item()) == (torch.float32, 60000)
-    mean = weighted_mean([torch.tensor(0.0), torch.tensor(1.0)], [torch.tensor(2**40), torch.tensor(1)])
+    mean = weighted_mean(
+        [torch.tensor(0.0), torch.tensor(1.0)], [torch.tensor(2**40), torch.tensor(1)]
+    )
     assert mean.item() == pytest.approx(1 / (2**40 + 1), rel=1e-12)
 
 
@@ -166,10 +190,14 @@ def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name
         outputs = DataParallelModel(net, devices)(inputs)
         if name == "weighted_mean":
             pairs = [*zip(outputs, scatter(targets, devices), strict=True)]
-            found = weighted_mean([F.cross_entropy(*pair) for pair in pairs], [(shard != -100).sum() for _, shard in pairs])
+            found = weighted_mean(
+                [F.cross_entropy(*pair) for pair in pairs],
+                [(shard != -100).sum() for _, shard in pairs],
+            )
         elif name == "weight":
             weighted = DataParallelCriterion(
-                lambda *pair: F.cross_entropy(*pair), weight=lambda _, target: (target != -100).sum()
+                lambda *pair: F.cross_entropy(*pair),
+                weight=lambda _, target: (target != -100).sum(),
             )
             found = weighted(outputs, targets)
         else:
@@ -180,7 +208,9 @@ def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
 
 
-TUPLES = PerReplica([(torch.zeros(3, 5), torch.ones(3)), (torch.zeros(2, 5), torch.ones(2))], [3, 2])
+TUPLES = PerReplica(
+    [(torch.zeros(3, 5), torch.ones(3)), (torch.zeros(2, 5), torch.ones(2))], [3, 2]
+)
 TARGETS = torch.zeros(5, dtype=torch.long)
 
 
@@ -210,7 +240,9 @@ def test_an_error_about_the_number_of_arguments_tells_of_the_tuple(name):
         CALLS[name]()(TUPLES, TARGETS)
 
 
-@pytest.mark.parametrize("outputs", [TUPLES, TUPLES.map(lambda pair: pair[0], dim=0)], ids=["tuple", "tensor"])
+@pytest.mark.parametrize(
+    "outputs", [TUPLES, TUPLES.map(lambda pair: pair[0], dim=0)], ids=["tuple", "tensor"]
+)
 def test_other_type_errors_stay(outputs):
     def fails(*arguments):
         raise TypeError("of its own")

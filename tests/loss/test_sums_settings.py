@@ -11,7 +11,13 @@ from helpers.trainers import make_model, make_rows, pad
 from torch import nn
 from torch.nn import functional as F
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, weighted_mean
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    TrainStep,
+    weighted_mean,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -36,11 +42,15 @@ def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head)
     net.zero_grad()
 
     model = DataParallelModel(net, CPUS)
-    criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: count(labels))
+    criterion = DataParallelCriterion(
+        lambda out, labels: out.loss, weight=lambda out, labels: count(labels)
+    )
     outputs = model(**batch)
     found = criterion(outputs, batch["labels"])
     found.backward()
-    tolerance = 1e-6 if head == "gpt2" else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
+    tolerance = (
+        1e-6 if head == "gpt2" else 1e-10
+    )  # transformers computes its loss in float32: ForCausalLMLoss
     torch.testing.assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
     assert_same_gradients(gradients(net), expected, tolerance)
     weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
@@ -51,7 +61,9 @@ def test_losses_and_outputs_of_hugging_face_models_equal_the_plain_program(head)
     torch.testing.assert_close([outputs.logits.gather(), gathered.logits], [plain.logits] * 2)
     assert type(gathered.get("past_key_values")) is type(plain.get("past_key_values"))
     if head == "gpt2":  # a cache object with the tensors of each layer
-        for layer, expected_layer in zip(gathered.past_key_values, plain.past_key_values, strict=True):
+        for layer, expected_layer in zip(
+            gathered.past_key_values, plain.past_key_values, strict=True
+        ):
             torch.testing.assert_close(layer[:2], expected_layer[:2])
 
 
@@ -71,23 +83,34 @@ def test_step_with_wrong_targets_can_be_repeated_with_the_right_ones(wrong):
     step = still_step(net, DataParallelCriterion(losses, weight=DIVISORS), 2, micro_batch_size=1)
     with pytest.raises(TypeError):
         step(inputs, wrong)
-    torch.testing.assert_close(step(inputs, (Y, T)), sum(losses(net(inputs), Y, T).values()).detach())
+    torch.testing.assert_close(
+        step(inputs, (Y, T)), sum(losses(net(inputs), Y, T).values()).detach()
+    )
 
 
 def test_functions_of_the_targets_divide_several_means():
     net, inputs = nn.Linear(4, 3), torch.randn(5, 4)
     outputs = DataParallelModel(net, CPUS)(inputs)
     expected = losses(net(inputs), Y, T)
-    torch.testing.assert_close(DataParallelCriterion(losses, weight=DIVISORS)(outputs, Y, T), expected)
-    listed = DataParallelCriterion(lambda *given: [*losses(*given).values()], weight=[*DIVISORS.values()])
+    torch.testing.assert_close(
+        DataParallelCriterion(losses, weight=DIVISORS)(outputs, Y, T), expected
+    )
+    listed = DataParallelCriterion(
+        lambda *given: [*losses(*given).values()], weight=[*DIVISORS.values()]
+    )
     torch.testing.assert_close(listed(outputs, Y, T), [*expected.values()])
     with pytest.raises(ValueError, match=r"expected a mean for each weight"):
-        DataParallelCriterion(losses, weight={"b": DIVISORS["b"], "a": DIVISORS["a"]})(outputs, Y, T)
+        DataParallelCriterion(losses, weight={"b": DIVISORS["b"], "a": DIVISORS["a"]})(
+            outputs, Y, T
+        )
 
 
 @pytest.mark.parametrize("weight", [{}, [], {"a": 1}, ["rows", "rows"], "columns"])
 def test_invalid_weights_raise_an_error(weight):
-    with pytest.raises(ValueError, match=r"expected a function \(output, \*targets\) -> scalar, or 'rows', or for several means"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected a function \(output, \*targets\) -> scalar, or 'rows', or for several means",
+    ):
         DataParallelCriterion(losses, weight=weight)
 
 
@@ -106,7 +129,11 @@ CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 0.1])
 
 def weighted_and_bounded(out, labels, boxes):
     """Returns a mean with a small divisor that has no bound, one with a bound, and one whose small divisor has a bound."""
-    errors, has_box, scores = (out[:, 3] - boxes).abs(), labels != 2, CLASS_WEIGHTS.to(out)[labels] / 4
+    errors, has_box, scores = (
+        (out[:, 3] - boxes).abs(),
+        labels != 2,
+        CLASS_WEIGHTS.to(out)[labels] / 4,
+    )
     return {
         "class": F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS.to(out)),
         "box": (errors * has_box).sum() / has_box.sum().clamp(min=1),
@@ -126,12 +153,22 @@ BOUNDED_DIVISORS = {
 def test_each_mean_has_its_minimum(labels, names):
     """A number bounds counts, and a number for each mean its divisor, by hand and in micro-batches."""
     torch.manual_seed(0)
-    net, inputs, boxes, labels = nn.Linear(4, 4), torch.randn(5, 4), torch.rand(5), torch.tensor(labels)
+    net, inputs, boxes, labels = (
+        nn.Linear(4, 4),
+        torch.randn(5, 4),
+        torch.rand(5),
+        torch.tensor(labels),
+    )
 
     def criterion(*arguments):
-        return {name: mean for name, mean in weighted_and_bounded(*arguments).items() if name in names}
+        return {
+            name: mean for name, mean in weighted_and_bounded(*arguments).items() if name in names
+        }
 
-    weight, minimum = {name: BOUNDED_DIVISORS[name] for name in names}, {"class": 0, "box": 1, "score": 1}
+    weight, minimum = (
+        {name: BOUNDED_DIVISORS[name] for name in names},
+        {"class": 0, "box": 1, "score": 1},
+    )
     minimum = 1 if "score" not in names else minimum
     expected = criterion(net(inputs), labels, boxes)
     split = DataParallelCriterion(criterion, weight=weight, minimum=minimum)
@@ -144,9 +181,19 @@ def test_a_minimum_for_each_mean_has_the_structure_of_the_weights():
     for minimum in ([0, 1], {"box": 1, "class": 0}, {"class": 0}):
         weight = {name: BOUNDED_DIVISORS[name] for name in ("class", "box")}
         criterion = DataParallelCriterion(weighted_and_bounded, weight=weight, minimum=minimum)
-        with pytest.raises(ValueError, match="expected one number, or one for each weight in the structure and order of weight="):
-            criterion(PerReplica([torch.zeros(2, 4)], [2]), torch.zeros(2, dtype=torch.long), torch.zeros(2))
-    with pytest.raises(ValueError, match="minimum=.* was given with weight=None, expected a weight= that has a divisor for each"):
+        with pytest.raises(
+            ValueError,
+            match="expected one number, or one for each weight in the structure and order of weight=",
+        ):
+            criterion(
+                PerReplica([torch.zeros(2, 4)], [2]),
+                torch.zeros(2, dtype=torch.long),
+                torch.zeros(2),
+            )
+    with pytest.raises(
+        ValueError,
+        match="minimum=.* was given with weight=None, expected a weight= that has a divisor for each",
+    ):
         DataParallelCriterion(weighted_and_bounded, minimum=[1, 0])
 
 
@@ -168,7 +215,12 @@ def test_a_minimum_does_not_change_means_that_are_found():
     out, labels = torch.randn(4, 4), torch.tensor([2, 2, 2, 2])
 
     def criterion(out, labels):
-        return F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS.to(out), reduction="mean") + out.abs().mean()
+        return (
+            F.cross_entropy(out[:, :3], labels, CLASS_WEIGHTS.to(out), reduction="mean")
+            + out.abs().mean()
+        )
 
     split = DataParallelCriterion(criterion, minimum=1)
-    torch.testing.assert_close(split(PerReplica(out.split(2), [2, 2]), labels), criterion(out, labels))
+    torch.testing.assert_close(
+        split(PerReplica(out.split(2), [2, 2]), labels), criterion(out, labels)
+    )

@@ -8,7 +8,9 @@ from balanced_parallel.memory import estimation, lines
 @pytest.fixture
 def one_trace(monkeypatch):
     """Makes an estimate trace its own number of rows alone. For tests that ask for no other: it takes half of the time."""
-    monkeypatch.setattr(estimation, "lines_of", lambda request, rows: [lines.trace_exactly(request, rows)] * 2)
+    monkeypatch.setattr(
+        estimation, "lines_of", lambda request, rows: [lines.trace_exactly(request, rows)] * 2
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -40,12 +40,17 @@ def test_stream_does_not_reuse_the_memory_of_another():
     assert replay(events, sizes).reserved == 20 * MIB
     assert replay(events, sizes, streams=[0, 0]).reserved == 20 * MIB
     assert replay(events, sizes, streams=[1, 0]).reserved == 40 * MIB
-    assert replay(events, sizes, 30 * MIB, [1, 0]).reserved == 20 * MIB  # free segments of all streams are given back
+    assert (
+        replay(events, sizes, 30 * MIB, [1, 0]).reserved == 20 * MIB
+    )  # free segments of all streams are given back
 
 
 def test_block_above_1_mib_keeps_a_remainder_of_up_to_1_mib():
     assert replay([1], [16_000_000]) == ([16 * MIB], 16 * MIB)
-    assert replay([1, 2, 3], [12 * MIB, 3 * MIB, MIB // 2]) == ([12 * MIB, 15 * MIB, 15 * MIB + MIB // 2], 34 * MIB)
+    assert replay([1, 2, 3], [12 * MIB, 3 * MIB, MIB // 2]) == (
+        [12 * MIB, 15 * MIB, 15 * MIB + MIB // 2],
+        34 * MIB,
+    )
 
 
 def test_expandable_segments_grow_at_their_end_and_give_back_pages():
@@ -53,7 +58,9 @@ def test_expandable_segments_grow_at_their_end_and_give_back_pages():
         found = replay(events, sizes, capacity, expandable=True)
         return found and found.reserved
 
-    assert reserved([1, 2, 3], [100, 2 * MIB, 17 * MIB]) == 22 * MIB  # a page for small blocks, one of 20 MiB for the others
+    assert (
+        reserved([1, 2, 3], [100, 2 * MIB, 17 * MIB]) == 22 * MIB
+    )  # a page for small blocks, one of 20 MiB for the others
     assert replay([1], [16_000_000], expandable=True).allocated == [16_000_000]  # a multiple of 512
     growing = [1, -1, 2, -2, 3, -3], [20 * MIB, 40 * MIB, 60 * MIB]
     assert (replay(*growing).reserved, reserved(*growing)) == (120 * MIB, 60 * MIB)

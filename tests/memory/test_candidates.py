@@ -27,7 +27,10 @@ class Wide(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, factor * WIDTH), nn.GELU(), nn.Linear(factor * WIDTH, WIDTH)) for _ in range(blocks)
+            nn.Sequential(
+                nn.Linear(WIDTH, factor * WIDTH), nn.GELU(), nn.Linear(factor * WIDTH, WIDTH)
+            )
+            for _ in range(blocks)
         )
 
     def forward(self, hidden):
@@ -50,13 +53,20 @@ def batch(rows):
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
 
-STATE = 16 * sum(parameter.numel() for parameter in Wide().parameters())  # parameters, gradients and AdamW's state
+STATE = 16 * sum(
+    parameter.numel() for parameter in Wide().parameters()
+)  # parameters, gradients and AdamW's state
 
 
 @functools.cache
 def planned(capacity, **settings):
     optimizer = functools.partial(torch.optim.AdamW, betas=(0.9, 0.99))
-    settings = {"batch_size": 64, "devices": 2, "device_kind": "sim", "optimizer": optimizer} | settings
+    settings = {
+        "batch_size": 64,
+        "devices": 2,
+        "device_kind": "sim",
+        "optimizer": optimizer,
+    } | settings
     return memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity=capacity, **settings)
 
 
@@ -79,7 +89,9 @@ def test_fsdp_is_chosen_where_replicas_do_not_fit():
     assert plan.chosen.exact
     assert max(plan.chosen.reserved) <= plan.capacity[0]
     assert {choice.layout for choice in plan.choices if choice.fits} == {"fsdp"}
-    with pytest.raises(ValueError, match="strategy='fsdp' in one process, expected 'auto' or 'replicas'"):
+    with pytest.raises(
+        ValueError, match="strategy='fsdp' in one process, expected 'auto' or 'replicas'"
+    ):
         plan.apply(Wide(), nn.MSELoss())
 
 
@@ -96,7 +108,10 @@ def run_on_rank(rank, lines, plan_text):
 @pytest.mark.slow
 def test_lines_of_fsdp_run_on_ranks():
     plan = planned(int(0.75 * STATE))
-    assert plan.lines[0] == "# torchrun --nproc-per-node=2 train.py; every rank passes its own rows, 64 in all"
+    assert (
+        plan.lines[0]
+        == "# torchrun --nproc-per-node=2 train.py; every rank passes its own rows, 64 in all"
+    )
     for loss, again, *sizes in run_ranks(2, run_on_rank, plan.lines, plan.to_json()):
         assert loss == pytest.approx(plain_loss(64), rel=1e-5)
         assert again == pytest.approx(loss, rel=1e-5)
@@ -132,13 +147,17 @@ def test_an_option_that_cannot_be_traced_is_skipped_and_named():
     settings = {"batch_size": 64, "device_kind": "sim"}
     net = NeverCheckpointed(factor=16, blocks=2)
     needs = memory.plan(net, nn.MSELoss(), *batch(4), capacity="1KiB", **settings).needs[0]
-    plan = memory.plan(net, nn.MSELoss(), *batch(4), capacity=needs + 2**16, precision="bf16", **settings)
+    plan = memory.plan(
+        net, nn.MSELoss(), *batch(4), capacity=needs + 2**16, precision="bf16", **settings
+    )
     reasons = dict(plan.skipped)
     name = "optimizer on the host, fused optimizer, checkpointed blocks, offloaded activations"
     assert reasons[name] == "NotImplementedError: this block"
     assert f"skipped: {name}: NotImplementedError: this block" in " ".join(str(plan).split())
     assert plan.choices
-    with pytest.raises(ValueError, match=r"replicas: RuntimeError: .*; a plan needs a module, a criterion and an "):
+    with pytest.raises(
+        ValueError, match=r"replicas: RuntimeError: .*; a plan needs a module, a criterion and an "
+    ):
         memory.plan(nn.Linear(3, 3), nn.MSELoss(), *batch(4), capacity="1GiB", **settings)
 
 
@@ -147,7 +166,12 @@ ON_A10 = {"device_kind": "a10", "batch_size": 20000}
 
 @pytest.mark.parametrize(
     ("capacity", "settings"),
-    [("1GiB", {}), slow(int(0.75 * STATE), {}), slow("64KiB", {}), slow(int(0.8 * STATE) + 2**30, ON_A10)],
+    [
+        ("1GiB", {}),
+        slow(int(0.75 * STATE), {}),
+        slow("64KiB", {}),
+        slow(int(0.8 * STATE) + 2**30, ON_A10),
+    ],
 )
 def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity, settings):
     plan = planned(capacity, **settings)
@@ -157,7 +181,9 @@ def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity, 
         assert max(map(len, text.splitlines())) <= 100
         if plan.fits:
             assert (
-                first.startswith(f"fits: yes, {plan.batch_size // 2} rows per device in 1 micro-batch, ")
+                first.startswith(
+                    f"fits: yes, {plan.batch_size // 2} rows per device in 1 micro-batch, "
+                )
                 or "micro-batches" in first
             )
             assert second.strip() == plan.lines[0]
@@ -172,10 +198,21 @@ def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity, 
 def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
     jobs, run = [], candidates.try_traces
     monkeypatch.setattr(candidates, "try_traces", lambda more: jobs.extend(more) or run(more))
-    plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity="64KiB", devices=2, batch_size=64, device_kind="sim")
+    plan = memory.plan(
+        Wide(),
+        nn.MSELoss(),
+        *batch(4),
+        capacity="64KiB",
+        devices=2,
+        batch_size=64,
+        device_kind="sim",
+    )
     assert not plan.fits
     assert len(jobs) <= 28
-    names = {"FSDP2, fused optimizer, selective checkpoints", "FSDP2, fused optimizer, checkpointed blocks, bf16"}
+    names = {
+        "FSDP2, fused optimizer, selective checkpoints",
+        "FSDP2, fused optimizer, checkpointed blocks, bf16",
+    }
     assert names.issubset(plan.untried)
 
 
@@ -183,7 +220,9 @@ def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
 def test_blocks_that_share_buckets_are_traced_by_few_of_them_if_not_one_row_fits():
     """Halves of one bucket of all parameters do not repeat with the blocks."""
     problem = Problem(Wide(blocks=10), nn.MSELoss(), *batch(4))
-    request = make_request(problem, layout="replicas", devices=2, device_kind="sim", balanced_optimizer=True)
+    request = make_request(
+        problem, layout="replicas", devices=2, device_kind="sim", balanced_optimizer=True
+    )
     assert find_repeated(request) is None
     exact, rough = (candidates.Option((), request, (size,) * 2, 4) for size in (2**30, 2**20))
     assert exact.choose(exact).fits
@@ -197,7 +236,9 @@ def test_the_number_of_devices_is_solved_for():
     small = functools.partial(planned, int(0.2 * STATE), precision="fp16")
     plan = small()
     count = plan.needs[1]
-    assert f"does not fit: needs {format_bytes(plan.needs[0])} for one row per device" in plan.verdict
+    assert (
+        f"does not fit: needs {format_bytes(plan.needs[0])} for one row per device" in plan.verdict
+    )
     assert f"nearest that does: {count} devices of" in plan.verdict
     assert small(devices=count, batch_size=count).fits
     assert not small(devices=count - 1, batch_size=count - 1).fits
@@ -212,13 +253,19 @@ def test_a_new_saving_is_two_objects(monkeypatch):
 
     line = "module.layers = module.layers[:1]"
     fewer = saving.Saving("shrink", "fewer layers", "another model", change_module=shrink)
-    place = next(place for place, each in enumerate(savings_of_plans.PLANNED) if each.saving is saving.CHECKPOINT)
+    place = next(
+        place
+        for place, each in enumerate(savings_of_plans.PLANNED)
+        if each.saving is saving.CHECKPOINT
+    )
     with_fewer = [*savings_of_plans.PLANNED]
     with_fewer.insert(place, savings_of_plans.PlannedSaving(fewer, line=line))
     for module in (savings_of_plans, planning):
         monkeypatch.setattr(module, "PLANNED", with_fewer)
     for module in (saving, savings_of_plans):
         monkeypatch.setattr(module, "SAVINGS", (*saving.SAVINGS, fewer))
-    plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity=int(0.4 * STATE), batch_size=64, device_kind="sim")
+    plan = memory.plan(
+        Wide(), nn.MSELoss(), *batch(4), capacity=int(0.4 * STATE), batch_size=64, device_kind="sim"
+    )
     assert "fewer layers" in plan.chosen.name
     assert line in plan.lines

@@ -44,12 +44,18 @@ def test_each_kind_has_its_own_name():
     assert all(devices.find_kind(name).name == name for name in devices.KINDS)
 
 
-OF_ANOTHER_SIZE = ["NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 3060 Ti", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+OF_ANOTHER_SIZE = [
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA GeForce RTX 3060 Ti",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+]
 
 
 @pytest.mark.parametrize("name", [*OF_ANOTHER_SIZE, "RTX 4090 Laptop GPU", "gtx480", ""])
 def test_unknown_name_is_an_error_that_lists_the_others(name):
-    message = r"device_kind='.*', expected one of gb200, .*, cpu, .*capacity='24GiB', or --memory 24GiB"
+    message = (
+        r"device_kind='.*', expected one of gb200, .*, cpu, .*capacity='24GiB', or --memory 24GiB"
+    )
     with pytest.raises(ValueError, match=message):
         devices.find_kind(name)
 
@@ -57,13 +63,17 @@ def test_unknown_name_is_an_error_that_lists_the_others(name):
 def test_context_grows_with_the_multiprocessors_and_the_workspace_with_the_generation():
     assert devices.find_kind("t4").context == 140 * 2**20
     assert devices.find_kind("rtx5090").context == 595 * 2**20
-    sizes = {name: devices.find_kind(name).workspace for name in ("a100", "h100", "rtx5090", "mi300x")}
+    sizes = {
+        name: devices.find_kind(name).workspace for name in ("a100", "h100", "rtx5090", "mi300x")
+    }
     assert sizes == {"a100": 8519680, "h100": 2**25, "rtx5090": 2**25, "mi300x": 0}
 
 
 @pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB", "NVIDIA Thor"])
 def test_memory_of_a_gpu_of_this_machine_is_its_own(monkeypatch, name):
-    properties = types.SimpleNamespace(name=name, total_memory=17 * GIB, multi_processor_count=20, major=11)
+    properties = types.SimpleNamespace(
+        name=name, total_memory=17 * GIB, multi_processor_count=20, major=11
+    )
     monkeypatch.setattr(devices, "visible_devices", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     kind = devices.find_kind(None)
@@ -77,7 +87,10 @@ def test_memory_of_a_gpu_of_this_machine_is_its_own(monkeypatch, name):
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
 def test_unknown_accelerator_of_this_machine_is_not_planned_as_another(monkeypatch, kind):
     monkeypatch.setattr(devices, "visible_devices", lambda: [torch.device(kind, 0)])
-    with pytest.raises(ValueError, match=rf"allocator of {kind} devices is not known, .*device_kind='a100', capacity='24GiB'"):
+    with pytest.raises(
+        ValueError,
+        match=rf"allocator of {kind} devices is not known, .*device_kind='a100', capacity='24GiB'",
+    ):
         devices.find_kind(None)
     assert devices.find_kind("rtx3090").name == "rtx3090"
 
@@ -85,9 +98,17 @@ def test_unknown_accelerator_of_this_machine_is_not_planned_as_another(monkeypat
 @pytest.mark.usefixtures("one_trace")
 def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
-    reports = {kind: memory.estimate(build(), F.cross_entropy, *batch(24), device_kind=kind) for kind in ("cpu", "h200")}
-    assert reports["h200"].parts[0]["saved activations"] < 0.8 * reports["cpu"].parts[0]["saved activations"]  # masks, attention
-    assert reports["h200"].parts[0]["workspace"] == 2 * 4096 * 8 * 1024  # a handle in the forward, another in the backward
+    reports = {
+        kind: memory.estimate(build(), F.cross_entropy, *batch(24), device_kind=kind)
+        for kind in ("cpu", "h200")
+    }
+    assert (
+        reports["h200"].parts[0]["saved activations"]
+        < 0.8 * reports["cpu"].parts[0]["saved activations"]
+    )  # masks, attention
+    assert (
+        reports["h200"].parts[0]["workspace"] == 2 * 4096 * 8 * 1024
+    )  # a handle in the forward, another in the backward
     assert reports["h200"].nvidia_smi[0] == reports["h200"].reserved[0] + 462 * 2**20
     assert reports["cpu"].nvidia_smi == reports["cpu"].reserved == reports["cpu"].allocated
     assert set(reports["h200"].assumed) == {"workspace", "context"}
@@ -114,22 +135,33 @@ def test_learned_bias_of_fused_attention_has_a_gradient_and_a_state():
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     inputs, matrix = torch.zeros(8, 64, 32), 4 * 64 * 64 * 4
     learned, frozen = (
-        memory.estimate(BiasedAttention(one), torch.sum, inputs, (), device_kind="h200", optimizer=momentum)
+        memory.estimate(
+            BiasedAttention(one), torch.sum, inputs, (), device_kind="h200", optimizer=momentum
+        )
         for one in (True, False)
     )
     assert learned.parts[0]["optimizer state"] == frozen.parts[0]["optimizer state"] + matrix
-    assert learned.allocated[0] == frozen.allocated[0] + matrix + 8 * matrix  # the kernel's gradient has the rows of the batch
+    assert (
+        learned.allocated[0] == frozen.allocated[0] + matrix + 8 * matrix
+    )  # the kernel's gradient has the rows of the batch
 
 
 @pytest.mark.usefixtures("one_trace")
 def test_allocated_is_what_torch_counts():
     """Blocks of 16,000,000 bytes are 16 MiB, and a model without a matrix product has no workspace of cuBLAS."""
-    net, inputs = nn.Sequential(nn.LayerNorm(2000), nn.Linear(2000, 2000, bias=False)), torch.zeros(4, 2000)
-    report = memory.estimate(net, torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD)
+    net, inputs = (
+        nn.Sequential(nn.LayerNorm(2000), nn.Linear(2000, 2000, bias=False)),
+        torch.zeros(4, 2000),
+    )
+    report = memory.estimate(
+        net, torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD
+    )
     assert sum(report.parts[0].values()) == report.allocated[0] == max(report.timeline[0])
     assert report.parts[0]["workspace"] == 2 * 8519680
     assert report.parts[0]["rounding"] == pytest.approx(2 * (2**24 - 16_000_000), rel=0.1)
-    norm = memory.estimate(net[0], torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD)
+    norm = memory.estimate(
+        net[0], torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD
+    )
     assert norm.parts[0]["workspace"] == 0
 
 
@@ -141,7 +173,10 @@ class GroupedAttention(nn.Module):
         self.projections = nn.ModuleList(nn.Linear(96, width) for width in (8 * 40, 2 * 40, 2 * 40))
 
     def forward(self, inputs):
-        heads = [projection(inputs).unflatten(-1, (-1, 40)).transpose(1, 2) for projection in self.projections]
+        heads = [
+            projection(inputs).unflatten(-1, (-1, 40)).transpose(1, 2)
+            for projection in self.projections
+        ]
         return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
 
 
@@ -150,26 +185,36 @@ class GroupedAttention(nn.Module):
 def test_backward_of_flash_attention_takes_memory_for_itself(dtype, expected):
     """The query's gradient in float32, and those of keys and values for each head; lengths and widths are rounded."""
     report = memory.estimate(
-        GroupedAttention().to(dtype), torch.sum, torch.zeros(3, 100, 96, dtype=dtype), (), device_kind="a100"
+        GroupedAttention().to(dtype),
+        torch.sum,
+        torch.zeros(3, 100, 96, dtype=dtype),
+        (),
+        device_kind="a100",
     )
     blocks = report.batches.exact.first.blocks
     attention = GroupedAttention.forward.__code__.co_firstlineno + 2
     sizes = [block.size for block in blocks if block.line == f"backward of {__file__}:{attention}"]
     sums, per_head = 4 * 3 * 8 * 128, 3 * 8 * 100 * 40 * 2
     assert sums in sizes
-    assert sum(sizes.count(size) for size in (64 * sums, per_head)) == 2 * (expected + (expected > 0))  # two updates, and dq
+    assert sum(sizes.count(size) for size in (64 * sums, per_head)) == 2 * (
+        expected + (expected > 0)
+    )  # two updates, and dq
     assert sizes.count(64 * sums) == 2 * (expected > 0)
 
 
 @pytest.mark.usefixtures("one_trace")
 def test_convolutions_have_an_upper_bound_and_a_note():
     def estimated(kind="a100", **settings):
-        net = nn.Sequential(nn.Conv2d(8, 64, 3, padding=1, **settings), nn.Flatten(), nn.Linear(64 * 32 * 32, 2))
+        net = nn.Sequential(
+            nn.Conv2d(8, 64, 3, padding=1, **settings), nn.Flatten(), nn.Linear(64 * 32 * 32, 2)
+        )
         batch = torch.zeros(64, 8, 32, 32), torch.zeros(64, dtype=torch.int64)
         return memory.estimate(net, F.cross_entropy, *batch, device_kind=kind)
 
     dense, grouped, on_cpu = estimated(), estimated(groups=8), estimated("cpu")
-    assert dense.at_most[0] - dense.nvidia_smi[0] == pytest.approx(9 / 4 * 64 * 72 * 32 * 32 * 4, rel=0.2)
+    assert dense.at_most[0] - dense.nvidia_smi[0] == pytest.approx(
+        9 / 4 * 64 * 72 * 32 * 32 * 4, rel=0.2
+    )
     assert grouped.at_most == grouped.nvidia_smi
     assert on_cpu.at_most == on_cpu.allocated
     assert "cuDNN" in dense.assumed["convolutions"]
@@ -187,6 +232,10 @@ def test_convolutions_have_an_upper_bound_and_a_note():
 )
 def test_the_upper_bound_has_3d_and_dilated_convolutions(convolution, sizes, times):
     batch = torch.zeros(64, 8, *sizes, device="meta")
-    report = memory.estimate(nn.Sequential(convolution), F.mse_loss, batch, batch, device_kind="a100")
-    assert times <= (report.at_most[0] - report.nvidia_smi[0]) / (2 * batch.nbytes) <= 2 * times  # and segments that stay free
+    report = memory.estimate(
+        nn.Sequential(convolution), F.mse_loss, batch, batch, device_kind="a100"
+    )
+    assert (
+        times <= (report.at_most[0] - report.nvidia_smi[0]) / (2 * batch.nbytes) <= 2 * times
+    )  # and segments that stay free
     assert "not counted in allocated" in report.assumed["convolutions"]

@@ -22,9 +22,19 @@ CASES = {
     "perceptron": {},
     "language model": {},
     "language model, checkpointed": {"checkpoint": True},
-    "language model, accumulated": {"micro_batch_size": 8, "optimizer": functools.partial(torch.optim.SGD, momentum=0.9)},
-} | {f"perceptron, {name}": {"optimizer": getattr(torch.optim, name)} for name in READING_STEP_COUNTS}
-BY_DEFAULT = ["perceptron, checkpointed", "language model, accumulated", "perceptron, NAdam", "perceptron, Adafactor"]
+    "language model, accumulated": {
+        "micro_batch_size": 8,
+        "optimizer": functools.partial(torch.optim.SGD, momentum=0.9),
+    },
+} | {
+    f"perceptron, {name}": {"optimizer": getattr(torch.optim, name)} for name in READING_STEP_COUNTS
+}
+BY_DEFAULT = [
+    "perceptron, checkpointed",
+    "language model, accumulated",
+    "perceptron, NAdam",
+    "perceptron, Adafactor",
+]
 
 
 @pytest.mark.parametrize("name", slow_but(list(CASES), *BY_DEFAULT))
@@ -39,7 +49,11 @@ def test_peak_equals_the_allocator(name):
 
 @pytest.mark.parametrize(
     ("problem", "precision"),
-    slow_but([*itertools.product(PROBLEMS, ["fp32", "bf16"])], ("language model", "bf16"), ("convolutions", "fp32")),
+    slow_but(
+        [*itertools.product(PROBLEMS, ["fp32", "bf16"])],
+        ("language model", "bf16"),
+        ("convolutions", "fp32"),
+    ),
 )
 @pytest.mark.usefixtures("one_trace")
 def test_peak_equals_the_tracker_of_torch(problem, precision):
@@ -56,8 +70,12 @@ def test_estimate_does_not_change_the_module_or_random_state():
     net, (inputs, targets) = build(), batch(6)
     before = {name: (value.data_ptr(), value._version) for name, value in net.state_dict().items()}
     random = torch.get_rng_state()
-    memory.estimate(net, nn.CrossEntropyLoss(), inputs, targets, layout="replicas", devices=2, precision="bf16")
-    assert {name: (value.data_ptr(), value._version) for name, value in net.state_dict().items()} == before
+    memory.estimate(
+        net, nn.CrossEntropyLoss(), inputs, targets, layout="replicas", devices=2, precision="bf16"
+    )
+    assert {
+        name: (value.data_ptr(), value._version) for name, value in net.state_dict().items()
+    } == before
     assert torch.equal(torch.get_rng_state(), random)
     assert all(parameter.grad is None for parameter in net.parameters())
     assert "to" not in net.__dict__
@@ -139,7 +157,13 @@ def test_an_evaluation_is_the_forward_without_a_graph(problem, precision, rows, 
     build, batch = PROBLEMS.get(problem, PROBLEMS["perceptron"])
     build = with_dropout if problem == "dropout" else build
     criterion = CRITERIA.get(problem, F.cross_entropy)
-    settings = {"mode": "evaluate", "layout": "replicas", "devices": devices, "precision": precision, "device_kind": "sim"}
+    settings = {
+        "mode": "evaluate",
+        "layout": "replicas",
+        "devices": devices,
+        "precision": precision,
+        "device_kind": "sim",
+    }
     report = memory.estimate(build(), criterion, *batch(rows), **settings)
     assert report.allocated == evaluated(build, criterion, *batch(rows), devices, precision)
     for parts in report.parts:
@@ -151,11 +175,14 @@ def test_an_evaluation_is_the_forward_without_a_graph(problem, precision, rows, 
 @pytest.mark.parametrize("layout", slow_but(["ddp", "fsdp"], "ddp"))
 def test_ranks_evaluate_without_gradients(layout):
     reports = [
-        estimated("language model", 24, layout=layout, devices=2, mode=mode, device_kind="cpu") for mode in ("train", "evaluate")
+        estimated("language model", 24, layout=layout, devices=2, mode=mode, device_kind="cpu")
+        for mode in ("train", "evaluate")
     ]
     trained, evaluated = (report.parts[0] for report in reports)
     assert evaluated["parameters"] == trained["parameters"]
-    assert not any(evaluated[name] for name in ("gradients", "optimizer state", "saved activations"))
+    assert not any(
+        evaluated[name] for name in ("gradients", "optimizer state", "saved activations")
+    )
     assert reports[1].phases == {}
     assert str(reports[1]).startswith(f"evaluation: {layout} on 2 x cpu, fp32")
     assert reports[1].affine
@@ -163,7 +190,11 @@ def test_ranks_evaluate_without_gradients(layout):
 
 BAD = {
     "mode='eval', expected one of train, evaluate": {"mode": "eval"},
-    "mode='evaluate' has no gradients, expected": {"mode": "evaluate", "balanced_optimizer": True, "layout": "ddp"},
+    "mode='evaluate' has no gradients, expected": {
+        "mode": "evaluate",
+        "balanced_optimizer": True,
+        "layout": "ddp",
+    },
     "layout='dp', expected one of": {"layout": "dp"},
     "device_kind='h900', expected one of": {"device_kind": "h900"},
     "precision='fp8'": {"precision": "fp8"},
@@ -171,8 +202,13 @@ BAD = {
     "devices=2 with layout='single'": {"devices": 2},
     "balanced_optimizer=True with layout='single'": {"balanced_optimizer": True},
     "micro_batch_size=-1": {"micro_batch_size": -1},
-    "whole_gradients=True with layout='ddp', expected layout='fsdp'": {"whole_gradients": True, "layout": "ddp"},
-    "savings has 'nothing', expected functions of balanced_parallel.savings: offload_opt": {"savings": ["nothing"]},
+    "whole_gradients=True with layout='ddp', expected layout='fsdp'": {
+        "whole_gradients": True,
+        "layout": "ddp",
+    },
+    "savings has 'nothing', expected functions of balanced_parallel.savings: offload_opt": {
+        "savings": ["nothing"]
+    },
 }
 
 

@@ -29,7 +29,9 @@ def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
     assert torch.UntypedStorage.resize_ is resize
     logits = torch.zeros(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.softmax(logits.bfloat16(), 0).dtype == torch.bfloat16  # the CPU's own choice is back
+        assert (
+            torch.softmax(logits.bfloat16(), 0).dtype == torch.bfloat16
+        )  # the CPU's own choice is back
 
 
 class Odd(Exception):
@@ -46,9 +48,12 @@ def refuse(inputs):
 
 
 @pytest.mark.parametrize(
-    ("forward", "kind", "message"), [(die, RuntimeError, "without a result"), (refuse, Exception, "^Odd: not here$")]
+    ("forward", "kind", "message"),
+    [(die, RuntimeError, "without a result"), (refuse, Exception, "^Odd: not here$")],
 )
-def test_a_killed_child_process_or_an_error_that_cannot_be_sent_raises_a_built_in_error(forward, kind, message):
+def test_a_killed_child_process_or_an_error_that_cannot_be_sent_raises_a_built_in_error(
+    forward, kind, message
+):
     net = nn.Linear(8, 8)
     net.forward = forward
     with pytest.raises(kind, match=message):
@@ -111,7 +116,9 @@ def test_options_of_a_plan_are_traced_in_the_same_processes(monkeypatch):
     monkeypatch.setattr(tracer, "ProcessPoolExecutor", Counted)
     net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)])
     batch = torch.zeros(4, 64), torch.zeros(4, 64)
-    plan = memory.plan(net, F.mse_loss, *batch, batch_size=256, capacity="190KiB", devices=2, device_kind="cpu")
+    plan = memory.plan(
+        net, F.mse_loss, *batch, batch_size=256, capacity="190KiB", devices=2, device_kind="cpu"
+    )
     assert len(plan.choices) > 1
     assert len({pool for pool, _ in pools}) == 1
     (numbers,) = {tuple(numbers) for _, numbers in pools}

@@ -29,7 +29,9 @@ def adamw(model, **settings):
 def groups(model):
     named = dict(model.named_parameters())
     some = [{"params": [p for n, p in named.items() if "layers" in n], "amsgrad": True}]
-    return torch.optim.AdamW([*some, {"params": [p for n, p in named.items() if "layers" not in n], "foreach": False}])
+    return torch.optim.AdamW(
+        [*some, {"params": [p for n, p in named.items() if "layers" not in n], "foreach": False}]
+    )
 
 
 def several(model):
@@ -72,7 +74,9 @@ def fit_and_run(make, capacity, rows):
         step = make()
         report = memory.fit(step, *words(rows))
         assert 1 < step.micro_batch_size < rows // 2
-        assert max(peak_of_updates(cluster, step, *words(rows))) == pytest.approx(max(report.allocated), rel=0.01)
+        assert max(peak_of_updates(cluster, step, *words(rows))) == pytest.approx(
+            max(report.allocated), rel=0.01
+        )
         return step.micro_batch_size
 
 
@@ -95,7 +99,10 @@ def other_loss(output, targets):
         slow(("2MiB", "1200KiB"), {"split": [2, 1]}),
         slow(("2MiB",), {"precision": "bf16"}),
         (("2MiB",), {"precision": "fp16", "max_grad_norm": 1.0}),
-        slow(("2MiB",) * 2, {"criterion": other_loss, "weight": lambda output, targets: targets.numel()}),
+        slow(
+            ("2MiB",) * 2,
+            {"criterion": other_loss, "weight": lambda output, targets: targets.numel()},
+        ),
     ],
 )
 def test_settings_of_the_step_decide(capacity, settings):
@@ -110,7 +117,9 @@ def test_tensors_of_others_and_of_the_step_count():
         alone = step.micro_batch_size
         step(*words(50))
         memory.fit(step, *words(50))
-        assert step.micro_batch_size == alone  # the optimizer's state and the gradients are the step's own
+        assert (
+            step.micro_batch_size == alone
+        )  # the optimizer's state and the gradients are the step's own
         other = torch.zeros(2**18 // 4, device="sim:0")
         memory.fit(step, *words(50))
         assert step.micro_batch_size < alone
@@ -123,12 +132,19 @@ def test_a_batch_that_fits_runs_at_once():
         step = make_step(adamw, micro_batch_size=1)
         assert memory.fit(step, *words(7)).micro_batches == 1
         assert step.micro_batch_size == 4
-        assert memory.fit(step, tokens(7).to("meta"), tokens(7).to("meta"), capacity="512MiB").allocated[0] > 0
+        assert (
+            memory.fit(
+                step, tokens(7).to("meta"), tokens(7).to("meta"), capacity="512MiB"
+            ).allocated[0]
+            > 0
+        )
 
 
 def test_the_cpu_needs_a_capacity():
     step = make_step(adamw, ["cpu"] * 2)
-    with pytest.raises(ValueError, match="the model is on the CPU, which other programs use too: give capacity="):
+    with pytest.raises(
+        ValueError, match="the model is on the CPU, which other programs use too: give capacity="
+    ):
         memory.fit(step, *words(6))
     assert step.micro_batch_size is None
     report = memory.fit(step, *words(60), capacity="4MiB")  # of the CPU, with both replicas
@@ -149,7 +165,9 @@ def test_replicas_on_one_device_share_it():
 def test_a_step_that_does_not_fit_names_the_best_saving():
     with simulate(2, "400KiB"):
         step = make_step(adamw, micro_batch_size=3)
-        with pytest.raises(ValueError, match="not one row fits: one row per device needs .* of device 0, expected") as error:
+        with pytest.raises(
+            ValueError, match="not one row fits: one row per device needs .* of device 0, expected"
+        ) as error:
             memory.fit(step, *words(50))
         assert "The largest holders are " in str(error.value)
         assert "185.09 KiB of parameters; " in str(error.value)
@@ -160,7 +178,9 @@ def test_a_step_that_does_not_fit_names_the_best_saving():
 def test_outputs_in_another_dimension_than_the_inputs_are_refused_with_a_loss_of_all_rows():
     model = DataParallelModel(nn.Linear(4, 4), ["cpu"], in_dims=(1,), out_dims=1)
     step = TrainStep(model, DataParallelCriterion(nn.MSELoss(), whole=True, dim=0), adamw(model))
-    with pytest.raises(ValueError, match="expected one dim= for all with a loss whose rows depend on each other"):
+    with pytest.raises(
+        ValueError, match="expected one dim= for all with a loss whose rows depend on each other"
+    ):
         memory.fit(step, torch.zeros(4, 6), torch.zeros(6, 4), capacity="1GiB")
 
 
@@ -212,11 +232,16 @@ def test_a_step_that_is_limited_by_cost_is_refused():
     model = DataParallelModel(WordModel(), ["cpu"])
     cut = ByCost(lambda tokens: tokens.bool().sum(1))
     step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), adamw(model), cut=cut)
-    with pytest.raises(ValueError, match="limited by cost.*: micro_batch_size='auto' finds a cost that fits as it trains"):
+    with pytest.raises(
+        ValueError,
+        match="limited by cost.*: micro_batch_size='auto' finds a cost that fits as it trains",
+    ):
         memory.fit(step, *words(2), capacity="1GiB")
 
 
 def test_a_model_in_place_of_a_step_raises_an_error():
     model = DataParallelModel(nn.Linear(4, 3), ["cpu"])
-    with pytest.raises(TypeError, match=r"step=DataParallelM.*, expected a TrainStep: fit\(step, inputs, targets\)"):
+    with pytest.raises(
+        TypeError, match=r"step=DataParallelM.*, expected a TrainStep: fit\(step, inputs, targets\)"
+    ):
         memory.fit(model, torch.zeros(4, 4), torch.zeros(4, 3), capacity="1GiB")

@@ -17,7 +17,15 @@ from balanced_parallel.memory.savings import PLANNED, savings_of
 def table_of(problem, savings, devices=1, **settings):
     """Returns the peak of a step, and by name the bytes that each saving takes off it."""
     layout = "single" if devices == 1 else "replicas"
-    report = estimated(problem, 16, nn.CrossEntropyLoss(), devices=devices, layout=layout, device_kind="sim", **settings)
+    report = estimated(
+        problem,
+        16,
+        nn.CrossEntropyLoss(),
+        devices=devices,
+        layout=layout,
+        device_kind="sim",
+        **settings,
+    )
     peak = max(report.allocated)
     saved = saved_bytes(report.batches.request, 16, peak, savings)
     return peak, {planned.saving.name: size for planned, size in saved.items()}
@@ -47,8 +55,12 @@ def test_every_saving_that_suits_the_step_is_traced_and_bytes_are_those_of_simul
     assert list(saved) == [each.saving.name for each in PLANNED if each.saving.name in saved]
     assert saved['precision="bf16"'] > 0
     assert saved["offload_activations"] == 0  # no tensor is large enough
-    assert saved.keys().isdisjoint(['strategy="fsdp"', "replace_lm_head"])  # on one device, without labels
-    assert not [name for name in saved if name.startswith("another optimizer")]  # none has less state than SGD
+    assert saved.keys().isdisjoint(
+        ['strategy="fsdp"', "replace_lm_head"]
+    )  # on one device, without labels
+    assert not [
+        name for name in saved if name.startswith("another optimizer")
+    ]  # none has less state than SGD
 
 
 def test_layouts_save_bytes_of_several_devices():

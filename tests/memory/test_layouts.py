@@ -26,10 +26,18 @@ from balanced_parallel import (
 from balanced_parallel.replicas import buckets
 
 
-def make_step(net, loss, optimizer=torch.optim.AdamW, precision="fp32", balanced_optimizer=False, **settings):
+def make_step(
+    net, loss, optimizer=torch.optim.AdamW, precision="fp32", balanced_optimizer=False, **settings
+):
     model = DataParallelModel(net, precision=precision)
-    criterion = loss if isinstance(loss, DataParallelCriterion) else DataParallelCriterion(loss, precision=precision)
-    updating = BalancedOptimizer(model, optimizer) if balanced_optimizer else optimizer(model.parameters())
+    criterion = (
+        loss
+        if isinstance(loss, DataParallelCriterion)
+        else DataParallelCriterion(loss, precision=precision)
+    )
+    updating = (
+        BalancedOptimizer(model, optimizer) if balanced_optimizer else optimizer(model.parameters())
+    )
     return TrainStep(model, criterion, updating, **settings)
 
 
@@ -68,7 +76,9 @@ MODELS = {  # devices, relative tolerance, (model, batch, loss), settings
 
 @released_at_once
 @pytest.mark.usefixtures("one_trace")
-@pytest.mark.parametrize("name", slow_but(list(MODELS), "balanced, bf16", "whole parameters", "repeated"))
+@pytest.mark.parametrize(
+    "name", slow_but(list(MODELS), "balanced, bf16", "whole parameters", "repeated")
+)
 def test_replicas_equal_the_simulated_peak(name):
     devices, tolerance, (build, batch, loss), settings = MODELS[name]
     layout = {"layout": "replicas", "devices": devices, "device_kind": "sim"}
@@ -90,10 +100,14 @@ def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
 
     batch = torch.ones(12, 64), torch.ones(12, 64)
     settings = {"balanced_optimizer": balanced, "micro_batch_size": 2}
-    report = memory.estimate(build(), nn.MSELoss(), *batch, layout="replicas", devices=3, device_kind="sim", **settings)
+    report = memory.estimate(
+        build(), nn.MSELoss(), *batch, layout="replicas", devices=3, device_kind="sim", **settings
+    )
     with simulate(3) as cluster:
         step = make_step(build(), nn.MSELoss(), **settings)
-        assert report.allocated == pytest.approx(peak_of_updates(cluster, step, *batch), abs=300 * 2**10)
+        assert report.allocated == pytest.approx(
+            peak_of_updates(cluster, step, *batch), abs=300 * 2**10
+        )
         assert len(step.model.replicas.gradients.buckets) == 3
     # Side streams have what they received until it is added, and no gradient.
     beside = {block.kind for block in report.batches.exact.first.blocks if block.stream}
@@ -107,10 +121,18 @@ SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
 @pytest.mark.parametrize(("rows", "precision", "accumulate"), [slow(*case) for case in SHARDED])
 def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
     used = run_ranks(2, used_by_shards, "language model", rows, precision, accumulate)
-    settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "micro_batch_size": rows}
+    settings = {
+        "layout": "fsdp",
+        "devices": 2,
+        "device_kind": "cpu",
+        "precision": precision,
+        "micro_batch_size": rows,
+    }
     report = estimated("language model", rows * accumulate, nn.CrossEntropyLoss(), **settings)
     # in bf16 the products of oneDNN take memory for themselves, which depends on the processor and is not counted
-    assert report.allocated[0] == pytest.approx(max(used), rel=0.025 if precision == "fp32" else 0.08)
+    assert report.allocated[0] == pytest.approx(
+        max(used), rel=0.025 if precision == "fp32" else 0.08
+    )
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -132,7 +154,9 @@ def test_ddp_adds_communication_buckets_to_the_plain_program():
     assert plain.allocated[0] < report.allocated[0] <= plain.allocated[0] + size
     assert make(layout="ddp").allocated == plain.allocated
     spread = make(layout="ddp", devices=2, balanced_optimizer=True)
-    assert report.allocated[0] - spread.allocated[0] == pytest.approx(size, rel=0.05)  # half of two states
+    assert report.allocated[0] - spread.allocated[0] == pytest.approx(
+        size, rel=0.05
+    )  # half of two states
     sharded = make(layout="fsdp", devices=2)
     assert sharded.allocated[0] < report.allocated[0]
     assert len(sharded.allocated) == 2
@@ -152,7 +176,9 @@ CRITERIA = {"all outputs": lambda: DataParallelCriterion(contrast, whole=True), 
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *[nn.Tanh(), nn.Softplus()] * 10, nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *[nn.Tanh(), nn.Softplus()] * 10, nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def batch(rows=ROWS):
@@ -170,7 +196,9 @@ def simulated_peak(criterion, devices, size):
 @released_at_once
 @pytest.mark.usefixtures("one_trace")
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind in CRITERIA for size in (None, 4)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [(kind, size) for kind in CRITERIA for size in (None, 4)]
+)
 def test_estimates_equal_the_simulated_peak(kind, size):
     settings = {"layout": "replicas", "devices": 3, "device_kind": "sim"}
     report = memory.estimate(build(), CRITERIA[kind](), *batch(), micro_batch_size=size, **settings)
@@ -182,10 +210,20 @@ def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     criterion = CRITERIA["all outputs"]
     at_once = simulated_peak(criterion(), 2, None)
     capacity = int(0.9 * at_once[0])
-    plan = memory.plan(build(), criterion(), *batch(8), capacity=capacity, batch_size=ROWS, devices=2, device_kind="sim")
+    plan = memory.plan(
+        build(),
+        criterion(),
+        *batch(8),
+        capacity=capacity,
+        batch_size=ROWS,
+        devices=2,
+        device_kind="sim",
+    )
     plain = next(choice for choice in plan.choices if choice.name == "replicas")
     assert plain.micro_batches == 2
-    assert plain.recomputed == pytest.approx(1 / 7)  # a second forward of 8,192 multiplications per row, beside 57,344
+    assert plain.recomputed == pytest.approx(
+        1 / 7
+    )  # a second forward of 8,192 multiplications per row, beside 57,344
     found = simulated_peak(criterion(), 2, plain.micro_batch_size)
     assert plain.allocated == pytest.approx(found, rel=0.02)
     assert max(found) <= capacity
@@ -200,11 +238,15 @@ def test_fit_knows_the_outputs_of_all_rows():
         step = make_step(build(), criterion())
         report = memory.fit(step, *batch(), capacity=capacity)
     assert step.micro_batch_size <= ROWS // 4
-    assert report.allocated == pytest.approx(simulated_peak(criterion(), 2, step.micro_batch_size), rel=0.02)
+    assert report.allocated == pytest.approx(
+        simulated_peak(criterion(), 2, step.micro_batch_size), rel=0.02
+    )
 
 
 def build_for_buckets():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(384, 384), nn.GELU()) for _ in range(3)], nn.Linear(384, 10))
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(384, 384), nn.GELU()) for _ in range(3)], nn.Linear(384, 10)
+    )
 
 
 def batch_for_buckets():
@@ -229,7 +271,9 @@ def peak_of_third_update(micro_batch_size):
     profile = AllocatorProfile()
     step(inputs, targets)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    profile.now = inputs.nbytes + targets.nbytes + 3 * parameters  # with the reducer's buckets and the momentum
+    profile.now = (
+        inputs.nbytes + targets.nbytes + 3 * parameters
+    )  # with the reducer's buckets and the momentum
     with profile.recorded():
         step(inputs, targets)
         gc.collect()
@@ -242,10 +286,18 @@ def peak_of_third_update(micro_batch_size):
 @pytest.mark.slow
 def test_peak_of_ddp_equals_the_allocator_with_and_without_accumulation():
     sizes = [12, 4]
-    measured = [max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes, fresh=True), strict=True)]
+    measured = [
+        max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes, fresh=True), strict=True)
+    ]
     settings = {"layout": "ddp", "devices": 2, "device_kind": "cpu", "optimizer": sgd}
     reports = [
-        memory.estimate(build_for_buckets(), nn.CrossEntropyLoss(), *batch_for_buckets(), micro_batch_size=size, **settings)
+        memory.estimate(
+            build_for_buckets(),
+            nn.CrossEntropyLoss(),
+            *batch_for_buckets(),
+            micro_batch_size=size,
+            **settings,
+        )
         for size in sizes
     ]
     assert [report.allocated[0] for report in reports] == pytest.approx(measured, rel=0.001)

@@ -13,11 +13,15 @@ from balanced_parallel.memory.lines import most_that_fit
 @pytest.mark.parametrize("limit", [None, 0, 1, 7, 100])
 @pytest.mark.parametrize("most", [0, 1, 6, 7, 99])
 def test_the_largest_number_that_fits_is_found(most, limit):
-    assert most_that_fit(lambda rows: rows <= most, limit) == (most if limit is None else min(most, limit))
+    assert most_that_fit(lambda rows: rows <= most, limit) == (
+        most if limit is None else min(most, limit)
+    )
 
 
 def test_rows_that_need_no_memory_have_no_largest_number():
-    with pytest.raises(ValueError, match="the memory does not depend on the rows: any number of them fits"):
+    with pytest.raises(
+        ValueError, match="the memory does not depend on the rows: any number of them fits"
+    ):
         most_that_fit(lambda rows: True)
 
 
@@ -29,7 +33,9 @@ def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
     report = estimated(problem, device_kind=kind, precision="bf16")
     assert report.affine
     for rows in (1, 301):
-        assert report.at(rows)[0] == pytest.approx(report.batches.trace(rows).allocated_by_device(rows)[0], rel=1e-4)
+        assert report.at(rows)[0] == pytest.approx(
+            report.batches.trace(rows).allocated_by_device(rows)[0], rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", ["sim", slow("cpu"), slow("h200")])
@@ -40,7 +46,9 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
     assert rows > 18
     assert report.largest(f"{capacity}B") == rows
     assert report.batches.trace(rows).allocated_by_device(rows)[0] <= capacity
-    if kind != "h200":  # there the allocator may give back segments, and do with less than it would take
+    if (
+        kind != "h200"
+    ):  # there the allocator may give back segments, and do with less than it would take
         assert report.batches.trace(rows + 1).allocated_by_device(rows + 1)[0] > capacity
     assert report.largest(1000) == 0
 
@@ -49,7 +57,9 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
 def test_extrapolation_with_unequal_splits():
     settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
     report = estimated("language model", 20, nn.CrossEntropyLoss(), **settings)
-    assert report.at(33) == pytest.approx(report.batches.trace(33).allocated_by_device(33), rel=1e-4)
+    assert report.at(33) == pytest.approx(
+        report.batches.trace(33).allocated_by_device(33), rel=1e-4
+    )
     capacity = report.at(29)
     assert report.largest(capacity) == 29
     assert report.largest([capacity[0], "1GiB"]) >= 29 > report.largest(capacity[1])

@@ -40,7 +40,9 @@ RECURRENT = {
 
 
 # nn.RNN in bf16 has memory of oneDNN on processors with instructions for it, which the estimate does not count
-@pytest.mark.parametrize(("name", "precision"), [("gru", "fp32"), ("rnn", "fp32"), slow("gru", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [("gru", "fp32"), ("rnn", "fp32"), slow("gru", "bf16")]
+)
 @pytest.mark.usefixtures("one_trace")
 def test_recurrent_layers_equal_the_allocator(name, precision):
     assert_equals_the_allocator(RECURRENT[name], lambda: sequences(12), precision=precision)
@@ -57,19 +59,29 @@ def test_simulated_devices_need_less(name):
     settings = {"device_kind": "sim", "optimizer": torch.optim.SGD}
     report = memory.estimate(RECURRENT[name](), nn.CrossEntropyLoss(), *sequences(96), **settings)
     with simulate(1) as cluster:
-        model, criterion = DataParallelModel(RECURRENT[name]()), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = (
+            DataParallelModel(RECURRENT[name]()),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
         criterion(model(sequences(96)[0]), sequences(96)[1]).backward()
         assert cluster.peak[0] <= report.allocated[0] <= 1.6 * cluster.peak[0]
 
 
 @pytest.mark.slow
 def test_recurrent_layers_extrapolate_to_other_batches():
-    report = memory.estimate(RECURRENT["lstm"](), F.cross_entropy, *sequences(13), device_kind="h200")
+    report = memory.estimate(
+        RECURRENT["lstm"](), F.cross_entropy, *sequences(13), device_kind="h200"
+    )
     for rows in (5, 100):
-        assert report.at(rows)[0] == pytest.approx(report.batches.trace(rows).allocated_by_device(rows)[0], rel=1e-4)
+        assert report.at(rows)[0] == pytest.approx(
+            report.batches.trace(rows).allocated_by_device(rows)[0], rel=1e-4
+        )
 
 
-@pytest.mark.parametrize(("name", "values"), [("lstm", 5), slow("bidirectional lstm", 10), slow("gru", 6), slow("rnn", 1)])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("lstm", 5), slow("bidirectional lstm", 10), slow("gru", 6), slow("rnn", 1)],
+)
 @pytest.mark.usefixtures("one_trace")
 def test_steps_on_a_gpu_keep_more_than_cudnn_reserves_in_pytorch_2895(name, values):
     """It prints the bytes of 5 values per step, layer and unit for an LSTM, and of 6 for a GRU."""

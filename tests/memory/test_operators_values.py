@@ -19,7 +19,11 @@ class Applying(nn.Module):
 
     def __init__(self, function, *layers, width=8):
         super().__init__()
-        self.first, self.function, self.layers = nn.Linear(width, width), function, nn.ModuleList(layers)
+        self.first, self.function, self.layers = (
+            nn.Linear(width, width),
+            function,
+            nn.ModuleList(layers),
+        )
 
     def forward(self, inputs):
         return self.function(self.first(inputs), *self.layers)
@@ -36,12 +40,16 @@ REFUSED = {
     "aten.unique_dim": lambda h: h + torch.unique(h.long(), dim=0).sum(),
     "aten.repeat_interleave": lambda h: h + torch.repeat_interleave(h[:, 0].long().abs()).sum(),
     "without_a_fake": without_a_fake,
-    "aten._pack_padded_sequence.default packs sequences": lambda h: pack_padded_sequence(h[None], [6]).data,
+    "aten._pack_padded_sequence.default packs sequences": lambda h: (
+        pack_padded_sequence(h[None], [6]).data
+    ),
 }
 
 
 def estimate_sum(function, make=memory.estimate, **settings):
-    return make(Applying(function), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), **settings)
+    return make(
+        Applying(function), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), **settings
+    )
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -68,7 +76,9 @@ def momentum(parameters):
 def test_optimizers_that_merge_the_rows_of_sparse_gradients_raise_an_error(optimizer, device_kind):
     batch = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(ValueError, match="merges the rows of a sparse gradient"):
-        memory.estimate(Lookup(), F.cross_entropy, *batch, optimizer=optimizer, device_kind=device_kind)
+        memory.estimate(
+            Lookup(), F.cross_entropy, *batch, optimizer=optimizer, device_kind=device_kind
+        )
 
 
 def test_scalar_sets_the_result_of_item():
@@ -113,7 +123,9 @@ def fill(h):
 
 def test_a_number_for_a_mask_equals_the_allocator(one_trace):
     """torch fills the mask: it makes no indices. Rprop sets the signs of gradients by masks."""
-    assert_equals_the_allocator(lambda: Applying(fill), ones, torch.optim.Rprop, criterion=first, rel=0.002)
+    assert_equals_the_allocator(
+        lambda: Applying(fill), ones, torch.optim.Rprop, criterion=first, rel=0.002
+    )
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -137,7 +149,9 @@ class Spelling(nn.Module):
 
 def spelled(scores, targets):
     rows, longest = targets.shape
-    return F.ctc_loss(scores, targets, torch.full((rows,), len(scores)), torch.full((rows,), longest))
+    return F.ctc_loss(
+        scores, targets, torch.full((rows,), len(scores)), torch.full((rows,), longest)
+    )
 
 
 def listed(scores, targets):
@@ -186,7 +200,9 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Parameter(torch.zeros(4, *shape)) for shape in ((64, 256), (256, 64)))
+        self.first, self.second = (
+            nn.Parameter(torch.zeros(4, *shape)) for shape in ((64, 256), (256, 64))
+        )
 
     def forward(self, rows):
         ends = torch.arange(1, 5, dtype=torch.int32) * (len(rows) // 4)
@@ -202,7 +218,9 @@ def test_products_of_groups_equal_the_allocator(precision):
         return torch.zeros(64, 64), torch.zeros(64, 64)
 
     report = assert_equals_the_allocator(Experts, batch, precision=precision, criterion=F.mse_loss)
-    assert report.flops == 5 * 2 * 64 * 64 * 256  # two products, and the gradients of both matrices and of what is between them
+    assert (
+        report.flops == 5 * 2 * 64 * 64 * 256
+    )  # two products, and the gradients of both matrices and of what is between them
 
 
 def test_an_error_after_a_selection_names_what_was_assumed():

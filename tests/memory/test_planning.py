@@ -34,7 +34,9 @@ KINDS = {"device_kind": "sim", "optimizer": torch.optim.AdamW}
 
 
 def make_plan(capacity, devices, batch_size, blocks=2, **settings):
-    settings = KINDS | settings | {"capacity": capacity, "devices": devices, "batch_size": batch_size}
+    settings = (
+        KINDS | settings | {"capacity": capacity, "devices": devices, "batch_size": batch_size}
+    )
     return memory.plan(WordModel(blocks), nn.CrossEntropyLoss(), tokens(8), tokens(8), **settings)
 
 
@@ -53,8 +55,12 @@ def run(plan, rows, micro_batch_size):
 @pytest.mark.parametrize("capacity", [slow("3MiB"), "1300KiB"])
 def test_plan_fits_its_capacity_and_fewer_micro_batches_do_not(capacity):
     plan = make_plan(capacity, 3, 60)
-    assert max(run(plan, 60, plan.micro_batch_size)) == pytest.approx(max(plan.chosen.allocated), rel=0.005)
-    rows = -(-60 // (3 * (plan.chosen.micro_batches - 1)))  # of each device, in one micro-batch less
+    assert max(run(plan, 60, plan.micro_batch_size)) == pytest.approx(
+        max(plan.chosen.allocated), rel=0.005
+    )
+    rows = -(
+        -60 // (3 * (plan.chosen.micro_batches - 1))
+    )  # of each device, in one micro-batch less
     assert plan.micro_batch_size < rows
     with pytest.raises(torch.OutOfMemoryError):
         run(plan, 60, rows)
@@ -63,12 +69,27 @@ def test_plan_fits_its_capacity_and_fewer_micro_batches_do_not(capacity):
 def test_cheapest_exact_plan_is_chosen():
     plenty = planned("1GiB", 2, 24)
     (chosen,) = plenty.choices  # it is fast, so nothing else is traced
-    assert (chosen.name, chosen.micro_batches, chosen.savings, chosen.recomputed) == ("replicas", 1, (), 0)
+    assert (chosen.name, chosen.micro_batches, chosen.savings, chosen.recomputed) == (
+        "replicas",
+        1,
+        (),
+        0,
+    )
     assert not chosen.changes_result
-    assert plenty.untried[:4] == ("BalancedOptimizer", "FSDP2", "fused optimizer", "BalancedOptimizer, fused optimizer")
-    assert "FSDP2, fused optimizer, checkpointed blocks, offloaded activations, bf16, bf16 parameters" in plenty.untried
+    assert plenty.untried[:4] == (
+        "BalancedOptimizer",
+        "FSDP2",
+        "fused optimizer",
+        "BalancedOptimizer, fused optimizer",
+    )
+    assert (
+        "FSDP2, fused optimizer, checkpointed blocks, offloaded activations, bf16, bf16 parameters"
+        in plenty.untried
+    )
     assert "not tried" not in str(plenty)
-    assert "each saving): BalancedOptimizer; FSDP2; fused optimizer;" in " ".join(plenty.describe(verbose=True).split())
+    assert "each saving): BalancedOptimizer; FSDP2; fused optimizer;" in " ".join(
+        plenty.describe(verbose=True).split()
+    )
 
 
 def test_plan_runs_few_traces(monkeypatch):
@@ -77,7 +98,12 @@ def test_plan_runs_few_traces(monkeypatch):
     monkeypatch.setattr(candidates, "try_traces", lambda jobs: traced.extend(jobs) or run(jobs))
     monkeypatch.setattr(estimation, "run_traces", None)  # the report needs none
     assert make_plan("1GiB", 2, 24).report is not None
-    assert [request.micro_batches for request, _ in traced] == [2, 2, 1, 1]  # two numbers of rows each
+    assert [request.micro_batches for request, _ in traced] == [
+        2,
+        2,
+        1,
+        1,
+    ]  # two numbers of rows each
     traced.clear()
     assert make_plan("1500KiB", 2, 60).chosen.micro_batches > 1
     assert [request.micro_batches for request, _ in traced] == [2, 2]
@@ -96,7 +122,10 @@ def test_checkpointing_is_chosen_only_if_nothing_else_fits():
         assert isinstance(net.layers[0], Checkpointed)
 
 
-ONE_BLOCK = {"blocks": 1, "optimizer": functools.partial(torch.optim.SGD, momentum=0.9)}  # fewer options and operators
+ONE_BLOCK = {
+    "blocks": 1,
+    "optimizer": functools.partial(torch.optim.SGD, momentum=0.9),
+}  # fewer options and operators
 
 
 @pytest.mark.slow
@@ -105,7 +134,10 @@ def test_plan_that_does_not_fit_reports_the_needed_capacity():
     assert not plan.fits
     assert any(choice.precision == "bf16" and choice.changes_result for choice in plan.choices)
     assert str(plan).startswith("does not fit: needs ")
-    with pytest.raises(ValueError, match="does not fit: needs .* for one row per device, nearest that does: larger devices"):
+    with pytest.raises(
+        ValueError,
+        match="does not fit: needs .* for one row per device, nearest that does: larger devices",
+    ):
         plan.apply(WordModel(), nn.CrossEntropyLoss())
     assert plan.needs[1] is None  # the parameters alone are more
 
@@ -126,7 +158,9 @@ def test_plans_are_frozen_and_serialize_to_json(unequal):
 
 def test_plan_for_a_kind_of_gpu_has_its_capacity():
     batch = torch.zeros(2, 64), torch.zeros(2, 10)
-    plan = memory.plan(small_net(), nn.MSELoss(), *batch, batch_size=40, devices=2, device_kind="h200")
+    plan = memory.plan(
+        small_net(), nn.MSELoss(), *batch, batch_size=40, devices=2, device_kind="h200"
+    )
     assert plan.fits
     assert plan.capacity == (279 * 2**29,) * 2
 
@@ -141,11 +175,15 @@ def test_plan_for_a_kind_of_gpu_has_its_capacity():
         (True, 2, "64KiB", "micro-batch", "batch norm by micro-batch"),
     ],
 )
-def test_batch_norm_over_part_of_the_rows_is_not_reported_as_exact(convert, devices, capacity, statistics, result):
+def test_batch_norm_over_part_of_the_rows_is_not_reported_as_exact(
+    convert, devices, capacity, statistics, result
+):
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     net = convert_sync_batchnorm(net) if convert else net
     settings = {"batch_size": 640, "capacity": capacity, "devices": devices, **KINDS}
-    plan = memory.plan(net, nn.CrossEntropyLoss(), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), **settings)
+    plan = memory.plan(
+        net, nn.CrossEntropyLoss(), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), **settings
+    )
     assert (plan.chosen.micro_batches > 1) == (capacity == "64KiB")
     assert plan.chosen.statistics == statistics
     assert plan.chosen.exact == (statistics is None)
@@ -159,7 +197,13 @@ def test_batch_norm_over_part_of_the_rows_is_not_reported_as_exact(convert, devi
 def test_plan_with_rows_in_dimension_1():
     settings = {"batch_size": 12, "capacity": "1MiB", "devices": 2, "dim": 1, **KINDS}
     loss = nn.MSELoss()
-    plan = memory.plan(nn.Sequential(nn.Linear(64, 256)), loss, torch.zeros(3, 2, 64), torch.zeros(3, 2, 256), **settings)
+    plan = memory.plan(
+        nn.Sequential(nn.Linear(64, 256)),
+        loss,
+        torch.zeros(3, 2, 64),
+        torch.zeros(3, 2, 256),
+        **settings,
+    )
     assert plan.micro_batch_size == 6
     assert MemoryPlan.from_json(plan.to_json()).dim == 1
     with simulate(2) as cluster:
@@ -192,30 +236,57 @@ def test_apply_with_other_devices_raises_an_error():
 
 def small_net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
+    )
 
 
 def mean_of_counted(output, targets, mask):
-    return ((output.logsumexp(1) - output.gather(1, targets[:, None])[:, 0]) * mask).sum() / mask.sum()
+    return (
+        (output.logsumexp(1) - output.gather(1, targets[:, None])[:, 0]) * mask
+    ).sum() / mask.sum()
 
 
 def test_wrapped_criterion_is_planned_and_applied_as_it_is():
-    inputs, targets, mask = torch.randn(6, 64), torch.randint(10, (6,)), torch.tensor([1.0, 0, 1, 1, 1, 0])
-    wrapped = DataParallelCriterion(mean_of_counted, weight=lambda output, targets, mask: mask.sum())
-    make = functools.partial(memory.plan, inputs=inputs, targets=(targets, mask), batch_size=6, devices=2, device_kind="sim")
+    inputs, targets, mask = (
+        torch.randn(6, 64),
+        torch.randint(10, (6,)),
+        torch.tensor([1.0, 0, 1, 1, 1, 0]),
+    )
+    wrapped = DataParallelCriterion(
+        mean_of_counted, weight=lambda output, targets, mask: mask.sum()
+    )
+    make = functools.partial(
+        memory.plan,
+        inputs=inputs,
+        targets=(targets, mask),
+        batch_size=6,
+        devices=2,
+        device_kind="sim",
+    )
     plans = [make(small_net(), one, capacity="1GiB") for one in (wrapped, mean_of_counted)]
     assert [plan.unknown_divisor for plan in plans] == [False, True]
     assert plans[0].choices == plans[1].choices
     assert ["the divisor of the loss is not known" in str(plan) for plan in plans] == [False, True]
-    *_, step = plans[0].apply(small_net(), wrapped, device_ids=["cpu"] * 2, optimizer=torch.optim.SGD, lr=0.1)
-    torch.testing.assert_close(step(inputs, (targets, mask)), mean_of_counted(small_net()(inputs), targets, mask).detach())
+    *_, step = plans[0].apply(
+        small_net(), wrapped, device_ids=["cpu"] * 2, optimizer=torch.optim.SGD, lr=0.1
+    )
+    torch.testing.assert_close(
+        step(inputs, (targets, mask)), mean_of_counted(small_net()(inputs), targets, mask).detach()
+    )
 
 
 @pytest.fixture(scope="module")
 def unequal():
     settings = {"device_kind": "sim", "optimizer": torch.optim.SGD, "batch_size": 900, "devices": 3}
     batch = torch.randn(8, 64), torch.randint(10, (8,))
-    return memory.plan(small_net(), nn.CrossEntropyLoss(), *batch, capacity=["500KiB", "300KiB", "300KiB"], **settings)
+    return memory.plan(
+        small_net(),
+        nn.CrossEntropyLoss(),
+        *batch,
+        capacity=["500KiB", "300KiB", "300KiB"],
+        **settings,
+    )
 
 
 @released_at_once
@@ -224,7 +295,9 @@ def test_unequal_devices_get_unequal_rows_and_are_named_one_by_one(unequal):
     assert "on 3 x sim with 500.00 KiB + 300.00 KiB + 300.00 KiB" in str(unequal)
     assert "".join(row_of(unequal.chosen)).count(" + ") == 2 * 3  # rows, allocated, reserved
     with simulate(3, list(unequal.capacity)) as cluster:
-        *_, step = unequal.apply(small_net(), nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1)
+        *_, step = unequal.apply(
+            small_net(), nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1
+        )
         step(torch.randn(900, 64), torch.randint(10, (900,)))
         assert cluster.peak == pytest.approx(unequal.chosen.allocated, rel=0.02)
 
@@ -247,7 +320,9 @@ TRYING = r"trying: (.+) \((\d+) of at most (\d+); the rest takes roughly (\d+) s
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_plan_prints_what_it_tries_and_how_long_it_may_take_before_the_first_trace(nets, monkeypatch, capsys, is_terminal):
+def test_plan_prints_what_it_tries_and_how_long_it_may_take_before_the_first_trace(
+    nets, monkeypatch, capsys, is_terminal
+):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(Option, "choose", Mock(side_effect=ValueError("no trace")))
     with pytest.raises(SystemExit):
@@ -261,22 +336,40 @@ def test_plan_prints_what_it_tries_and_how_long_it_may_take_before_the_first_tra
 
 
 def test_time_that_remains_is_that_of_the_longest_option_before(monkeypatch, caplog):
-    search = Search(make_request(Problem(nn.Linear(4, 3), nn.MSELoss(), torch.empty(8, 4), torch.empty(8, 3))), [1], 8, 1)
+    search = Search(
+        make_request(Problem(nn.Linear(4, 3), nn.MSELoss(), torch.empty(8, 4), torch.empty(8, 3))),
+        [1],
+        8,
+        1,
+    )
     search._ways = 12
     search._durations = [3.0, 5.0]
     with caplog.at_level("INFO", logger="balanced_parallel.memory"):
         search._log_option("replicas")
-    assert caplog.messages == ["trying: replicas (3 of at most 12; the rest takes roughly 50 s at most)"]
+    assert caplog.messages == [
+        "trying: replicas (3 of at most 12; the rest takes roughly 50 s at most)"
+    ]
 
 
 def plan_optimizers(capacity, **settings):
     build, batch = PROBLEMS["perceptron"]
-    return memory.plan(build(), nn.CrossEntropyLoss(), *batch(8), batch_size=6, capacity=capacity, device_kind="sim", **settings)
+    return memory.plan(
+        build(),
+        nn.CrossEntropyLoss(),
+        *batch(8),
+        batch_size=6,
+        capacity=capacity,
+        device_kind="sim",
+        **settings,
+    )
 
 
 @pytest.mark.slow
 def test_an_optimizer_with_less_state_is_shown_but_not_chosen():
-    settings = {"precision": "fp16", "devices": 2}  # fewer options; one device may have its optimizer on the host
+    settings = {
+        "precision": "fp16",
+        "devices": 2,
+    }  # fewer options; one device may have its optimizer on the host
     plan = plan_optimizers("150KiB", **settings)
     assert not plan.fits
     first, *_, last = plan.choices
@@ -295,9 +388,15 @@ def test_an_optimizer_with_less_state_is_shown_but_not_chosen():
 
 def options_of(stage, optimizer, **settings):
     """Returns the names of the savings of a stage that change the request for a small layer."""
-    problem = Problem(nn.Linear(4, 4, bias=False), nn.MSELoss(), torch.zeros(4, 4), torch.zeros(4, 4))
+    problem = Problem(
+        nn.Linear(4, 4, bias=False), nn.MSELoss(), torch.zeros(4, 4), torch.zeros(4, 4)
+    )
     request = estimation.make_request(problem, optimizer=optimizer, device_kind="sim", **settings)
-    return {planned.saving.name: changed for planned in savings_of(stage) if (changed := with_savings(request, [planned]))}
+    return {
+        planned.saving.name: changed
+        for planned in savings_of(stage)
+        if (changed := with_savings(request, [planned]))
+    }
 
 
 @pytest.mark.parametrize(
@@ -313,7 +412,10 @@ def test_only_optimizers_with_less_state_are_alternatives(given, smaller):
     assert [*options_of("optimizer", given)] == [f"another optimizer: {name}" for name in smaller]
 
 
-OWN_SETTINGS = functools.partial(torch.optim.AdamW, foreach=True), lambda parameters: torch.optim.AdamW(parameters)
+OWN_SETTINGS = (
+    functools.partial(torch.optim.AdamW, foreach=True),
+    lambda parameters: torch.optim.AdamW(parameters),
+)
 
 
 @pytest.mark.parametrize("make", [*OWN_SETTINGS, torch.optim.SGD])
@@ -323,10 +425,14 @@ def test_settings_of_the_user_stay(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "balanced"), [(torch.optim.Muon, True), (torch.optim.Adafactor, True), (torch.optim.SGD, False)]
+    ("make", "balanced"),
+    [(torch.optim.Muon, True), (torch.optim.Adafactor, True), (torch.optim.SGD, False)],
 )
 def test_matrices_of_shards_are_updated_whole(make, balanced):
-    assert options_of("layout", make, layout="replicas", devices=2)[SHARDS.saving.name].balanced == balanced
+    assert (
+        options_of("layout", make, layout="replicas", devices=2)[SHARDS.saving.name].balanced
+        == balanced
+    )
 
 
 @pytest.mark.slow
@@ -350,7 +456,10 @@ def test_the_state_of_8_bit_adamw_is_counted_in_its_bytes():
 
 @pytest.mark.parametrize(
     ("make", "setting"),
-    [(torch.optim.AdamW, "fused=True"), slow(functools.partial(torch.optim.NAdam, lr=0.01), "foreach=False")],
+    [
+        (torch.optim.AdamW, "fused=True"),
+        slow(functools.partial(torch.optim.NAdam, lr=0.01), "foreach=False"),
+    ],
 )
 def test_an_optimizer_without_temporaries_comes_before_one_on_the_host(make, setting):
     """Plans name a fused optimizer, whose update takes the bytes of all parameters less, and say how it is made."""
@@ -358,7 +467,8 @@ def test_an_optimizer_without_temporaries_comes_before_one_on_the_host(make, set
         net, rows = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), torch.zeros(2, 256)
     settings = {"optimizer": make, "device_kind": "sim"}
     plain, fused = (
-        memory.estimate(net, nn.MSELoss(), rows, rows, savings=savings, **settings).nvidia_smi[0] for savings in ((), [setting])
+        memory.estimate(net, nn.MSELoss(), rows, rows, savings=savings, **settings).nvidia_smi[0]
+        for savings in ((), [setting])
     )
     assert plain - fused > 0.6 * sum(each.nbytes for each in net.parameters())
     capacity = (plain + fused) // 2
@@ -367,9 +477,16 @@ def test_an_optimizer_without_temporaries_comes_before_one_on_the_host(make, set
     assert plan.chosen.exact
     assert plan.chosen.micro_batches == 1
     assert not any("host" in choice.name for choice in plan.choices)
-    assert any(line.startswith("optimizer = ") and line.endswith(f"{setting})") for line in plan.lines)
+    assert any(
+        line.startswith("optimizer = ") and line.endswith(f"{setting})") for line in plan.lines
+    )
     with simulate(1, plan.capacity[0]) as cluster:
-        names = {"module": net, "criterion": nn.MSELoss(), "inputs": torch.ones(2, 256), "targets": torch.ones(2, 256)}
+        names = {
+            "module": net,
+            "criterion": nn.MSELoss(),
+            "inputs": torch.ones(2, 256),
+            "targets": torch.ones(2, 256),
+        }
         exec("\n".join(plan.lines), names)  # also for a module on meta
         cluster.reset_peak()
         names["step"](torch.ones(2, 256), torch.ones(2, 256))

@@ -31,7 +31,10 @@ def test_report_has_timeline_phases_and_source_lines():
     sizes = [holder.bytes for holder in report.where[0]]
     assert sizes == sorted(sizes, reverse=True)
     for where in report.where:  # of every replica
-        assert any(holder.module.startswith("layers.") and holder.part == "saved activations" for holder in where)
+        assert any(
+            holder.module.startswith("layers.") and holder.part == "saved activations"
+            for holder in where
+        )
     assert any("memory_problems.py:" in holder.line for holder in report.where[0])
     assert report.flops > 0
     for text in ("parameters", "saved activations", "layers.", "MiB"):
@@ -72,14 +75,33 @@ def squared(output, targets):
 @pytest.mark.parametrize("criterion", [squared, functools.partial(squared)])
 def test_holders_name_modules_and_lines_of_the_user_also_in_the_backward(criterion):
     """A holder was of ``contextlib.py:137``, and the backward and a plain function had no module."""
-    report = memory.estimate(Odd(), criterion, torch.empty(512, 64), torch.zeros(512), device_kind="cpu")
-    found = {(holder.part, holder.module, holder.line.replace(f"{__file__}:", "")) for holder in report.where[0]}
-    lines = {line.strip(): number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1)}
+    report = memory.estimate(
+        Odd(), criterion, torch.empty(512, 64), torch.zeros(512), device_kind="cpu"
+    )
+    found = {
+        (holder.part, holder.module, holder.line.replace(f"{__file__}:", ""))
+        for holder in report.where[0]
+    }
+    lines = {
+        line.strip(): number
+        for number, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+    }
     square = lines["yield rows.square()"]
-    assert ("saved activations", "inner", str(lines["with contextlib.ExitStack() as stack:"])) in found
-    assert ("saved activations", "Odd", str(lines["return torch.cat([self.inner.kept] * 20, 1)"])) in found
+    assert (
+        "saved activations",
+        "inner",
+        str(lines["with contextlib.ExitStack() as stack:"]),
+    ) in found
+    assert (
+        "saved activations",
+        "Odd",
+        str(lines["return torch.cat([self.inner.kept] * 20, 1)"]),
+    ) in found
     assert ("temporaries", "criterion", f"backward of {square}") in found
-    assert not any("contextlib" in holder.line or torch.__path__[0] in holder.line for holder in report.where[0])
+    assert not any(
+        "contextlib" in holder.line or torch.__path__[0] in holder.line
+        for holder in report.where[0]
+    )
     assert sum(holder.bytes for holder in report.where[0]) <= report.allocated[0]
 
 
@@ -93,7 +115,9 @@ def test_another_number_of_rows_says_whether_it_fits(report):
     assert report.at(64, "1KiB").fits is False
     assert report.at(8).fits is None  # a CPU of any size
     assert report.at(8) == report.allocated
-    on_gpu = memory.estimate(nn.Linear(64, 3), nn.MSELoss(), torch.empty(8, 64), torch.empty(8, 3), device_kind="t4")
+    on_gpu = memory.estimate(
+        nn.Linear(64, 3), nn.MSELoss(), torch.empty(8, 64), torch.empty(8, 3), device_kind="t4"
+    )
     assert on_gpu.at(8).fits is True
     assert on_gpu.at(2**40).fits is False
 
@@ -140,7 +164,9 @@ def test_page_has_model_versions_and_date_and_a_meaning_for_each_colour(report, 
     text = (tmp_path / "page.html").read_text()
     title = re.search("<title>(.*)</title>", text)[1]
     versions = r"torch \S+, balanced_parallel \S+, \d{4}-\d\d-\d\d"
-    assert re.fullmatch(rf"Linear: replicas on 2 x cpu, fp32, 1 micro-batch\(es\) of 8 rows \({versions}\)", title)
+    assert re.fullmatch(
+        rf"Linear: replicas on 2 x cpu, fp32, 1 micro-batch\(es\) of 8 rows \({versions}\)", title
+    )
     colours = re.findall(r'"color":"(hsl[^"]*|red|gray)"', text)
     assert colours.count("red") == 1
     assert len(set(colours)) == 2 + report.devices
@@ -154,7 +180,9 @@ def test_page_of_a_plan_has_its_options(tmp_path):
     text = (tmp_path / "plan.html").read_text()
     assert all(html.escape(choice.name) in text for choice in plan.choices)
     assert verdict_of(tmp_path / "plan.html") == plan.verdict
-    assert plan.chosen.allocated == plan.report.allocated  # one peak in the text, the curve and both tables
+    assert (
+        plan.chosen.allocated == plan.report.allocated
+    )  # one peak in the text, the curve and both tables
     assert text.count(f"<td>{format_bytes(max(plan.report.allocated))}") >= 2
     assert plan._repr_html_().count("<tr") == len(plan.choices) + 1
     with pytest.raises(ValueError, match="this plan was read from JSON"):
@@ -164,7 +192,9 @@ def test_page_of_a_plan_has_its_options(tmp_path):
 def test_page_names_the_capacity_of_each_unequal_device_and_the_last_backward(tmp_path):
     report = memory.estimate(*SMALL, **REPLICAS, micro_batch_size=2)
     report.save_html(tmp_path / "page.html", ["2MiB", "1MiB"])
-    assert verdict_of(tmp_path / "page.html").startswith(f"fits: yes, {format_bytes(report.allocated[1])} of 1.00 MiB, ")
+    assert verdict_of(tmp_path / "page.html").startswith(
+        f"fits: yes, {format_bytes(report.allocated[1])} of 1.00 MiB, "
+    )
     assert "last backward" in (tmp_path / "page.html").read_text()
 
 
@@ -185,5 +215,7 @@ def test_page_draws_the_memory_of_each_device(report, tmp_path):
         options.add_argument(flag)
     with webdriver.Chrome(options=options) as browser:
         browser.get((tmp_path / "page.html").as_uri())
-        peaks = browser.execute_script("return document.getElementById('memory').data.map(line => Math.max(...line.y))")
+        peaks = browser.execute_script(
+            "return document.getElementById('memory').data.map(line => Math.max(...line.y))"
+        )
     assert peaks == pytest.approx([size / 1024 for size in report.allocated])

@@ -22,7 +22,9 @@ class Block(nn.Module):
     def __init__(self, width=16, rate=0.1):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
         self.drop = nn.Dropout(rate)
 
     def forward(self, hidden):
@@ -48,7 +50,9 @@ class Stacked(nn.Module):
 
 def request_for(module, rows=6, criterion=MEAN, **settings):
     batch = torch.zeros(rows, 24, device="meta")
-    return make_request(Problem(module, criterion, batch, batch), **{"device_kind": "h200", **settings})
+    return make_request(
+        Problem(module, criterion, batch, batch), **{"device_kind": "h200", **settings}
+    )
 
 
 def repeated_trace(request):
@@ -58,8 +62,14 @@ def repeated_trace(request):
 def trace_both(request):
     """Returns the trace from few blocks, and that of all blocks, as tuples of what an estimate reads."""
     rows = request.rows_per_micro_batch
-    traces = tracer._trace_repeated(request, rows), tracer._trace_whole(request, rows)  # in one line, which blocks have
-    return [trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops) for trace in traces]
+    traces = (
+        tracer._trace_repeated(request, rows),
+        tracer._trace_whole(request, rows),
+    )  # in one line, which blocks have
+    return [
+        trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)
+        for trace in traces
+    ]
 
 
 SETTINGS = {
@@ -75,7 +85,12 @@ SETTINGS = {
     "replicas": {"layout": "replicas", "devices": 2},
     "replicas, accumulated": {"layout": "replicas", "devices": 2, "micro_batch_size": 1},
     "fsdp": {"layout": "fsdp", "devices": 4},
-    "fsdp, accumulated": {"layout": "fsdp", "devices": 2, "micro_batch_size": 3, "precision": "bf16"}
+    "fsdp, accumulated": {
+        "layout": "fsdp",
+        "devices": 2,
+        "micro_batch_size": 3,
+        "precision": "bf16",
+    }
     | {"savings": ["checkpoint_activations"]},
     "balanced, with checkpoints": {"layout": "replicas", "devices": 2, "balanced_optimizer": True}
     | {"savings": ["checkpoint_activations"]},
@@ -86,7 +101,9 @@ SETTINGS = {
 def test_few_blocks_make_the_trace_of_all(monkeypatch, name):
     if name.startswith("balanced"):
         monkeypatch.setattr(buckets, "BUCKET_BYTES", 1500)  # each block fills buckets of its own
-    repeated, whole = trace_both(request_for(Stacked(16 if name == "offloaded" else 10), **SETTINGS[name]))
+    repeated, whole = trace_both(
+        request_for(Stacked(16 if name == "offloaded" else 10), **SETTINGS[name])
+    )
     assert repeated == whole
 
 
@@ -108,25 +125,38 @@ def test_gradients_of_blocks_alone_repeat(settings):
 @pytest.mark.parametrize("layout", ["replicas", slow("ddp")])
 def test_shares_that_do_not_repeat_with_the_blocks_are_traced_whole(layout):
     """One bucket of all parameters is cut in its middle, and the largest shares of ZeRO alternate."""
-    assert repeated_trace(request_for(Stacked(), layout=layout, devices=2, balanced_optimizer=True)) is None
+    assert (
+        repeated_trace(request_for(Stacked(), layout=layout, devices=2, balanced_optimizer=True))
+        is None
+    )
 
 
 def causal_model(name):
     """Returns a tiny causal model of transformers, or one with masked words, on the meta device."""
     import transformers
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": DEPTH, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
     sizes |= {"vocab_size": 100, "max_position_embeddings": 64}
     heads = {} if name in ("GPT2", "Bert") else {"num_key_value_heads": 2}
     kind = getattr(
-        transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}For{'Masked' if name == 'Bert' else 'Causal'}LM"
+        transformers,
+        f"{name}LMHeadModel"
+        if name == "GPT2"
+        else f"{name}For{'Masked' if name == 'Bert' else 'Causal'}LM",
     )
     config = getattr(transformers, f"{name}Config")(**(sizes | heads))
     with torch.device("meta"):
         return kind(config)
 
 
-@pytest.mark.parametrize("name", slow_but(["GPT2", "Llama", "Qwen2", "Qwen3", "Mistral", "Bert"], "GPT2"))
+@pytest.mark.parametrize(
+    "name", slow_but(["GPT2", "Llama", "Qwen2", "Qwen3", "Mistral", "Bert"], "GPT2")
+)
 def test_models_of_transformers_are_traced_by_few_blocks(name):
     words = torch.zeros(4, 16, dtype=torch.int64, device="meta")
     inputs = {"input_ids": words, "labels": words}
@@ -154,7 +184,9 @@ class Named(Stacked):
 @pytest.mark.parametrize("kind", [Dense, Named])
 def test_blocks_that_others_read_or_name_are_traced_whole(kind):
     assert repeated_trace(request_for(kind())) is None
-    assert memory.estimate(kind(), MEAN, torch.zeros(6, 24), torch.zeros(6, 24), device_kind="h200").affine
+    assert memory.estimate(
+        kind(), MEAN, torch.zeros(6, 24), torch.zeros(6, 24), device_kind="h200"
+    ).affine
 
 
 CHANGES = {
@@ -192,4 +224,6 @@ def test_the_module_of_the_caller_has_all_blocks_afterwards():
     settings = {"device_kind": "h200", "savings": ["checkpoint_activations"]}
     report = memory.estimate(module, F.mse_loss, torch.zeros(6, 24), torch.zeros(6, 24), **settings)
     assert dict(module.named_modules()) == before
-    assert {block.module for block in report.batches.exact.first.blocks} >= {f"blocks.{number}.layers.0" for number in range(10)}
+    assert {block.module for block in report.batches.exact.first.blocks} >= {
+        f"blocks.{number}.layers.0" for number in range(10)
+    }

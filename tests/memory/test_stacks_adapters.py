@@ -35,7 +35,13 @@ WHOLE = {"some layers"}  # No eight blocks are alike.
 def causal(kind):
     import transformers
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": DEPTH, "num_attention_heads": 4, "vocab_size": 100, "use_cache": False}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "use_cache": False,
+    }
     if kind != "GPT2":
         sizes |= {"intermediate_size": 64, "num_key_value_heads": 2}
     name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
@@ -49,11 +55,16 @@ def adapted(name):
         if name == "checkpoints":
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
-        return peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | ADAPTERS[name]))
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | ADAPTERS[name]),
+        )
 
 
 def problem_of(model):
-    return Problem(model, lambda output, labels: output.loss, {"input_ids": WORDS, "labels": WORDS}, WORDS)
+    return Problem(
+        model, lambda output, labels: output.loss, {"input_ids": WORDS, "labels": WORDS}, WORDS
+    )
 
 
 CASES = [(name, "single") for name in ADAPTERS] + [
@@ -66,14 +77,24 @@ CASES = [(name, "single") for name in ADAPTERS] + [
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_few_blocks_with_adapters_make_the_trace_of_all(name, layout):
-    request = make_request(problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout])
+    request = make_request(
+        problem_of(adapted(name)), device_kind="h200", precision="bf16", **LAYOUTS[layout]
+    )
     rows = request.rows_per_micro_batch
-    traces = tracer._trace_repeated(request, rows), tracer._trace_whole(request, rows)  # in one line, which blocks have
-    repeated, whole = (trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops) for trace in traces)
+    traces = (
+        tracer._trace_repeated(request, rows),
+        tracer._trace_whole(request, rows),
+    )  # in one line, which blocks have
+    repeated, whole = (
+        trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops)
+        for trace in traces
+    )
     assert repeated == (None if name in WHOLE else whole)
 
 
-@pytest.mark.parametrize(("setting", "kind"), [("load_in_4bit", "Linear4bit"), ("load_in_8bit", "Linear8bitLt")])
+@pytest.mark.parametrize(
+    ("setting", "kind"), [("load_in_4bit", "Linear4bit"), ("load_in_8bit", "Linear8bitLt")]
+)
 def test_quantized_weights_are_refused_by_name(setting, kind):
     from transformers import BitsAndBytesConfig
     from transformers.integrations import replace_with_bnb_linear
@@ -81,7 +102,9 @@ def test_quantized_weights_are_refused_by_name(setting, kind):
     pytest.importorskip("bitsandbytes")
     with torch.device("meta"):
         config = BitsAndBytesConfig(**{setting: True})
-        model = replace_with_bnb_linear(causal("Qwen3"), modules_to_not_convert=["lm_head"], quantization_config=config)
+        model = replace_with_bnb_linear(
+            causal("Qwen3"), modules_to_not_convert=["lm_head"], quantization_config=config
+        )
     problem = vars(problem_of(model))
     said = rf"model.layers.0.self_attn.q_proj \({kind}\) has a weight of bitsandbytes.* give the model before its quantization"
     with pytest.raises(ValueError, match=said):

@@ -12,7 +12,14 @@ from helpers.releases import released_at_once
 from helpers.slow import slow
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, memory, savings, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    memory,
+    savings,
+    simulate,
+)
 from balanced_parallel.memory import MemoryPlan
 from balanced_parallel.memory.estimation import make_request
 from balanced_parallel.memory.planning import SurroundedStep
@@ -23,7 +30,11 @@ from balanced_parallel.memory.trace.tracer import run_traces
 def build():
     """Layers whose activations keep their input, unless they are in place."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 256), nn.LeakyReLU(), nn.Linear(256, 128), nn.LeakyReLU())]
+    layers = [
+        layer
+        for _ in range(6)
+        for layer in (nn.Linear(128, 256), nn.LeakyReLU(), nn.Linear(256, 128), nn.LeakyReLU())
+    ]
     return nn.Sequential(*layers, nn.Linear(128, 10))
 
 
@@ -34,7 +45,9 @@ def batch(rows):
 
 def make_step(net, loss, **settings):
     model = DataParallelModel(net)
-    return TrainStep(model, DataParallelCriterion(loss, **settings), torch.optim.SGD(model.parameters(), lr=0.1))
+    return TrainStep(
+        model, DataParallelCriterion(loss, **settings), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
 
 
 @functools.cache
@@ -44,14 +57,27 @@ def measure(names, devices, rows):
         if "checkpoint_activations" in names:
             savings.checkpoint_activations(net)
         step = make_step(net, nn.CrossEntropyLoss())
-        with savings.offload_activations() if "offload_activations" in names else contextlib.nullcontext():
+        with (
+            savings.offload_activations()
+            if "offload_activations" in names
+            else contextlib.nullcontext()
+        ):
             return max(peak_of_updates(cluster, step, *batch(rows)))
 
 
 @functools.cache
 def predict(names, devices, rows):
-    settings = {"optimizer": torch.optim.SGD, "layout": "replicas", "devices": devices, "device_kind": "sim"}
-    return max(memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), savings=names, **settings).allocated)
+    settings = {
+        "optimizer": torch.optim.SGD,
+        "layout": "replicas",
+        "devices": devices,
+        "device_kind": "sim",
+    }
+    return max(
+        memory.estimate(
+            build(), nn.CrossEntropyLoss(), *batch(rows), savings=names, **settings
+        ).allocated
+    )
 
 
 NAMES = "checkpoint_activations", "offload_activations"
@@ -75,7 +101,9 @@ def language_model():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 4096}
-    config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    config = transformers.GPT2Config(
+        **sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -89,12 +117,16 @@ def test_a_head_without_logits_is_predicted():
     batch = {"input_ids": labels, "labels": labels}
     settings = {"optimizer": torch.optim.SGD, "device_kind": "sim"}
     for names in ((), ("replace_lm_head",)):
-        report = memory.estimate(language_model(), own_loss, batch, labels, savings=names, **settings)
+        report = memory.estimate(
+            language_model(), own_loss, batch, labels, savings=names, **settings
+        )
         with simulate(1) as cluster:
             net = language_model()
             if names:
                 savings.replace_lm_head(net)
-            peaks += peak_of_updates(cluster, make_step(net, own_loss, weight="rows"), batch, labels)
+            peaks += peak_of_updates(
+                cluster, make_step(net, own_loss, weight="rows"), batch, labels
+            )
         assert report.allocated[0] == pytest.approx(peaks[-1], rel=0.02)
     assert peaks[1] < 0.5 * peaks[0]
 
@@ -102,8 +134,15 @@ def test_a_head_without_logits_is_predicted():
 @pytest.mark.slow
 def test_a_plan_leaves_logits_out_where_less_does_not_fit():
     labels = torch.ones(4, 64, dtype=torch.int64)
-    settings = {"batch_size": 1, "capacity": "3MiB", "optimizer": torch.optim.SGD, "device_kind": "sim"}
-    plan = memory.plan(language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings)
+    settings = {
+        "batch_size": 1,
+        "capacity": "3MiB",
+        "optimizer": torch.optim.SGD,
+        "device_kind": "sim",
+    }
+    plan = memory.plan(
+        language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings
+    )
     assert plan.chosen.name == "loss without logits"
     assert plan.chosen.exact
     assert plan.chosen.recomputed == 0
@@ -112,9 +151,13 @@ def test_a_plan_leaves_logits_out_where_less_does_not_fit():
     expected = copy.deepcopy(net)(labels, labels=labels).loss
     with simulate(1, plan.capacity[0]):
         *_, step = plan.apply(net, own_loss, optimizer=torch.optim.SGD, weight="rows", lr=0.1)
-        assert step({"input_ids": labels, "labels": labels}, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+        assert step({"input_ids": labels, "labels": labels}, labels).item() == pytest.approx(
+            expected.item(), rel=1e-5
+        )
     settings["capacity"] = "1GiB"
-    plan = memory.plan(language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings)
+    plan = memory.plan(
+        language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings
+    )
     assert plan.chosen.name == "replicas"
 
 
@@ -126,7 +169,14 @@ NET = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 8))
 def test_nothing_is_offloaded_from_a_cpu(devices):
     settings = {"layout": "replicas", "devices": devices, "device_kind": "cpu"}
     estimates = [
-        memory.estimate(NET, nn.MSELoss(), torch.zeros(512, 1024), torch.zeros(512, 8), savings=names, **settings).allocated
+        memory.estimate(
+            NET,
+            nn.MSELoss(),
+            torch.zeros(512, 1024),
+            torch.zeros(512, 8),
+            savings=names,
+            **settings,
+        ).allocated
         for names in ((), "offload_activations", "offload_optimizer")
     ]
     assert estimates[1:] == estimates[:1] * 2
@@ -148,7 +198,12 @@ def sequences(rows):
 @pytest.mark.slow
 def test_plans_offload_where_less_does_not_fit():
     capacity = "30MiB"
-    settings = {"batch_size": 2, "optimizer": torch.optim.SGD, "device_kind": "sim", "capacity": capacity}
+    settings = {
+        "batch_size": 2,
+        "optimizer": torch.optim.SGD,
+        "device_kind": "sim",
+        "capacity": capacity,
+    }
     plan = memory.plan(build(), nn.MSELoss(), *sequences(2), **settings)
     assert plan.chosen.name == "offloaded activations"
     assert plan.chosen.exact
@@ -181,5 +236,10 @@ def test_a_chunk_has_no_more_rows_than_the_largest_batch(most, chunk):
     hidden, target = torch.zeros(4, 8, requires_grad=True), torch.zeros(4, dtype=torch.int64)
     problem = Problem(nn.Identity(), savings.LinearCrossEntropy(8, 600), hidden, target)
     request = make_request(problem, device_kind="sim")
-    for trace in run_traces([(dataclasses.replace(request, update_rows=most), rows) for rows in (2, 50)]):
-        assert max(block.size for block in trace.blocks if block.operator.startswith("aten.new_empty")) == chunk * 600 * 4
+    for trace in run_traces(
+        [(dataclasses.replace(request, update_rows=most), rows) for rows in (2, 50)]
+    ):
+        assert (
+            max(block.size for block in trace.blocks if block.operator.startswith("aten.new_empty"))
+            == chunk * 600 * 4
+        )

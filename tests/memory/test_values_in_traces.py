@@ -25,7 +25,9 @@ class Reads(nn.Module):
 
 
 def patches(weight, sizes):
-    return torch.cat([weight.new_zeros(frames * height * width, 8) for frames, height, width in sizes.tolist()])
+    return torch.cat(
+        [weight.new_zeros(frames * height * width, 8) for frames, height, width in sizes.tolist()]
+    )
 
 
 def offsets(weight, sizes):
@@ -51,7 +53,10 @@ def estimate(read, integers, **settings):
 @pytest.mark.parametrize("read", [patches, offsets, written])
 def test_sizes_of_images_are_read(read, layout, devices):
     small, large = (
-        estimate(read, Whole(torch.tensor([[2, 2, 2], [1, side, side]])), layout=layout, devices=devices) for side in (4, 400)
+        estimate(
+            read, Whole(torch.tensor([[2, 2, 2], [1, side, side]])), layout=layout, devices=devices
+        )
+        for side in (4, 400)
     )
     assert large.allocated[0] - small.allocated[0] > 0.99 * 8 * 4 * 400**2
 
@@ -69,11 +74,18 @@ def test_lengths_of_rows_are_read(as_given, layout, devices):
 
 @pytest.mark.parametrize(
     "integers",
-    [torch.tensor([[2, 2, 2]], device="meta"), torch.ones(1 + values.KNOWN // 3, 3, dtype=torch.int64), torch.ones(1, 3)],
+    [
+        torch.tensor([[2, 2, 2]], device="meta"),
+        torch.ones(1 + values.KNOWN // 3, 3, dtype=torch.int64),
+        torch.ones(1, 3),
+    ],
     ids=["meta", "many", "floats"],
 )
 def test_other_values_are_not_known(integers):
-    with pytest.raises(ValueError, match=r"reads a value of a tensor .* small tensor of integers on the CPU, .* \(--scalar\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"reads a value of a tensor .* small tensor of integers on the CPU, .* \(--scalar\)",
+    ):
         estimate(patches, Whole(integers))
 
 

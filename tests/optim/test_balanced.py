@@ -11,7 +11,14 @@ from helpers.slow import slow, slow_but
 from helpers.updates import assert_equal, values_of
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -31,7 +38,13 @@ KINDS = {
 
 
 def channels_last():
-    layers = nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 2), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, CLASSES)
+    layers = (
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 8, 2),
+        nn.Conv2d(8, 8, 1),
+        nn.Flatten(),
+        nn.Linear(8, CLASSES),
+    )
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
@@ -48,7 +61,11 @@ CASES = [
 
 @pytest.mark.parametrize(("buckets", "kind", "network", "devices"), CASES, indirect=["buckets"])
 def test_elementwise_optimizers_equal_the_plain_program(kind, network, devices):
-    net, optimizer_class, settings = NETWORKS[network](), getattr(torch.optim, kind), {"lr": 0.1} | KINDS[kind]
+    net, optimizer_class, settings = (
+        NETWORKS[network](),
+        getattr(torch.optim, kind),
+        {"lr": 0.1} | KINDS[kind],
+    )
     expected, reference = plain(net, lambda net: optimizer_class(net.parameters(), **settings))
     with simulate(4):
         model = DataParallelModel(net, devices)
@@ -57,8 +74,12 @@ def test_elementwise_optimizers_equal_the_plain_program(kind, network, devices):
         assert_same(net, expected)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
         assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
-        for parameters in zip(*model.replicas.copies.by_device.values(), net.parameters(), strict=True):
-            assert all(parameter.cpu().equal(parameters[-1].detach().cpu()) for parameter in parameters)
+        for parameters in zip(
+            *model.replicas.copies.by_device.values(), net.parameters(), strict=True
+        ):
+            assert all(
+                parameter.cpu().equal(parameters[-1].detach().cpu()) for parameter in parameters
+            )
 
 
 def test_schedulers_and_closures_equal_the_plain_program():
@@ -75,17 +96,24 @@ def test_schedulers_and_closures_equal_the_plain_program():
 
     net = build_net()
     expected = copy.deepcopy(net)
-    rates = scheduled(expected, nn.CrossEntropyLoss(), torch.optim.SGD(expected.parameters(), lr=1.0))
+    rates = scheduled(
+        expected, nn.CrossEntropyLoss(), torch.optim.SGD(expected.parameters(), lr=1.0)
+    )
     with simulate(3):
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
-        assert scheduled(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=1.0)) == rates
+        assert (
+            scheduled(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=1.0)) == rates
+        )
         assert_same(net, expected)
 
 
 PRECISIONS = [*itertools.product(["fp32", "bf16", "fp16"], [None, 1])]
 
 
-@pytest.mark.parametrize(("precision", "micro_batch_size"), slow_but(PRECISIONS, ("fp32", 1), ("bf16", None), ("fp16", 1)))
+@pytest.mark.parametrize(
+    ("precision", "micro_batch_size"),
+    slow_but(PRECISIONS, ("fp32", 1), ("bf16", None), ("fp16", 1)),
+)
 def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
     net = build_net().float()
 
@@ -94,9 +122,18 @@ def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
             mine = copy.deepcopy(net)
             model, criterion = parallelize(mine, nn.CrossEntropyLoss(), precision=precision)
             kind, settings = torch.optim.AdamW, {"lr": 0.01}
-            optimizer = BalancedOptimizer(model, kind, **settings) if balanced else kind(mine.parameters(), **settings)
+            optimizer = (
+                BalancedOptimizer(model, kind, **settings)
+                if balanced
+                else kind(mine.parameters(), **settings)
+            )
             step = TrainStep(
-                model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision, max_grad_norm=0.3
+                model,
+                criterion,
+                optimizer,
+                micro_batch_size=micro_batch_size,
+                precision=precision,
+                max_grad_norm=0.3,
             )
             losses = [step(x.float(), target).item() for x, target in batches(3)]
             for x, target in batches(2):
@@ -123,12 +160,21 @@ def test_gradient_scaler_skips_steps_with_overflow(shard):
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0**29
-        assert all(parameter.equal(other) for parameter, other in zip(net.parameters(), before, strict=True))
+        assert all(
+            parameter.equal(other)
+            for parameter, other in zip(net.parameters(), before, strict=True)
+        )
 
 
 def test_param_groups_equal_the_plain_program():
     net = build_net()
-    groups = lambda net: [{"params": net[0].parameters(), "lr": 0.5}, {"params": [net[2].weight], "weight_decay": 0.1}]  # noqa: E731
+
+    def groups(net):
+        return [
+            {"params": net[0].parameters(), "lr": 0.5},
+            {"params": [net[2].weight], "weight_decay": 0.1},
+        ]
+
     expected, reference = plain(net, lambda net: torch.optim.Adam(groups(net), lr=0.1))
     with simulate(3):
         model = DataParallelModel(net)
@@ -139,29 +185,43 @@ def test_param_groups_equal_the_plain_program():
         assert net[2].bias.grad is not None  # nobody's: as in the plain program
         with pytest.raises(RuntimeError, match="takes its param groups when it is made"):
             optimizer.add_param_group({"params": [net[2].bias]})
-        with pytest.raises(ValueError, match=r"param groups of \[4\] parameters, expected \[2, 1\]"):
+        with pytest.raises(
+            ValueError, match=r"param groups of \[4\] parameters, expected \[2, 1\]"
+        ):
             optimizer.load_state_dict(torch.optim.Adam(net.parameters()).state_dict())
 
 
 def test_parameters_of_a_criterion_are_updated_in_place():
-    net, criterion = build_net(), nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0)
+    net, criterion = (
+        build_net(),
+        nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0),
+    )
     expected = copy.deepcopy(nn.ModuleList([net, criterion]))
     reference = torch.optim.Adam(expected.parameters(), lr=0.1)
-    train(expected[0], reference, 3, criterion=lambda output, target: expected[1](output, target).loss)
+    train(
+        expected[0], reference, 3, criterion=lambda output, target: expected[1](output, target).loss
+    )
     with simulate(3):
         model, split = DataParallelModel(net), DataParallelCriterion(criterion.to("sim:0"))
-        optimizer = BalancedOptimizer(model, torch.optim.Adam, [*net.parameters(), *criterion.parameters()], lr=0.1)
+        optimizer = BalancedOptimizer(
+            model, torch.optim.Adam, [*net.parameters(), *criterion.parameters()], lr=0.1
+        )
         train(model, optimizer, 3, criterion=split)
         assert_same(nn.ModuleList([net, criterion]), expected)
 
 
 def test_invalid_arguments_raise_an_error():
-    with pytest.raises(TypeError, match="the model is a Sequential, expected a DataParallelModel or the model"):
+    with pytest.raises(
+        TypeError, match="the model is a Sequential, expected a DataParallelModel or the model"
+    ):
         BalancedOptimizer(build_net(), torch.optim.SGD, lr=0.1)
     model = DataParallelModel(build_net(), ["cpu"])
     with pytest.raises(TypeError, match="0.1 was given, expected a class of optimizers"):
         BalancedOptimizer(model, 0.1)
-    with pytest.raises(TypeError, match="LBFGS evaluates the loss several times per step, and BalancedOptimizer once"):
+    with pytest.raises(
+        TypeError,
+        match="LBFGS evaluates the loss several times per step, and BalancedOptimizer once",
+    ):
         BalancedOptimizer(model, torch.optim.LBFGS, lr=0.1)
     with pytest.raises(ValueError, match="shard='rows', expected 'elements', 'parameters' or None"):
         BalancedOptimizer(model, torch.optim.SGD, shard="rows", lr=0.1)
@@ -175,8 +235,12 @@ def test_state_dict_and_step_hooks_are_called():
         optimizer.register_state_dict_pre_hook(lambda this: seen.append(("saving", this)))
         optimizer.register_state_dict_post_hook(lambda this, state: {**state, "extra": 1})
         optimizer.register_state_dict_post_hook(lambda this, state: seen.append(("saved", this)))
-        optimizer.register_load_state_dict_pre_hook(lambda this, state: {k: v for k, v in state.items() if k != "extra"})
-        optimizer.register_load_state_dict_pre_hook(lambda this, state: seen.append(("loading", this)))
+        optimizer.register_load_state_dict_pre_hook(
+            lambda this, state: {k: v for k, v in state.items() if k != "extra"}
+        )
+        optimizer.register_load_state_dict_pre_hook(
+            lambda this, state: seen.append(("loading", this))
+        )
         optimizer.register_load_state_dict_post_hook(lambda this: seen.append(("loaded", this)))
         state = optimizer.state_dict()
         assert state["extra"] == 1
@@ -196,7 +260,9 @@ def test_empty_parameter_lists_raise_an_error(devices):
         with pytest.raises(ValueError, match="BalancedOptimizer got an empty parameter list"):
             BalancedOptimizer(DataParallelModel(nn.Tanh(), devices), torch.optim.SGD, lr=0.1)
         with pytest.raises(ValueError, match="BalancedOptimizer got an empty parameter list"):
-            BalancedOptimizer(DataParallelModel(build_net().to(devices[0]), devices), torch.optim.SGD, [], lr=0.1)
+            BalancedOptimizer(
+                DataParallelModel(build_net().to(devices[0]), devices), torch.optim.SGD, [], lr=0.1
+            )
         frozen = DataParallelModel(build_net().to(devices[0]).requires_grad_(False), devices)
         optimizer = BalancedOptimizer(frozen, torch.optim.SGD, lr=0.1)  # as torch's
         before = values_of(frozen)

@@ -85,7 +85,11 @@ def clip_adaptively(loop):
     loop.backward()
     for parameter in loop.parameters:
         dims = tuple(range(1, parameter.dim()))
-        norm = parameter.detach().norm(dim=dims, keepdim=True).clamp_(min=1e-3) if dims else parameter.detach().norm()
+        norm = (
+            parameter.detach().norm(dim=dims, keepdim=True).clamp_(min=1e-3)
+            if dims
+            else parameter.detach().norm()
+        )
         grad = parameter.grad.detach()
         grad_norm = grad.norm(dim=dims, keepdim=True) if dims else grad.norm()
         clipped = grad * (0.1 * norm / grad_norm.clamp(min=1e-6))
@@ -286,7 +290,9 @@ def multiply(parameter):
 
 
 def hooks(loop):
-    handles = [parameter.register_hook(lambda gradient: gradient * 2) for parameter in loop.parameters[:2]]
+    handles = [
+        parameter.register_hook(lambda gradient: gradient * 2) for parameter in loop.parameters[:2]
+    ]
     handles.append(loop.parameters[2].register_post_accumulate_grad_hook(multiply))
     loop.backward()
     loop.backward()
@@ -313,7 +319,9 @@ def few_rows(loop):
 
 def set_tensors_once(loop):
     """Gradients in one vector, in which autograd accumulates."""
-    vector = torch.zeros(sum(parameter.numel() for parameter in loop.parameters), device=loop.device)
+    vector = torch.zeros(
+        sum(parameter.numel() for parameter in loop.parameters), device=loop.device
+    )
     start = 0
     for parameter in loop.parameters:
         parameter.grad = vector[start : start + parameter.numel()].view_as(parameter)
@@ -363,8 +371,12 @@ CLEARS = {
     "optimizer in place": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
     "net in place": lambda loop: loop.net.zero_grad(set_to_none=False),
     "model in place": lambda loop: loop.model.zero_grad(set_to_none=False),
-    "None by hand": lambda loop: [setattr(parameter, "grad", None) for parameter in loop.parameters],
-    "zeros by hand": lambda loop: [parameter.grad.detach_().zero_() for parameter in loop.parameters],
+    "None by hand": lambda loop: [
+        setattr(parameter, "grad", None) for parameter in loop.parameters
+    ],
+    "zeros by hand": lambda loop: [
+        parameter.grad.detach_().zero_() for parameter in loop.parameters
+    ],
     "zeros of data": lambda loop: [parameter.grad.data.zero_() for parameter in loop.parameters],
     "del": lambda loop: [delattr(parameter, "grad") for parameter in loop.parameters],
 }
@@ -380,7 +392,9 @@ def run(devices, lines, clear, **settings):
     return [*loop.log, *(parameter.detach().cpu() for parameter in loop.parameters)]
 
 
-def assert_equal_to_the_plain_program(devices, lines, clear, kind=torch.optim.SGD, shard=None, **settings):
+def assert_equal_to_the_plain_program(
+    devices, lines, clear, kind=torch.optim.SGD, shard=None, **settings
+):
     settings = settings or {"lr": 0.1, "momentum": 0.9}
     expected = run(None, lines, clear, kind=kind, **settings)
     with simulate(4):
@@ -403,9 +417,13 @@ def test_gradients_are_cleared_as_in_the_plain_program(devices, clear):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-@pytest.mark.parametrize("lines", slow_but(LINES, clip_by_norm, write_rows), ids=lambda lines: lines.__name__)
+@pytest.mark.parametrize(
+    "lines", slow_but(LINES, clip_by_norm, write_rows), ids=lambda lines: lines.__name__
+)
 def test_lines_equal_the_plain_program_with_whole_parameters(lines):
-    assert_equal_to_the_plain_program("four devices", lines, "net", torch.optim.AdamW, "parameters", lr=0.1)
+    assert_equal_to_the_plain_program(
+        "four devices", lines, "net", torch.optim.AdamW, "parameters", lr=0.1
+    )
 
 
 def test_an_operation_gathers_one_gradient():
@@ -428,7 +446,9 @@ def test_gradients_do_not_keep_their_parameters_alive():
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
         model(torch.randn(6, 4)).gather("cpu").sum().backward()
         optimizer.step()
-        parameter, gradient = (weakref.ref(each) for each in (model.module[0].weight, model.module[0].weight.grad))
+        parameter, gradient = (
+            weakref.ref(each) for each in (model.module[0].weight, model.module[0].weight.grad)
+        )
         del model, optimizer
         gc.collect()
         assert parameter() is None
@@ -455,7 +475,10 @@ def test_operators_that_change_the_shape_in_place_are_an_error():
     with simulate(3):
         loop = Loop(DEVICES["four devices"][:3], lr=0.1)
         loop.backward()
-        with pytest.raises(TypeError, match=r"t_.* would change the shape of parameter.grad.*optimizer.gradient\(parameter\)"):
+        with pytest.raises(
+            TypeError,
+            match=r"t_.* would change the shape of parameter.grad.*optimizer.gradient\(parameter\)",
+        ):
             loop.parameters[0].grad.t_()
 
 

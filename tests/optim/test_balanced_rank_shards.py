@@ -22,7 +22,9 @@ def check_averages(rank):
     torch.set_default_dtype(torch.float64)
     net, plain = build_net(), build_net()
     average = get_ema_multi_avg_fn(0.9)
-    averaged, expected = (AveragedModel(each, multi_avg_fn=average, use_buffers=True) for each in (net, plain))
+    averaged, expected = (
+        AveragedModel(each, multi_avg_fn=average, use_buffers=True) for each in (net, plain)
+    )
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
     parallelize(averaged.module, device_ids=["cpu"], strategy="fsdp")
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -37,7 +39,9 @@ def check_averages(rank):
         optimizer.step()
         expected.update_parameters(plain)
     state = get_model_state_dict(averaged, options=StateDictOptions(full_state_dict=True))
-    torch.testing.assert_close(dict(state) if rank == 0 else {}, dict(expected.state_dict()) if rank == 0 else {})
+    torch.testing.assert_close(
+        dict(state) if rank == 0 else {}, dict(expected.state_dict()) if rank == 0 else {}
+    )
     torch.testing.assert_close(averaged(x), expected(x))
     assert next(averaged.parameters()).to_local().numel() < next(plain.parameters()).numel()
 
@@ -65,11 +69,19 @@ def check_loop(rank, strategy, kind):
     torch.set_default_dtype(torch.float64)
     plain, net = build_net(), build_net()
     generator = torch.Generator().manual_seed(3)
-    batches = [(torch.randn(7, 4, generator=generator), torch.randint(5, (7,), generator=generator)) for _ in range(3)]
-    expected = update_by_hand(plain, nn.CrossEntropyLoss(), kind(plain.parameters(), lr=0.1), batches)
+    batches = [
+        (torch.randn(7, 4, generator=generator), torch.randint(5, (7,), generator=generator))
+        for _ in range(3)
+    ]
+    expected = update_by_hand(
+        plain, nn.CrossEntropyLoss(), kind(plain.parameters(), lr=0.1), batches
+    )
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy=strategy)
     rows = [[5, 2], [0, 7], [2, 5]]
-    parts = [(x.split(size)[rank], y.split(size)[rank]) for (x, y), size in zip(batches, rows, strict=True)]
+    parts = [
+        (x.split(size)[rank], y.split(size)[rank])
+        for (x, y), size in zip(batches, rows, strict=True)
+    ]
     optimizer = BalancedOptimizer(model, kind, lr=0.1)
     torch.testing.assert_close(update_by_hand(model, criterion, optimizer, parts), expected)
     for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
@@ -77,7 +89,8 @@ def check_loop(rank, strategy, kind):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), slow_but([*itertools.product(["ddp", "fsdp"], KINDS)], ("ddp", "Adafactor"), ("fsdp", "SGD"))
+    ("strategy", "kind"),
+    slow_but([*itertools.product(["ddp", "fsdp"], KINDS)], ("ddp", "Adafactor"), ("fsdp", "SGD")),
 )
 def test_old_loops_of_ranks_equal_the_plain_program(strategy, kind):
     run_ranks(2, check_loop, strategy, KINDS[kind])
@@ -91,7 +104,9 @@ def gathered_shapes(rank):
     step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.Adafactor, lr=0.1))
     shapes, whole = [], balanced._whole
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balanced, "_whole", lambda tensor: shapes.append(tuple(tensor.shape)) or whole(tensor))
+        patch.setattr(
+            balanced, "_whole", lambda tensor: shapes.append(tuple(tensor.shape)) or whole(tensor)
+        )
         step(torch.randn(3, 4), torch.tensor([0, 1, 2]))
     return shapes
 
@@ -116,9 +131,14 @@ def check_refusals(rank):
     with pytest.raises(TypeError, match="Muon over shards of strategy='fsdp' differs by percents"):
         TrainStep(model, criterion, torch.optim.Muon(model.parameters()))
     model, _ = parallelize(build_net(), nn.MSELoss(), ["cpu"])
-    with pytest.raises(ValueError, match="shard='elements' with ranks of DDP, expected 'parameters' or None"):
+    with pytest.raises(
+        ValueError, match="shard='elements' with ranks of DDP, expected 'parameters' or None"
+    ):
         BalancedOptimizer(model, torch.optim.SGD, shard="elements", lr=0.1)
-    with pytest.raises(TypeError, match="Together with shard='parameters' differs from Together over the whole model"):
+    with pytest.raises(
+        TypeError,
+        match="Together with shard='parameters' differs from Together over the whole model",
+    ):
         BalancedOptimizer(model, Together)
 
 

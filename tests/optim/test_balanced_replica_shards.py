@@ -13,13 +13,29 @@ import pickle
 
 import pytest
 import torch
-from helpers.optimizers import ROWS, assert_same, assert_same_state, batches, plain, train, train_plain
+from helpers.optimizers import (
+    ROWS,
+    assert_same,
+    assert_same_state,
+    batches,
+    plain,
+    train,
+    train_plain,
+)
 from helpers.problems import CLASSES, build_net
 from helpers.slow import slow_but
 from helpers.updates import Unrecorded, assert_equal, random_batches, values_of
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, TrainStep, gather, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    Precision,
+    TrainStep,
+    gather,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -40,10 +56,14 @@ def layout(name, net):
 MOVES = [("plain", "three devices"), ("three devices", "plain"), ("three devices", "four devices")]
 
 
-@pytest.mark.parametrize(("first", "second"), slow_but([*itertools.product(LAYOUTS, LAYOUTS)], *MOVES))
+@pytest.mark.parametrize(
+    ("first", "second"), slow_but([*itertools.product(LAYOUTS, LAYOUTS)], *MOVES)
+)
 def test_checkpoint_moves_between_numbers_of_devices(first, second):
     start = build_net()
-    expected, reference = plain(start, lambda net: torch.optim.Adam(net.parameters(), lr=0.1), steps=2)
+    expected, reference = plain(
+        start, lambda net: torch.optim.Adam(net.parameters(), lr=0.1), steps=2
+    )
     train_plain(expected, reference)
     file = io.BytesIO()
     with simulate(4):
@@ -61,7 +81,9 @@ def test_checkpoint_moves_between_numbers_of_devices(first, second):
         optimizer.load_state_dict(saved["optimizer"])
         go_on()
         assert_same(net, expected)
-        state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, optimizer.state_dict())
+        state = torch.utils._pytree.tree_map_only(
+            torch.Tensor, torch.Tensor.cpu, optimizer.state_dict()
+        )
         assert_same_state(state, reference.state_dict())
 
 
@@ -71,7 +93,10 @@ def test_parameters_changed_between_steps_keep_their_values():
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
         train(model, optimizer, 1)
-        changes = {3: lambda p: p.data.mul_(0).add_(3), 4: lambda p: setattr(p, "data", torch.full_like(p, 4))}
+        changes = {
+            3: lambda p: p.data.mul_(0).add_(3),
+            4: lambda p: setattr(p, "data", torch.full_like(p, 4)),
+        }
         for value, change in changes.items():
             optimizer.zero_grad()
             change(net[0].weight)
@@ -94,13 +119,18 @@ def test_replaced_parameters_raise_an_error():
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
         for other in (model, DataParallelModel(net)):
-            with pytest.raises(ValueError, match="parameters of the module have a BalancedOptimizer already"):
+            with pytest.raises(
+                ValueError, match="parameters of the module have a BalancedOptimizer already"
+            ):
                 BalancedOptimizer(other, torch.optim.SGD, lr=1.0)
         net[1].note = "an attribute is not a parameter"
         train(model, optimizer, 1)
         net[0].bias = nn.Parameter(torch.zeros(6, device="sim:0"))
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="other parameters than when its BalancedOptimizer was made.*make a new one"):
+            with pytest.raises(
+                RuntimeError,
+                match="other parameters than when its BalancedOptimizer was made.*make a new one",
+            ):
                 train(model, optimizer, 1)
         del optimizer
         gc.collect()
@@ -127,7 +157,10 @@ def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
 class SharedHead(nn.Module):
     def __init__(self, weight, names=("weight", "own")):
         super().__init__()
-        parameters = {"weight": weight, "own": nn.Parameter(torch.full((CLASSES,), 0.3, device=weight.device))}
+        parameters = {
+            "weight": weight,
+            "own": nn.Parameter(torch.full((CLASSES,), 0.3, device=weight.device)),
+        }
         for name in names:
             self.register_parameter(name, parameters[name])
 
@@ -136,7 +169,9 @@ class SharedHead(nn.Module):
 
 
 ORDERS = [("weight", "own"), ("own", "weight")]
-SHARED = [*itertools.product(["plain loop", "whole", "micro-batches", "fused"], [False, True], ORDERS)]
+SHARED = [
+    *itertools.product(["plain loop", "whole", "micro-batches", "fused"], [False, True], ORDERS)
+]
 KEPT = [
     ("plain loop", True, ORDERS[0]),
     ("micro-batches", True, ORDERS[1]),
@@ -150,13 +185,22 @@ def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, b
     def trained(devices):
         net = build_net().to(devices[0])
         head = SharedHead(net[2].weight, names)
-        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(head, weight=lambda x, y: x.size(0))
+        model, criterion = (
+            DataParallelModel(net, devices),
+            DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
+        )
         parameters = [*net.parameters(), head.own]
         settings = {"lr": 0.05, "fused": how == "fused" and devices[0] == "cpu"}
         kind = Unrecorded if how == "fused" and len(devices) > 1 else torch.optim.AdamW
         is_sharded = balanced and len(devices) > 1
-        optimizer = BalancedOptimizer(model, kind, parameters, **settings) if is_sharded else kind(parameters, **settings)
-        step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if how == "micro-batches" else None)
+        optimizer = (
+            BalancedOptimizer(model, kind, parameters, **settings)
+            if is_sharded
+            else kind(parameters, **settings)
+        )
+        step = TrainStep(
+            model, criterion, optimizer, micro_batch_size=2 if how == "micro-batches" else None
+        )
         for x, y in random_batches(6):
             if how in ("plain loop", "fused"):
                 optimizer.zero_grad()
@@ -174,8 +218,12 @@ def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, b
 READS = {
     "nothing": lambda optimizer, weight: None,
     "param_groups": lambda optimizer, weight: optimizer.param_groups,
-    "gradient": lambda optimizer, weight: optimizer.gradient(weight) if isinstance(optimizer, BalancedOptimizer) else weight.grad,
-    "zeroed": lambda optimizer, weight: optimizer.zero_grad(),  # which is refused between add() and apply()
+    "gradient": lambda optimizer, weight: (
+        optimizer.gradient(weight) if isinstance(optimizer, BalancedOptimizer) else weight.grad
+    ),
+    "zeroed": lambda optimizer, weight: (
+        optimizer.zero_grad()
+    ),  # which is refused between add() and apply()
 }
 
 
@@ -183,7 +231,11 @@ WAITS = [
     *itertools.product(["no_sync of the model", "no_sync of two models"], READS),
     *itertools.product(["train step"], ["nothing", "param_groups", "gradient"]),
 ]
-READ = [("no_sync of the model", "zeroed"), ("no_sync of two models", "gradient"), ("train step", "param_groups")]
+READ = [
+    ("no_sync of the model", "zeroed"),
+    ("no_sync of two models", "gradient"),
+    ("train step", "param_groups"),
+]
 
 
 @pytest.mark.parametrize(("how", "read"), slow_but(WAITS, *READ))
@@ -193,16 +245,27 @@ def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, r
     def trained(devices):
         net = build_net().to(devices[0])
         head = SharedHead(net[2].weight)
-        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(head, weight=lambda x, y: x.size(0))
+        model, criterion = (
+            DataParallelModel(net, devices),
+            DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
+        )
         other = DataParallelModel(net, devices[::2])
         kind = torch.optim.SGD
         parameters = [*net.parameters(), head.own]
-        optimizer = kind(parameters, 0.05) if len(devices) == 1 else BalancedOptimizer(model, kind, parameters, lr=0.05)
+        optimizer = (
+            kind(parameters, 0.05)
+            if len(devices) == 1
+            else BalancedOptimizer(model, kind, parameters, lr=0.05)
+        )
         step = TrainStep(model, criterion, optimizer)
 
         def backward(x, y):
             loss = criterion(model(x), y)
-            loss = loss + gather(other(x + 1)).square().mean().to(loss.device) if how == "no_sync of two models" else loss
+            loss = (
+                loss + gather(other(x + 1)).square().mean().to(loss.device)
+                if how == "no_sync of two models"
+                else loss
+            )
             loss.backward()
 
         for _ in range(3):
@@ -233,10 +296,19 @@ def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
 
     def trained(devices, precision):
         net = build_net().float().to(devices[0])
-        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = (
+            DataParallelModel(net, devices),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
         kind = torch.optim.SGD
-        optimizer = kind(net.parameters(), 0.1) if len(devices) == 1 else BalancedOptimizer(model, kind, lr=0.1)
-        scaler = None if precision == "fp32" else torch.amp.GradScaler("sim", init_scale=2.0**8)  # without an overflow
+        optimizer = (
+            kind(net.parameters(), 0.1)
+            if len(devices) == 1
+            else BalancedOptimizer(model, kind, lr=0.1)
+        )
+        scaler = (
+            None if precision == "fp32" else torch.amp.GradScaler("sim", init_scale=2.0**8)
+        )  # without an overflow
         step = TrainStep(model, criterion, optimizer, precision=Precision(precision, scaler))
         generator = torch.Generator().manual_seed(0)
         for rows in (3, 9, 30, 90):
@@ -258,7 +330,9 @@ def test_two_models_of_one_module_equal_the_plain_program(kind):
         first(torch.randn(4, 4))
         for x, y in random_batches(6):
             optimizer.zero_grad()
-            ((gather([first(x)], "cpu") - y) * gather([second(x + 1)], "cpu")).square().mean().backward()
+            (
+                (gather([first(x)], "cpu") - y) * gather([second(x + 1)], "cpu")
+            ).square().mean().backward()
             optimizer.step()
         return values_of(net)
 
@@ -266,7 +340,9 @@ def test_two_models_of_one_module_equal_the_plain_program(kind):
     expected = trained(net, net, net, torch.optim.AdamW(net.parameters(), 0.05))
     with simulate(3):
         net = build_net()
-        first, second = (DataParallelModel(net, devices, gather_outputs=True) for devices in ([0, 1, 2], [0, 2]))
+        first, second = (
+            DataParallelModel(net, devices, gather_outputs=True) for devices in ([0, 1, 2], [0, 2])
+        )
         assert_equal(trained(net, first, second, BalancedOptimizer(first, kind, lr=0.05)), expected)
 
 
@@ -281,14 +357,21 @@ def through_torch(value):
     return torch.load(file, weights_only=False)
 
 
-COPIES = [*itertools.product([copy.deepcopy, through_pickle, through_torch], [["cpu"] * 2, ["sim:0", "sim:1", "sim:2"]])]
+COPIES = [
+    *itertools.product(
+        [copy.deepcopy, through_pickle, through_torch], [["cpu"] * 2, ["sim:0", "sim:1", "sim:2"]]
+    )
+]
 
 
 @pytest.mark.parametrize(("copied", "devices"), slow_but(COPIES, COPIES[0], COPIES[3], COPIES[5]))
 def test_copies_train_like_the_original(copied, devices):
     with simulate(3):
         model = DataParallelModel(build_net().to(devices[0]), devices)
-        groups = [{"params": model.module[0].parameters(), "lr": 0.02}, {"params": model.module[2].parameters()}]
+        groups = [
+            {"params": model.module[0].parameters(), "lr": 0.02},
+            {"params": model.module[2].parameters()},
+        ]
         optimizer = BalancedOptimizer(model, torch.optim.AdamW, groups, lr=0.05)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         train(model, optimizer, 3)
@@ -296,7 +379,10 @@ def test_copies_train_like_the_original(copied, devices):
         other_model, other = copied((model, optimizer))
         assert [group["lr"] for group in other.param_groups] == [0.01, 0.025]
         train(model, optimizer, 3)
-        assert any(not torch.equal(*pair) for pair in zip(values_of(model), values_of(other_model), strict=True))
+        assert any(
+            not torch.equal(*pair)
+            for pair in zip(values_of(model), values_of(other_model), strict=True)
+        )
         train(other_model, other, 3)
         assert_equal(values_of(other_model), values_of(model))
 
@@ -322,7 +408,9 @@ def test_zero_grad_clears_gradients_that_were_read(clear, devices):
             CLEARS[clear](model, optimizer)
             left = [optimizer.gradient(parameter) for parameter in model.parameters()]
             if clear == "in place":
-                assert_equal([gradient.cpu() for gradient in left], [0 * gradient for gradient in found[0]])
+                assert_equal(
+                    [gradient.cpu() for gradient in left], [0 * gradient for gradient in found[0]]
+                )
             else:
                 assert left == [None] * len(left)
         for others in found[1:]:
@@ -350,7 +438,9 @@ def test_clip_grad_norm_equals_the_plain_program():
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
 
         def clip():
-            pieces = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            pieces = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
             nn.utils.clip_grad_norm_(pieces, 0.1)
 
         train(model, optimizer, clip=clip)
@@ -407,7 +497,9 @@ def test_gradients_from_outside_the_replicas_are_added():
 
     net = build_net()
     expected = copy.deepcopy(net)
-    update(expected, expected, nn.CrossEntropyLoss(), torch.optim.Adam(expected.parameters(), lr=0.1))
+    update(
+        expected, expected, nn.CrossEntropyLoss(), torch.optim.Adam(expected.parameters(), lr=0.1)
+    )
     with simulate(3):
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
         update(net, model, criterion, BalancedOptimizer(model, torch.optim.Adam, lr=0.1))
@@ -424,7 +516,11 @@ def test_autograd_grad_returns_whole_gradients():
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.cpu(), other)
         assert model.replicas.gradients.is_sharded
-        assert all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
+        assert all(
+            parameter.grad is None
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
 
 def test_parameter_hooks_can_change_gradients_by_hand():
@@ -435,7 +531,9 @@ def test_parameter_hooks_can_change_gradients_by_hand():
     train_plain(expected, reference)
     calls = []
     net[0].weight.register_hook(lambda gradient: gradient * 2)
-    net[2].bias.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.shape))
+    net[2].bias.register_post_accumulate_grad_hook(
+        lambda parameter: calls.append(parameter.grad.shape)
+    )
     with simulate(3):
         model = DataParallelModel(net)
         train(model, BalancedOptimizer(model, torch.optim.SGD, lr=1.0), 2)

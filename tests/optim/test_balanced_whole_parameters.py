@@ -14,7 +14,14 @@ from helpers.ranks import run_ranks
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 from balanced_parallel.optim.balanced import assign_owners
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -50,12 +57,18 @@ def trained(net):
 
 def muon_groups(net):
     others = [parameter for parameter in net.parameters() if parameter.dim() != 2]
-    return [{"params": matrices(net), "use_muon": True}, {"params": others, "use_muon": False, "lr": 0.003}]
+    return [
+        {"params": matrices(net), "use_muon": True},
+        {"params": others, "use_muon": False, "lr": 0.003},
+    ]
 
 
 def layer_groups(net):
     rest = [*net.middle.parameters(), *net.last.parameters(), net.unused]
-    return [{"params": [*net.first.parameters()], "lr": 0.02, "weight_decay": 0.1}, {"params": rest}]
+    return [
+        {"params": [*net.first.parameters()], "lr": 0.02, "weight_decay": 0.1},
+        {"params": rest},
+    ]
 
 
 KINDS = {  # class, settings, function that makes the parameters of a net
@@ -64,10 +77,18 @@ KINDS = {  # class, settings, function that makes the parameters of a net
     "Lion": ("pytorch_optimizer.Lion", {"lr": 0.01}, layer_groups),
     "LAMB": ("pytorch_optimizer.Lamb", {"lr": 0.05, "weight_decay": 0.1}, layer_groups),
     "SOAP": ("pytorch_optimizer.SOAP", {"lr": 0.05, "precondition_frequency": 2}, layer_groups),
-    "Shampoo": ("pytorch_optimizer.Shampoo", {"lr": 0.05, "preconditioning_compute_steps": 2}, nn.Module.parameters),
+    "Shampoo": (
+        "pytorch_optimizer.Shampoo",
+        {"lr": 0.05, "preconditioning_compute_steps": 2},
+        nn.Module.parameters,
+    ),
     "Muon with AdamW": ("pytorch_optimizer.Muon", {"lr": 0.05}, muon_groups),
     "values when it is made": ("helpers.optimizers.ToStart", {"lr": 0.05}, trained),
-    "schedule-free": ("schedulefree.AdamWScheduleFree", {"lr": 0.05, "warmup_steps": 3}, layer_groups),
+    "schedule-free": (
+        "schedulefree.AdamWScheduleFree",
+        {"lr": 0.05, "warmup_steps": 3},
+        layer_groups,
+    ),
 }
 resolve = pkgutil.resolve_name  # imports pytorch_optimizer where it is used: this takes a second
 
@@ -97,7 +118,12 @@ def plain(kind):
     make, settings, choose = KINDS[kind]
     net, results = Mixed(), []
     optimizer = resolve(make)(choose(net), **settings)
-    step = TrainStep(DataParallelModel(net, ["cpu"]), DataParallelCriterion(nn.MSELoss()), optimizer, max_grad_norm=0.3)
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"]),
+        DataParallelCriterion(nn.MSELoss()),
+        optimizer,
+        max_grad_norm=0.3,
+    )
     for _ in range(2):
         train(step)
         results.append(copy.deepcopy((dict(net.named_parameters()), optimizer.state_dict())))
@@ -109,9 +135,17 @@ def check(model, optimizer, step, expected, part=slice(None)):
     for values, state in expected:
         train(step, part)
         for name, parameter in model.module.named_parameters():
-            whole = getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)().detach().cpu()
+            whole = (
+                getattr(parameter, "full_tensor", lambda parameter=parameter: parameter)()
+                .detach()
+                .cpu()
+            )
             torch.testing.assert_close(
-                whole, values[name].detach(), rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+                whole,
+                values[name].detach(),
+                rtol=1e-10,
+                atol=1e-10,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
         assert_same_state(optimizer.state_dict(), state)
         optimizer.load_state_dict(state)
@@ -125,7 +159,12 @@ def test_devices_equal_the_plain_optimizer(kind):
         model = DataParallelModel(Mixed())
         optimizer, step = balanced(model, DataParallelCriterion(nn.MSELoss()), kind)
         check(model, optimizer, step, expected)
-        devices = {tensor.device for group in optimizer.param_groups for tensor in group["params"] if tensor.requires_grad}
+        devices = {
+            tensor.device
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+            if tensor.requires_grad
+        }
         assert len(devices) == 3
 
 
@@ -142,7 +181,9 @@ FEW = ["Muon", "schedule-free", "values when it is made"]
 OTHERS = ["SOAP", "Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"]
 
 
-@pytest.mark.parametrize("kinds", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
+@pytest.mark.parametrize(
+    "kinds", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"]
+)
 def test_ranks_equal_the_plain_optimizer(kinds):
     run_ranks(2, check_ranks, {kind: plain(kind) for kind in kinds})
 
@@ -150,12 +191,18 @@ def test_ranks_equal_the_plain_optimizer(kinds):
 def check_frozen_state(rank):
     model, _ = parallelize(Mixed(), nn.MSELoss(), ["cpu"], strategy="fsdp")
     optimizer = BalancedOptimizer(model, resolve("helpers.optimizers.ToStart"))
-    return {number: tuple(state["start"].shape) for number, state in optimizer.state_dict()["state"].items()}
+    return {
+        number: tuple(state["start"].shape)
+        for number, state in optimizer.state_dict()["state"].items()
+    }
 
 
 def test_state_of_frozen_shards_is_empty():
     """Shards in it would be gathered by one rank alone, which would wait for the others."""
-    shapes = {**dict(enumerate(tuple(parameter.shape) for parameter in Mixed().parameters())), 6: (0,)}
+    shapes = {
+        **dict(enumerate(tuple(parameter.shape) for parameter in Mixed().parameters())),
+        6: (0,),
+    }
     assert run_ranks(2, check_frozen_state) == [shapes] * 2
 
 
@@ -166,7 +213,10 @@ INEXACT = {
     "LAMB with a global norm": ("pytorch_optimizer.Lamb", {"pre_norm": True}),
     "random noise": ("pytorch_optimizer.Gravity", {}),
     "SparseAdam": ("torch.optim.SparseAdam", {}),
-    "D-Adaptation at a small rate": ("pytorch_optimizer.DAdaptAdam", {"lr": 0.01}),  # one size for all parameters grows slowly
+    "D-Adaptation at a small rate": (
+        "pytorch_optimizer.DAdaptAdam",
+        {"lr": 0.01},
+    ),  # one size for all parameters grows slowly
     "D-Adaptation at a small rate of groups": ("pytorch_optimizer.DAdaptLion", {"lr": 0.001}),
     "a count of steps beside the parameters": ("pytorch_optimizer.MADGRAD", {"lr": 0.01}),
 }
@@ -176,7 +226,11 @@ INEXACT = {
 def test_updates_that_depend_on_other_parameters_raise_an_error(kind):
     name, settings = INEXACT[kind]
     with simulate(2):
-        message = "differs from|does not support dense" if kind == "SparseAdam" else f"{name.split('.')[1]} with shard="
+        message = (
+            "differs from|does not support dense"
+            if kind == "SparseAdam"
+            else f"{name.split('.')[1]} with shard="
+        )
         with pytest.raises(TypeError, match=message):
             BalancedOptimizer(DataParallelModel(build_net()), resolve(name), **settings)
 
@@ -207,20 +261,30 @@ def test_two_optimizers_share_a_model(shard):
     def train(model, make):
         net = model.module
         others = [parameter for parameter in net.parameters() if parameter.dim() != 2]
-        optimizers = [make(torch.optim.Muon, matrices(net), lr=0.05), make(torch.optim.AdamW, others, lr=0.01)]
-        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizers, max_grad_norm=0.3)
+        optimizers = [
+            make(torch.optim.Muon, matrices(net), lr=0.05),
+            make(torch.optim.AdamW, others, lr=0.01),
+        ]
+        step = TrainStep(
+            model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizers, max_grad_norm=0.3
+        )
         for x, target in batches(3):
             step(x, target)
         return [optimizer.state_dict() for optimizer in optimizers]
 
     net = build_net()
     expected = copy.deepcopy(net)
-    states = train(DataParallelModel(expected, ["cpu"]), lambda kind, parameters, **settings: kind(parameters, **settings))
+    states = train(
+        DataParallelModel(expected, ["cpu"]),
+        lambda kind, parameters, **settings: kind(parameters, **settings),
+    )
     with simulate(3):
         model = DataParallelModel(net)
 
         def make(kind, parameters, **settings):
-            return BalancedOptimizer(model, kind, parameters, shard if kind is torch.optim.AdamW else None, **settings)
+            return BalancedOptimizer(
+                model, kind, parameters, shard if kind is torch.optim.AdamW else None, **settings
+            )
 
         for state, other in zip(train(model, make), states, strict=True):
             assert_same_state(state, other)
@@ -233,7 +297,10 @@ def test_owners_have_as_many_bytes():
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     frozen = nn.Parameter(torch.zeros(1000), requires_grad=False)
     owners = assign_owners([frozen, *parameters], 3)
-    loads = [sum(size for size, each in zip(sizes, parameters, strict=True) if owners[each] == owner) for owner in range(3)]
+    loads = [
+        sum(size for size, each in zip(sizes, parameters, strict=True) if owners[each] == owner)
+        for owner in range(3)
+    ]
     assert sorted(loads) == [55, 55, 60]
 
 
@@ -249,7 +316,11 @@ def test_8_bit_optimizers_equal_the_plain_optimizer(kind):
     states = []
     for each, devices in ((expected, ["cpu"]), (net, ["cpu"] * 3)):
         model = DataParallelModel(each, devices)
-        optimizer = make(each.parameters(), lr=1e-2) if each is expected else BalancedOptimizer(model, make, lr=1e-2)
+        optimizer = (
+            make(each.parameters(), lr=1e-2)
+            if each is expected
+            else BalancedOptimizer(model, make, lr=1e-2)
+        )
         step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), optimizer)
         generator = torch.Generator().manual_seed(5)
         for _ in range(4):
@@ -257,4 +328,6 @@ def test_8_bit_optimizers_equal_the_plain_optimizer(kind):
         states.append(optimizer.state_dict()["state"])
     assert_same(net, expected, 2e-3)
     assert states[0].keys() == states[1].keys()
-    assert {leaf.dtype for leaf in tree_leaves(states[1]) if isinstance(leaf, torch.Tensor)} >= {torch.uint8}
+    assert {leaf.dtype for leaf in tree_leaves(states[1]) if isinstance(leaf, torch.Tensor)} >= {
+        torch.uint8
+    }

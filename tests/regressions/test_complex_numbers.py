@@ -51,23 +51,41 @@ def make_batch():
     return [torch.randn(7, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
 
 
-def assert_equal_updates(net, model, criterion, rows, optimizer_class=torch.optim.Adam, balanced=False, micro_batch_size=None):
+def assert_equal_updates(
+    net,
+    model,
+    criterion,
+    rows,
+    optimizer_class=torch.optim.Adam,
+    balanced=False,
+    micro_batch_size=None,
+):
     """Compares three clipped updates with the plain program, on all rows."""
     plain, (inputs, targets) = make_net(), make_batch()
-    make = (lambda: BalancedOptimizer(model, optimizer_class)) if balanced else (lambda: optimizer_class(model.parameters()))
+    make = (
+        (lambda: BalancedOptimizer(model, optimizer_class))
+        if balanced
+        else (lambda: optimizer_class(model.parameters()))
+    )
     optimizer, expected = make(), optimizer_class(plain.parameters())
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, max_grad_norm=0.1)
+    step = TrainStep(
+        model, criterion, optimizer, micro_batch_size=micro_batch_size, max_grad_norm=0.1
+    )
     for _ in range(3):
         loss = real_loss(plain(inputs), targets)
         expected.zero_grad()
         loss.backward()
-        for parameter in plain.parameters():  # optimizers of torch refuse gradients that are conjugated lazily
+        for (
+            parameter
+        ) in plain.parameters():  # optimizers of torch refuse gradients that are conjugated lazily
             parameter.grad = None if parameter.grad is None else parameter.grad.resolve_conj()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         expected.step()
         torch.testing.assert_close(step(inputs[rows], targets[rows]), loss.detach())
         torch.testing.assert_close(step.grad_norm, norm)
-    whole = [getattr(one, "full_tensor", lambda one=one: one)().detach() for one in net.parameters()]
+    whole = [
+        getattr(one, "full_tensor", lambda one=one: one)().detach() for one in net.parameters()
+    ]
     torch.testing.assert_close(whole, [parameter.detach() for parameter in plain.parameters()])
     if balanced:
         state, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
@@ -76,16 +94,24 @@ def assert_equal_updates(net, model, criterion, rows, optimizer_class=torch.opti
 
 class TestTraining:
     @pytest.mark.parametrize(
-        "optimizer_class", slow_but([torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop], torch.optim.Adam)
+        "optimizer_class",
+        slow_but([torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop], torch.optim.Adam),
     )
     @pytest.mark.parametrize("micro_batch_size", [None, 1])
     @pytest.mark.parametrize("balanced", [False, True])
     def test_replicas(self, balanced, micro_batch_size, optimizer_class):
         net = make_net()
-        model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(real_loss, weight="rows")
-        assert_equal_updates(net, model, criterion, slice(None), optimizer_class, balanced, micro_batch_size)
+        model, criterion = (
+            DataParallelModel(net, CPUS),
+            DataParallelCriterion(real_loss, weight="rows"),
+        )
+        assert_equal_updates(
+            net, model, criterion, slice(None), optimizer_class, balanced, micro_batch_size
+        )
 
-    @pytest.mark.parametrize(("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+    @pytest.mark.parametrize(
+        ("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)]
+    )
     def test_a_rank_without_rows(self, strategy, balanced):
         """Checks the zero of such a rank. It was complex or without a graph, and the ranks waited for different collectives."""
         run_ranks(2, check_ranks, strategy, balanced)
@@ -94,7 +120,9 @@ class TestTraining:
 def check_ranks(rank, strategy, balanced):
     net = make_net()
     model, criterion = parallelize(net, real_loss, ["cpu"], strategy=strategy, weight="rows")
-    assert_equal_updates(net, model, criterion, slice(0, 7) if rank == 0 else slice(0, 0), balanced=balanced)
+    assert_equal_updates(
+        net, model, criterion, slice(0, 7) if rank == 0 else slice(0, 0), balanced=balanced
+    )
 
 
 def statistics(output, target):
@@ -119,7 +147,9 @@ def test_complex_losses_are_refused(loss, settings):
     with pytest.raises(TypeError, match=MESSAGE):
         criterion(model(inputs), targets)
     for micro_batch_size in (None, 1):
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=micro_batch_size)
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=micro_batch_size
+        )
         with pytest.raises(TypeError, match=MESSAGE):
             step(inputs, targets)
 

@@ -26,14 +26,22 @@ class TestReduction:
     def test_reduction_attribute_of_a_subclass_with_its_own_forward_is_ignored(self, setting):
         class BNLLLoss(nn.BCEWithLogitsLoss):
             def forward(self, output, target):
-                return F.binary_cross_entropy_with_logits(output, target, reduction="sum") * (1 / len(output))
+                return F.binary_cross_entropy_with_logits(output, target, reduction="sum") * (
+                    1 / len(output)
+                )
 
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
         module, criterion = build_net(), BNLLLoss(reduction=setting)
         assert_equal_program(
-            module, DataParallelCriterion(criterion, weight="rows"), lambda net: criterion(net(x), target), [x], [target]
+            module,
+            DataParallelCriterion(criterion, weight="rows"),
+            lambda net: criterion(net(x), target),
+            [x],
+            [target],
         )
-        with pytest.raises(ValueError, match="does not add up over the rows: .*weight='rows' for a mean over rows"):
+        with pytest.raises(
+            ValueError, match="does not add up over the rows: .*weight='rows' for a mean over rows"
+        ):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
 
     def test_focal_loss_over_an_unreduced_loss_equals_the_plain_program(self):
@@ -45,11 +53,16 @@ class TestReduction:
         x, target = torch.randn(7, 4), class_targets(7)
         criterion = FocalLoss(reduction="none")
         split = DataParallelCriterion(criterion, weight="rows")
-        assert_equal_program(build_net(), split, lambda net: criterion(net(x), target), [x], [target])
+        assert_equal_program(
+            build_net(), split, lambda net: criterion(net(x), target), [x], [target]
+        )
 
     def test_sum_reduction_is_not_divided(self):
         def elbo(output, mean, target):
-            return F.binary_cross_entropy(output.sigmoid(), target, reduction="sum") + mean.pow(2).sum()
+            return (
+                F.binary_cross_entropy(output.sigmoid(), target, reduction="sum")
+                + mean.pow(2).sum()
+            )
 
         module = Calls(lambda net, x: (net(x), net(x * 2)))
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
@@ -57,14 +70,17 @@ class TestReduction:
         assert_equal_program(module, split, lambda module: elbo(*module(x), target), [x], [target])
 
     @pytest.mark.parametrize(
-        "settings", [{"size_average": False}, {"reduce": False}, {"size_average": True}, {"reduction": "mean"}]
+        "settings",
+        [{"size_average": False}, {"reduce": False}, {"size_average": True}, {"reduction": "mean"}],
     )
     def test_reduction_passed_to_the_call_is_used(self, settings):
         net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, CLASSES)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = F.mse_loss(net(x), target, **settings)
-        found = DataParallelCriterion(F.mse_loss)(DataParallelModel(net, CPUS)(x), target, **settings)
+        found = DataParallelCriterion(F.mse_loss)(
+            DataParallelModel(net, CPUS)(x), target, **settings
+        )
         torch.testing.assert_close(gather(found) if isinstance(found, list) else found, expected)
 
     def test_error_for_unknown_losses_names_all_settings(self):
@@ -82,7 +98,9 @@ class TestReduction:
         ):
             with pytest.raises((ValueError, TypeError), match=message):
                 DataParallelCriterion(lambda output, target: output.mean(), **settings)
-        with pytest.raises(ValueError, match="reduction='sum' was given for a loss with reduction='mean'"):
+        with pytest.raises(
+            ValueError, match="reduction='sum' was given for a loss with reduction='mean'"
+        ):
             DataParallelCriterion(nn.MSELoss(), reduction="sum")
 
 
@@ -93,10 +111,16 @@ class TestWeight:
 
         module = Calls(lambda net, x: (net(x), net(x * 2)))
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
-        mask = torch.tensor([1.0, 1, 0, 0, 0, 0, 1])  # the loss of the second of three shards is nan, of weight zero
-        split = DataParallelCriterion(criterion, weight=lambda one, two, target, *, mask: mask.sum())
+        mask = torch.tensor(
+            [1.0, 1, 0, 0, 0, 0, 1]
+        )  # the loss of the second of three shards is nan, of weight zero
+        split = DataParallelCriterion(
+            criterion, weight=lambda one, two, target, *, mask: mask.sum()
+        )
         call = functools.partial(split, mask=mask)
-        assert_equal_program(module, call, lambda module: criterion(*module(x), target, mask=mask), [x], [target])
+        assert_equal_program(
+            module, call, lambda module: criterion(*module(x), target, mask=mask), [x], [target]
+        )
 
     def test_invalid_weights_raise_an_error(self):
         for weight, message in (
@@ -107,7 +131,9 @@ class TestWeight:
             ("many", "a weight is an object of type str"),
         ):
             error = TypeError if weight == "many" else ValueError
-            criterion = DataParallelCriterion(lambda output, target: output.mean(), weight=lambda *_, weight=weight: weight)
+            criterion = DataParallelCriterion(
+                lambda output, target: output.mean(), weight=lambda *_, weight=weight: weight
+            )
             with pytest.raises(error, match=message):
                 criterion([torch.zeros(2)], torch.zeros(2))
             with pytest.raises(error, match=message):
@@ -121,7 +147,9 @@ class TestWeight:
             return (target > 0).sum()
 
         def criterion(output, target):
-            return F.cross_entropy(output, target, reduction="sum") / count(output, target).clamp(min=1)
+            return F.cross_entropy(output, target, reduction="sum") / count(output, target).clamp(
+                min=1
+            )
 
         x, target = torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
         target[:positives] = 3
@@ -129,14 +157,19 @@ class TestWeight:
         assert_equal_program(net, split, lambda net: criterion(net(x), target), [x], [target])
         assert_exact_update(still_step(net, split, micro_batch_size=1), net, criterion, x, target)
         pieces = list(zip(net(x).split([3, 2, 2]), target.split([3, 2, 2]), strict=True))
-        mean = weighted_mean([criterion(*piece) for piece in pieces], [count(*piece) for piece in pieces], minimum=1)
+        mean = weighted_mean(
+            [criterion(*piece) for piece in pieces], [count(*piece) for piece in pieces], minimum=1
+        )
         torch.testing.assert_close(mean, criterion(net(x), target))
 
     @pytest.mark.parametrize("kept", [(3, 4, 6), (0, 3, 4), ()])
     def test_several_means_have_their_own_divisors(self, kept):
         def criterion(output, target):
             some = target > 0
-            return {"class": F.cross_entropy(output, target), "box": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+            return {
+                "class": F.cross_entropy(output, target),
+                "box": output[some].pow(2).sum() / some.sum().clamp(min=1),
+            }
 
         def total(net):
             return sum(criterion(net(x), target).values())
@@ -144,33 +177,63 @@ class TestWeight:
         net, x, target = build_net(), torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
         target[list(kept)] = torch.arange(1, 1 + len(kept))
         of_targets = {"class": len, "box": lambda target: (target > 0).sum()}
-        of_outputs = lambda output, target: {name: count(target) for name, count in of_targets.items()}  # noqa: E731
+
+        def of_outputs(output, target, counts=of_targets):
+            return {name: count(target) for name, count in counts.items()}
+
         for weight in (of_targets, of_outputs):
             split = DataParallelCriterion(criterion, weight=weight, minimum=1)
-            assert_equal_program(build_net(), lambda *batch, split=split: sum(split(*batch).values()), total, [x], [target])
-        step = still_step(net, DataParallelCriterion(criterion, weight=of_targets, minimum=1), micro_batch_size=1)
-        assert_exact_update(step, net, lambda output, target: sum(criterion(output, target).values()), x, target)
+            assert_equal_program(
+                build_net(),
+                lambda *batch, split=split: sum(split(*batch).values()),
+                total,
+                [x],
+                [target],
+            )
+        step = still_step(
+            net, DataParallelCriterion(criterion, weight=of_targets, minimum=1), micro_batch_size=1
+        )
+        assert_exact_update(
+            step, net, lambda output, target: sum(criterion(output, target).values()), x, target
+        )
 
     def test_weights_must_match_the_means(self):
-        outputs, target = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)), torch.rand(7, CLASSES)
+        outputs, target = (
+            DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)),
+            torch.rand(7, CLASSES),
+        )
         for weights in ([1, 2, 3], {"two": 1, "one": 2}):
-            criterion = DataParallelCriterion(lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w)
+            criterion = DataParallelCriterion(
+                lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w
+            )
             with pytest.raises(ValueError, match="expected a mean for each weight, in their order"):
                 criterion(outputs, target)
-        listed = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)], weight=lambda o, t: [len(o), o.numel()])
+        listed = DataParallelCriterion(
+            lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)],
+            weight=lambda o, t: [len(o), o.numel()],
+        )
         torch.testing.assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
 
     def test_several_means_by_rows_as_sums_and_with_a_replica_of_weight_zero(self):
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
         net = build_net()
         outputs = DataParallelModel(net, CPUS)(x)
-        means = DataParallelCriterion(lambda o, t: (F.mse_loss(o, t), F.l1_loss(o, t), None), weight="rows")(outputs, target)
+        means = DataParallelCriterion(
+            lambda o, t: (F.mse_loss(o, t), F.l1_loss(o, t), None), weight="rows"
+        )(outputs, target)
         torch.testing.assert_close(means[0], F.mse_loss(net(x), target))
         torch.testing.assert_close(means[1], F.l1_loss(net(x), target))
         assert means[2] is None
-        sums = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum")(outputs, target)
+        sums = DataParallelCriterion(
+            lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum"
+        )(outputs, target)
         torch.testing.assert_close(sums[1], net(x).sum())
-        x, target = torch.randn(6, 4), torch.tensor([1, 2, -100, -100, 0, 3])  # a replica of weight zero
-        criterion = DataParallelCriterion(lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum())
+        x, target = (
+            torch.randn(6, 4),
+            torch.tensor([1, 2, -100, -100, 0, 3]),
+        )  # a replica of weight zero
+        criterion = DataParallelCriterion(
+            lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum()
+        )
         found = criterion(DataParallelModel(net, CPUS)(x), target)
         torch.testing.assert_close(found["nll"], F.cross_entropy(net(x), target))

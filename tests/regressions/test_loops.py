@@ -7,10 +7,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    CLASSES,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, Whole, gather
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    Rows,
+    TrainStep,
+    Whole,
+    gather,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -35,42 +50,68 @@ class TestGatherOutputs:
 
     @pytest.mark.parametrize("devices", [1, 3])
     def test_scalars_have_the_shape_of_nn_data_parallel(self, devices):
-        model = DataParallelModel(Calls(lambda net, x: net(x).mean()), ["cpu"] * devices, gather_outputs=True)
+        model = DataParallelModel(
+            Calls(lambda net, x: net(x).mean()), ["cpu"] * devices, gather_outputs=True
+        )
         with torch.no_grad():
             assert model(torch.randn(7, 4)).shape == (() if devices == 1 else (3,))
 
     def test_losses_emit_one_warning_and_outputs_that_are_the_same_on_all_replicas_none(self):
-        model = DataParallelModel(Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True)
-        with pytest.warns(UserWarning, match=r"the output\['loss'\] has one value per replica.*weighted_mean") as caught:
+        model = DataParallelModel(
+            Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True
+        )
+        with pytest.warns(
+            UserWarning, match=r"the output\['loss'\] has one value per replica.*weighted_mean"
+        ) as caught:
             model(torch.randn(7, 4))
             model(torch.randn(7, 4))
         assert [warning.filename for warning in caught] == [__file__]
         for shape in ((), (1,)):
-            scaled = Calls(lambda net, x, shape=shape: {"y": net(x), "nested": {"scale": net[0].bias.sum().exp().view(shape)}})
+            scaled = Calls(
+                lambda net, x, shape=shape: {
+                    "y": net(x),
+                    "nested": {"scale": net[0].bias.sum().exp().view(shape)},
+                }
+            )
             dims = {"nested": {"scale": None}}
-            outputs = DataParallelModel(scaled, CPUS, gather_outputs=True, out_dims=dims)(torch.randn(7, 4))
+            outputs = DataParallelModel(scaled, CPUS, gather_outputs=True, out_dims=dims)(
+                torch.randn(7, 4)
+            )
             assert outputs["nested"]["scale"].shape == shape
             assert outputs["y"].shape == (7, CLASSES)
 
     def test_time_major_outputs_are_gathered_along_their_dimension(self):
         x = torch.randn(5, 7, 4)
-        assert DataParallelModel(build_net(), CPUS, dim=1, gather_outputs=True)(x).shape == (5, 7, CLASSES)
+        assert DataParallelModel(build_net(), CPUS, dim=1, gather_outputs=True)(x).shape == (
+            5,
+            7,
+            CLASSES,
+        )
         assert gather(DataParallelModel(build_net(), CPUS, dim=1)(x)).shape == (5, 7, CLASSES)
         for change in (lambda output: output * 2, lambda output: output.argmax(-1)):
             with pytest.raises(ValueError, match="expected shapes that differ in dimension 0 only"):
-                gather([change(output) for output in DataParallelModel(build_net(), CPUS, dim=1)(x)])
+                gather(
+                    [change(output) for output in DataParallelModel(build_net(), CPUS, dim=1)(x)]
+                )
 
 
 class TestMicroBatches:
     """``TrainStep`` cuts over time what the model cuts over devices."""
 
-    def assert_step(self, module, criterion, plain, inputs, targets, model=None, micro_batch_size=2):
+    def assert_step(
+        self, module, criterion, plain, inputs, targets, model=None, micro_batch_size=2
+    ):
         loss = plain(module)
         loss.backward()
         expected = gradients(module)
         module.zero_grad()
         model = model or DataParallelModel(module, CPUS)
-        step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+        step = TrainStep(
+            model,
+            criterion,
+            torch.optim.SGD(module.parameters(), lr=0.0),
+            micro_batch_size=micro_batch_size,
+        )
         found, outputs = step(inputs, targets, return_outputs=True)
         torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
         assert_same_gradients(gradients(module), expected)
@@ -81,31 +122,51 @@ class TestMicroBatches:
             return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
         module = Calls(lambda net, x, scale: net(x) * scale)
-        x, target, scale = torch.randn(5, 13, 4), torch.randint(CLASSES, (5, 13)), torch.rand(CLASSES)
+        x, target, scale = (
+            torch.randn(5, 13, 4),
+            torch.randint(CLASSES, (5, 13)),
+            torch.rand(CLASSES),
+        )
         target[1:, :9] = -100
         model = DataParallelModel(module, CPUS, dim=1, in_dims=(1, None))
-        split = DataParallelCriterion(loss, in_dims={"target": 1}, weight=lambda output, target: (target != -100).sum())
-        outputs = self.assert_step(module, split, lambda module: loss(module(x, scale), target), (x, scale), target, model)
+        split = DataParallelCriterion(
+            loss, in_dims={"target": 1}, weight=lambda output, target: (target != -100).sum()
+        )
+        outputs = self.assert_step(
+            module, split, lambda module: loss(module(x, scale), target), (x, scale), target, model
+        )
         torch.testing.assert_close(outputs.gather(), module(x, scale))
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
-            TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters()))((x, scale), target)
+            TrainStep(
+                model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters())
+            )((x, scale), target)
 
     def test_keyword_targets_with_several_outputs(self):
         def loss(one, two, target):
             return F.mse_loss(one * two, target)
 
-        module, x, target = Calls(lambda net, x: (net(x), net(x * 2))), torch.randn(11, 4), torch.rand(CLASSES, 11)
+        module, x, target = (
+            Calls(lambda net, x: (net(x), net(x * 2))),
+            torch.randn(11, 4),
+            torch.rand(CLASSES, 11),
+        )
         criterion = DataParallelCriterion(
-            lambda one, two, target: loss(one, two, target.t()), in_dims={"target": 1}, weight=lambda one, two, target: len(one)
+            lambda one, two, target: loss(one, two, target.t()),
+            in_dims={"target": 1},
+            weight=lambda one, two, target: len(one),
         )
         self.assert_step(module, criterion, lambda module: loss(*module(x), target.t()), x, target)
 
     def test_rows_that_are_not_tensors(self):
-        module = Calls(lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips]))
+        module = Calls(
+            lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips])
+        )
         clips = [torch.randn(length, 4) for length in range(1, 12)]
         scale, target = torch.rand(CLASSES), torch.rand(11, CLASSES)
         plain = lambda module: F.mse_loss(module(clips, scale), target)  # noqa: E731
-        self.assert_step(module, DataParallelCriterion(nn.MSELoss()), plain, (Rows(clips), Whole(scale)), target)
+        self.assert_step(
+            module, DataParallelCriterion(nn.MSELoss()), plain, (Rows(clips), Whole(scale)), target
+        )
 
     def test_outputs_of_another_model(self):
         generator, critic, z = build_net(4), build_net(1), torch.randn(11, 4)
@@ -117,7 +178,8 @@ class TestMicroBatches:
 
     def test_divisors_that_are_not_known_before_the_first_micro_batch_raise_an_error(self):
         split = DataParallelCriterion(
-            lambda output, target: (output.mean(), output.sum()), weight=lambda output, target: (len(output), output.numel())
+            lambda output, target: (output.mean(), output.sum()),
+            weight=lambda output, target: (len(output), output.numel()),
         )
         model = DataParallelModel(build_net(), CPUS)
         step = TrainStep(model, split, torch.optim.SGD(model.parameters()))
@@ -130,8 +192,13 @@ class TestMicroBatches:
             step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
 
     def test_criterion_without_outputs_and_gathered_outputs_in_a_step_raise_an_error(self):
-        with pytest.raises(TypeError, match="the criterion was given an object of type PerReplica, expected the list"):
+        with pytest.raises(
+            TypeError,
+            match="the criterion was given an object of type PerReplica, expected the list",
+        ):
             DataParallelCriterion(nn.MSELoss())(PerReplica([], []), torch.zeros(0, CLASSES))
         model = DataParallelModel(build_net(), CPUS, gather_outputs=True)
         with pytest.raises(TypeError, match="gather_outputs=True, expected outputs that stay"):
-            TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(model.parameters()))
+            TrainStep(
+                model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(model.parameters())
+            )

@@ -46,14 +46,19 @@ class TestChains:
 
     def test_plain_list_of_outputs_as_input_raises_an_error(self):
         model = DataParallelModel(build_net(4), CPUS)
-        with pytest.raises(ValueError, match=r"different numbers of rows.*inputs\[0\]\[0\] is a tensor"):
+        with pytest.raises(
+            ValueError, match=r"different numbers of rows.*inputs\[0\]\[0\] is a tensor"
+        ):
             model(list(model(torch.randn(7, 4))))
 
     def test_hidden_states_can_be_unzipped_and_passed_back(self):
         lstm = nn.LSTM(4, 6)
         model = DataParallelModel(lstm, CPUS, dim=1, in_dims=(1, (1, 1)), out_dims=(1, (1, 1)))
         x = torch.randn(5, 7, 4)
-        state, plain = (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6)), (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6))
+        state, plain = (
+            (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6)),
+            (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6)),
+        )
         for _ in range(3):
             outputs = model(x, state)
             expected, plain = lstm(x, plain)
@@ -80,7 +85,13 @@ class TestMethods:
         module, x = self.TwoTowers(), torch.randn(7, 4)
         call = functools.partial(DataParallelModel(module, CPUS).call, "encode_image", scale=2)
         criterion = DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")
-        assert_equal_program(module, criterion, lambda net: net.encode_image(x, scale=2).pow(2).mean(), [x], model=call)
+        assert_equal_program(
+            module,
+            criterion,
+            lambda net: net.encode_image(x, scale=2).pow(2).mean(),
+            [x],
+            model=call,
+        )
         assert call(x).sizes == (3, 2, 2)
 
     def test_positional_in_dims_do_not_apply_to_methods_and_missing_methods_are_an_error(self):
@@ -88,10 +99,17 @@ class TestMethods:
         module.scaled = lambda x, scale: module.image(x) * scale.sum()
         scale = torch.rand(3)
         named = DataParallelModel(module, CPUS)
-        torch.testing.assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
-        with pytest.raises(ValueError, match="has positions of arguments of forward, which do not apply to 'scaled'"):
+        torch.testing.assert_close(
+            named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale)
+        )
+        with pytest.raises(
+            ValueError,
+            match="has positions of arguments of forward, which do not apply to 'scaled'",
+        ):
             DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
-        with pytest.raises(AttributeError, match="'TwoTowers' object has no attribute 'encode_audio'"):
+        with pytest.raises(
+            AttributeError, match="'TwoTowers' object has no attribute 'encode_audio'"
+        ):
             named.call("encode_audio", torch.zeros(1))
 
 
@@ -99,7 +117,10 @@ def test_invalid_modules_raise_an_error():
     for module, message in (
         (nn.Linear, r"the module is the class Linear, expected an instance: write Linear\(...\)"),
         (len, "the module is an object of type len, expected a torch.nn.Module"),
-        (DataParallelModel(nn.Linear(2, 2), ["cpu"]), "wrapped in DataParallelModel already, expected a plain one"),
+        (
+            DataParallelModel(nn.Linear(2, 2), ["cpu"]),
+            "wrapped in DataParallelModel already, expected a plain one",
+        ),
         (nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel already"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -121,7 +142,9 @@ class TestDevices:
                 scores = critic(fake)
                 assert sum(cluster.moved.values()) == before
                 uneven(fake)
-                assert sum(cluster.moved.values()) - before == 5 * 4 * 4  # one row goes to the second device, four to the last
+                assert (
+                    sum(cluster.moved.values()) - before == 5 * 4 * 4
+                )  # one row goes to the second device, four to the last
             assert [score.device.index for score in scores] == [0, 1, 2]
             gathered = DataParallelModel(build_net(1), output_device=1, gather_outputs=True)(fake)
             assert gathered.device.index == 1
@@ -129,7 +152,9 @@ class TestDevices:
     def test_whole_and_rows_are_moved_to_every_device(self):
         torch.set_default_dtype(torch.float32)
         with simulate(devices=3):
-            model = DataParallelModel(Calls(lambda net, rows, scale: torch.stack([net(row * scale) for row in rows])))
+            model = DataParallelModel(
+                Calls(lambda net, rows, scale: torch.stack([net(row * scale) for row in rows]))
+            )
             outputs = model(Rows([torch.ones(4) * row for row in range(7)]), Whole(torch.rand(4)))
             assert [output.device.index for output in outputs] == [0, 1, 2]
             outputs.gather().sum().backward()

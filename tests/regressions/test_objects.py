@@ -54,13 +54,18 @@ class Rowwise(UserDict):
 
 class Sum(nn.Module):
     def forward(self, given, function=None):
-        return sum(entry.x.sum() if isinstance(entry, Slots) else entry("x")[0].sum() for entry in given)
+        return sum(
+            entry.x.sum() if isinstance(entry, Slots) else entry("x")[0].sum() for entry in given
+        )
 
 
 @pytest.mark.parametrize("kind", [Graphs, Slots, MoreSlots, Rowwise])
 def test_objects_that_hold_tensors_are_refused(kind):
     model, x = DataParallelModel(Sum(), CPUS), torch.ones(6, 4)
-    with pytest.raises(TypeError, match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)"):
+    with pytest.raises(
+        TypeError,
+        match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)",
+    ):
         model(kind(x))
     with pytest.raises(TypeError, match=f"object of type {kind.__name__}"):
         model(torch.zeros(4, 2), function={"data": kind(x)})
@@ -71,8 +76,17 @@ def test_objects_that_hold_tensors_are_refused(kind):
 
 
 def test_functions_go_to_every_replica():
-    model, weight = DataParallelModel(Calls(lambda _, x, function: function(x)), CPUS), torch.full((4,), 2.0)
-    for function in (torch.relu, lambda x: x * weight, functools.partial(torch.mul, weight), weight.mul, build_net()):
+    model, weight = (
+        DataParallelModel(Calls(lambda _, x, function: function(x)), CPUS),
+        torch.full((4,), 2.0),
+    )
+    for function in (
+        torch.relu,
+        lambda x: x * weight,
+        functools.partial(torch.mul, weight),
+        weight.mul,
+        build_net(),
+    ):
         assert len(model(torch.ones(6, 4), function).gather()) == 6
 
 
@@ -90,7 +104,11 @@ TENSORS = {  # a function that makes it, and its name in the error
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support", "ignore:.*quantiz")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors",
+    "ignore:Sparse CSR tensor support",
+    "ignore:.*quantiz",
+)
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_of_other_kinds_are_split_or_refused(name):
     make, kind = TENSORS[name]
@@ -100,16 +118,23 @@ def test_tensors_of_other_kinds_are_split_or_refused(name):
     assert all(output is x for output in pair(torch.ones(6, 4), Whole(x)).unzip()[1])
     if kind is None:
         whole = model(x).gather()
-        torch.testing.assert_close(*(tensor.dequantize() if x.is_quantized else tensor for tensor in (whole, x)))
+        torch.testing.assert_close(
+            *(tensor.dequantize() if x.is_quantized else tensor for tensor in (whole, x))
+        )
         return
-    with pytest.raises(TypeError, match=rf"a {kind} tensor cannot be split by rows, expected a dense one.*Whole\(\.\.\.\)"):
+    with pytest.raises(
+        TypeError,
+        match=rf"a {kind} tensor cannot be split by rows, expected a dense one.*Whole\(\.\.\.\)",
+    ):
         model(x)
 
 
 @pytest.mark.parametrize("dims", [0, (0,), ([{"x": 0}] * 3,), {0: 0}, {"input": 0}])
 def test_a_list_of_mappings_is_accepted_with_in_dims(dims):
     entries = [{"x": torch.full((5, 2), float(number))} for number in range(3)]
-    with pytest.raises(ValueError, match="each entry may be a row, or have all rows; .*give in_dims="):
+    with pytest.raises(
+        ValueError, match="each entry may be a row, or have all rows; .*give in_dims="
+    ):
         DataParallelModel(nn.Identity(), CPUS)(entries)
     outputs = DataParallelModel(nn.Identity(), CPUS, in_dims=dims)(entries).gather()
     for output, entry in zip(outputs, entries, strict=True):
@@ -118,6 +143,9 @@ def test_a_list_of_mappings_is_accepted_with_in_dims(dims):
 
 def test_weights_of_devices_without_an_order_are_refused():
     for split in ({0: 1, 1: 1, 2: 5}, {1, 2, 5}, "123"):
-        for use in (functools.partial(DataParallelModel, nn.Identity()), functools.partial(scatter, torch.ones(6))):
+        for use in (
+            functools.partial(DataParallelModel, nn.Identity()),
+            functools.partial(scatter, torch.ones(6)),
+        ):
             with pytest.raises(ValueError, match="expected None or one weight per device"):
                 use(CPUS, split=split)

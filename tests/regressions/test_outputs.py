@@ -10,7 +10,13 @@ from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    TrainStep,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -19,7 +25,9 @@ class TestListOutputs:
     """A model that returns a list, as in pose estimation and deep supervision."""
 
     def stacks(self):
-        return Calls(lambda net, x: [net(x), net(x * 2), net(x * 3)])  # as many as there are devices
+        return Calls(
+            lambda net, x: [net(x), net(x * 2), net(x * 3)]
+        )  # as many as there are devices
 
     @pytest.mark.parametrize("rows", [6, 7])
     def test_criterion_on_the_outputs_of_one_replica_raises_an_error(self, rows):
@@ -42,8 +50,13 @@ class TestListOutputs:
         module, x, target = self.stacks(), torch.randn(6, 4), torch.rand(6, CLASSES)
         expected = sum(F.mse_loss(output, target) for output in module(x))
         with simulate(3) as cluster:
-            criterion, outputs = DataParallelCriterion(nn.MSELoss()), DataParallelModel(module, cluster.devices)(x)
-            losses = [criterion([output[stack] for output in outputs], target) for stack in range(3)]
+            criterion, outputs = (
+                DataParallelCriterion(nn.MSELoss()),
+                DataParallelModel(module, cluster.devices)(x),
+            )
+            losses = [
+                criterion([output[stack] for output in outputs], target) for stack in range(3)
+            ]
             torch.testing.assert_close(sum(losses).cpu(), expected)
             with pytest.raises(ValueError, match="3 outputs with 2 rows each, all on sim:1"):
                 criterion(outputs[1], target)
@@ -51,35 +64,58 @@ class TestListOutputs:
     @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
     def test_lists_of_targets_are_split_like_the_outputs(self, micro_batch_size):
         def loss(outputs, targets):
-            return sum(F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True))
+            return sum(
+                F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True)
+            )
 
-        module, x, targets = self.stacks(), torch.randn(11, 4), [torch.rand(11, CLASSES) for _ in range(3)]
+        module, x, targets = (
+            self.stacks(),
+            torch.randn(11, 4),
+            [torch.rand(11, CLASSES) for _ in range(3)],
+        )
         split = DataParallelCriterion(loss, weight="rows")
         assert_equal_program(module, split, lambda module: loss(module(x), targets), [x], [targets])
-        model, optimizer = DataParallelModel(module, CPUS), torch.optim.SGD(module.parameters(), lr=0.0)
+        model, optimizer = (
+            DataParallelModel(module, CPUS),
+            torch.optim.SGD(module.parameters(), lr=0.0),
+        )
         step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
         torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
-        with pytest.raises(ValueError, match="a list of 3 entries of one type"):  # they may be the three rows
+        with pytest.raises(
+            ValueError, match="a list of 3 entries of one type"
+        ):  # they may be the three rows
             split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
 
     def test_rows_of_losses_in_a_list_are_unknown(self):
-        outputs = DataParallelModel(Calls(lambda net, x: net(x).mean()), CPUS, split=[5, 1, 1])(torch.randn(7, 4))
-        criterion = DataParallelCriterion(lambda loss, target: loss, weight=lambda loss, target: len(target))
-        with pytest.raises(ValueError, match=r"3 outputs with no rows, and targets with 7.*outputs\.map"):
+        outputs = DataParallelModel(Calls(lambda net, x: net(x).mean()), CPUS, split=[5, 1, 1])(
+            torch.randn(7, 4)
+        )
+        criterion = DataParallelCriterion(
+            lambda loss, target: loss, weight=lambda loss, target: len(target)
+        )
+        with pytest.raises(
+            ValueError, match=r"3 outputs with no rows, and targets with 7.*outputs\.map"
+        ):
             criterion(list(outputs), torch.rand(7))
-        torch.testing.assert_close(criterion(outputs, torch.rand(7)), (5 * outputs[0] + outputs[1] + outputs[2]) / 7)
+        torch.testing.assert_close(
+            criterion(outputs, torch.rand(7)), (5 * outputs[0] + outputs[1] + outputs[2]) / 7
+        )
 
     def test_gathered_outputs_are_accepted_by_the_criterion(self):
         net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
         whole = DataParallelModel(net, CPUS)(x).gather()
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         torch.testing.assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
-        torch.testing.assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
+        torch.testing.assert_close(
+            criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target)
+        )
 
 
 class TestPerReplica:
     def outputs(self):
-        return DataParallelModel(Calls(lambda net, x: {"logits": net(x), "deep": {"x": x}}), CPUS)(torch.randn(7, 4))
+        return DataParallelModel(Calls(lambda net, x: {"logits": net(x), "deep": {"x": x}}), CPUS)(
+            torch.randn(7, 4)
+        )
 
     def test_keys_and_attributes_apply_to_every_entry(self):
         outputs = self.outputs()
@@ -87,7 +123,9 @@ class TestPerReplica:
         assert isinstance(logits, PerReplica)
         assert logits.sizes == (3, 2, 2)
         assert outputs["deep"]["x"].gather().shape == (7, 4)
-        record = outputs.map(lambda output: torch.return_types.max((output["logits"], output["logits"])))
+        record = outputs.map(
+            lambda output: torch.return_types.max((output["logits"], output["logits"]))
+        )
         assert record.values.gather().shape == (7, CLASSES)
         with pytest.raises(KeyError):
             outputs["loss"]
@@ -146,10 +184,16 @@ def stacked(outputs, target, loss):
 
 LOSS, PRODUCT = DataParallelCriterion(nn.MSELoss()), DataParallelCriterion(product, weight="rows")
 LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss of the plain program
-    "map": (lambda net, x: net(x), lambda y, t: LOSS(y.map(lambda y: y * 3), t), lambda y, t: F.mse_loss(y * 3, t)),
+    "map": (
+        lambda net, x: net(x),
+        lambda y, t: LOSS(y.map(lambda y: y * 3), t),
+        lambda y, t: F.mse_loss(y * 3, t),
+    ),
     "map of a list": (
         lambda net, x: [net(x), net(x * 2), net(x * 3)],
-        lambda outputs, target: stacked([outputs.map(lambda y, stack=stack: y[stack]) for stack in range(3)], target, LOSS),
+        lambda outputs, target: stacked(
+            [outputs.map(lambda y, stack=stack: y[stack]) for stack in range(3)], target, LOSS
+        ),
         lambda outputs, target: stacked(outputs, target, F.mse_loss),
     ),
     "zip of a list": (
@@ -169,4 +213,6 @@ LOOPS = {  # the outputs of a model, the loss of the replicas' outputs, the loss
 def test_loops_over_outputs_equal_the_plain_program(name):
     function, split, plain = LOOPS[name]
     x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
-    assert_equal_program(Calls(function), split, lambda module: plain(module(x), target), [x], [target])
+    assert_equal_program(
+        Calls(function), split, lambda module: plain(module(x), target), [x], [target]
+    )

@@ -24,7 +24,10 @@ class TestOtherDimensions:
         x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         model = DataParallelModel(self.time_major(), CPUS, dim=1)
-        with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1, expected dim= or in_dims="):
+        with pytest.raises(
+            ValueError,
+            match="the rows of the outputs are in dimension 1, expected dim= or in_dims=",
+        ):
             criterion(model(x), target)
 
     def test_dim_and_in_dims_set_the_dimension_of_the_targets(self):
@@ -41,9 +44,13 @@ class TestOtherDimensions:
         ):
             module = self.time_major()
             model = DataParallelModel(module, CPUS, dim=1)
-            assert_equal_program(module, criterion, lambda module: loss(module(x), target), [x], [target], model)
+            assert_equal_program(
+                module, criterion, lambda module: loss(module(x), target), [x], [target], model
+            )
 
-    @pytest.mark.parametrize("in_dims", [(0, 1, None), {"state": 1, "scale": None}, {1: 1, 2: None}])
+    @pytest.mark.parametrize(
+        "in_dims", [(0, 1, None), {"state": 1, "scale": None}, {1: 1, 2: None}]
+    )
     def test_in_dims_sets_the_dimension_of_each_argument(self, in_dims):
         def function(net, x, state, scale):
             return {"y": net(x + state.sum(0)) * scale.sum(), "state": state * 2}
@@ -68,7 +75,11 @@ class TestOtherDimensions:
             def forward(self, x, state=None):
                 return self.net(x) if state is None else self.net(x + state.sum(0))
 
-        module, x, state = Stateful(None), torch.randn(2, 4), torch.randn(2, 2, 4)  # a wrong dimension would fit
+        module, x, state = (
+            Stateful(None),
+            torch.randn(2, 4),
+            torch.randn(2, 2, 4),
+        )  # a wrong dimension would fit
         model = DataParallelModel(module, CPUS, in_dims={1: 1})
         torch.testing.assert_close(model(x, state=state).gather(), module(x, state))
         torch.testing.assert_close(model(x).gather(), module(x))
@@ -80,8 +91,16 @@ class TestOtherDimensions:
                 {"in_dims": {"mask": 1}},
                 "dimensions are given for 'mask', expected the name or position of one of input",
             ),
-            (build_net(), {"in_dims": {3: 1}}, "are given for 3, expected the name or position of one of input"),
-            (build_net(), {"in_dims": (0, 1)}, "given for 2 arguments, but 1 were passed by position"),
+            (
+                build_net(),
+                {"in_dims": {3: 1}},
+                "are given for 3, expected the name or position of one of input",
+            ),
+            (
+                build_net(),
+                {"in_dims": (0, 1)},
+                "given for 2 arguments, but 1 were passed by position",
+            ),
             (
                 Calls(lambda net, x: (net(x), net(x))),
                 {"out_dims": (0,)},
@@ -94,22 +113,36 @@ class TestOtherDimensions:
 
 class TestRowsThatAreNotTensors:
     def seen(self, *inputs, **kwargs):
-        outputs = DataParallelModel(Calls(lambda net, *inputs, **kwargs: [(inputs, kwargs)]), CPUS)(*inputs, **kwargs)
+        outputs = DataParallelModel(Calls(lambda net, *inputs, **kwargs: [(inputs, kwargs)]), CPUS)(
+            *inputs, **kwargs
+        )
         return [entry for output in outputs for entry in output]
 
     def test_strings_are_split_if_there_is_one_for_each_row(self):
         names = [["row 0", "row 1", "row 2"], ["row 3", "row 4"], ["row 5", "row 6"]]
-        images, strings = default_collate([(torch.full((2,), float(row)), f"row {row}") for row in range(7)])
+        images, strings = default_collate(
+            [(torch.full((2,), float(row)), f"row {row}") for row in range(7)]
+        )
         assert type(strings) is tuple
         assert [list(inputs[1]) for inputs, _ in self.seen(images, strings)] == names
-        batch = default_collate([{"image": torch.zeros(2), "name": f"row {row}"} for row in range(7)])
+        batch = default_collate(
+            [{"image": torch.zeros(2), "name": f"row {row}"} for row in range(7)]
+        )
         assert [kwargs["name"] for _, kwargs in self.seen(**batch)] == names
         pair = self.seen(default_collate([(torch.zeros(2), "a"), (torch.zeros(2), "b")]))
         assert {len(inputs[0][1]) for inputs, _ in pair} == {1}
-        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), ["a", None, "c", "d"])] == [["a", None], ["c"], ["d"]]
-        with pytest.raises(ValueError, match=r"inputs\[1\] is a tuple of 2 plain values \(2 rows\).*Whole"):
+        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), ["a", None, "c", "d"])] == [
+            ["a", None],
+            ["c"],
+            ["d"],
+        ]
+        with pytest.raises(
+            ValueError, match=r"inputs\[1\] is a tuple of 2 plain values \(2 rows\).*Whole"
+        ):
             self.seen(torch.zeros(4, 2), ("cat", "dog"))
-        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), Whole(("cat", "dog")))] == [("cat", "dog")] * 3
+        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), Whole(("cat", "dog")))] == [
+            ("cat", "dog")
+        ] * 3
 
     def test_rows_splits_a_list_of_clips(self):
         clips = [torch.full((length, 2), float(length)) for length in (2, 3, 4)]
@@ -121,21 +154,39 @@ class TestRowsThatAreNotTensors:
 
     def test_ambiguous_lists_raise_an_error(self):
         pair = [torch.zeros(3, 2), torch.ones(3, 2)]
-        with pytest.raises(ValueError, match=r"inputs\[0\] is a list of 2 entries of one type.*Rows.*tuple.*Whole"):
+        with pytest.raises(
+            ValueError, match=r"inputs\[0\] is a list of 2 entries of one type.*Rows.*tuple.*Whole"
+        ):
             self.seen(pair)
         assert [len(inputs[0][1]) for inputs, _ in self.seen(tuple(pair))] == [1, 1, 1]
-        assert [len(inputs[1][1]) for inputs, _ in self.seen(torch.zeros(3, 4), pair)] == [1, 1, 1]  # three rows say it
-        model = DataParallelModel(Calls(lambda net, pair: net(torch.cat(pair, 1))), CPUS, in_dims=(0,))
+        assert [len(inputs[1][1]) for inputs, _ in self.seen(torch.zeros(3, 4), pair)] == [
+            1,
+            1,
+            1,
+        ]  # three rows say it
+        model = DataParallelModel(
+            Calls(lambda net, pair: net(torch.cat(pair, 1))), CPUS, in_dims=(0,)
+        )
         assert model([torch.zeros(3, 2), torch.ones(3, 2)]).sizes == (1, 1, 1)
 
     def test_rows_splits_detection_targets_and_lists_of_lists(self):
         images = [torch.rand(3, height, 5) for height in (4, 5, 6, 7)]
-        targets = [{"boxes": torch.rand(count, 4), "labels": torch.arange(count)} for count in (1, 0, 3, 2)]
+        targets = [
+            {"boxes": torch.rand(count, 4), "labels": torch.arange(count)} for count in (1, 0, 3, 2)
+        ]
         ragged = [[1, 2, 3], [4], [5, 6]]
         for inputs in ((images, targets), (torch.zeros(3, 2), ragged)):
             with pytest.raises(ValueError, match="Rows"):
                 self.seen(*inputs)
         seen = self.seen(Rows(images), Rows(targets))
-        assert [[len(target["labels"]) for target in inputs[1]] for inputs, _ in seen] == [[1, 0], [3], [2]]
+        assert [[len(target["labels"]) for target in inputs[1]] for inputs, _ in seen] == [
+            [1, 0],
+            [3],
+            [2],
+        ]
         assert [[image.shape[1] for image in inputs[0]] for inputs, _ in seen] == [[4, 5], [6], [7]]
-        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(3, 2), Rows(ragged))] == [[[1, 2, 3]], [[4]], [[5, 6]]]
+        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(3, 2), Rows(ragged))] == [
+            [[1, 2, 3]],
+            [[4]],
+            [[5, 6]],
+        ]

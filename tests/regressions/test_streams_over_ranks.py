@@ -16,9 +16,14 @@ BATCH = 4
 
 def until_all_end(*arguments):
     """Runs the function of the page."""
-    (block,) = [block for block in blocks("docs/torchrun.md", "python") if "def until_all_end" in block]
+    (block,) = [
+        block for block in blocks("docs/torchrun.md", "python") if "def until_all_end" in block
+    ]
     names = {}
-    imports, function = block[: block.index("class Stream")], block[block.index("def until_all_end") : block.index("no_rows = ")]
+    imports, function = (
+        block[: block.index("class Stream")],
+        block[block.index("def until_all_end") : block.index("no_rows = ")],
+    )
     exec("import torch\nfrom balanced_parallel import gather\n" + imports + function, names)
     return names["until_all_end"](*arguments)
 
@@ -28,7 +33,13 @@ class Stream(IterableDataset):
 
     def __init__(self, rank, rows):
         numbers = torch.Generator().manual_seed(rank)
-        self.rows = list(zip(torch.randn(rows, 4, generator=numbers).double(), class_targets(rows, ignored=rank), strict=True))
+        self.rows = list(
+            zip(
+                torch.randn(rows, 4, generator=numbers).double(),
+                class_targets(rows, ignored=rank),
+                strict=True,
+            )
+        )
 
     def __iter__(self):
         yield from self.rows
@@ -36,11 +47,19 @@ class Stream(IterableDataset):
 
 def train(rank, strategy, lengths, by_cost):
     net = build_net().double()
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
-    cut = ByCost(lambda row: 1.0, collate=torch.utils.data.default_collate, limit=3) if by_cost else None
+    model, criterion = parallelize(
+        net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
+    )
+    cut = (
+        ByCost(lambda row: 1.0, collate=torch.utils.data.default_collate, limit=3)
+        if by_cost
+        else None
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     step = TrainStep(model, criterion, optimizer, cut=cut, micro_batch_size=None if by_cost else 3)
-    loader = DataLoader(Stream(rank, lengths[rank]), batch_size=BATCH, collate_fn=list if by_cost else None)
+    loader = DataLoader(
+        Stream(rank, lengths[rank]), batch_size=BATCH, collate_fn=list if by_cost else None
+    )
     if by_cost:
         return [step(rows) for rows in until_all_end(loader, [])]
     no_rows = torch.empty(0, 4, dtype=torch.float64), torch.empty(0, dtype=torch.long)
@@ -52,7 +71,11 @@ def plain(lengths):
     net = build_net().double()
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
     for start in range(0, max(lengths), BATCH):
-        rows = [row for rank, rows in enumerate(lengths) for row in Stream(rank, rows).rows[start : start + BATCH]]
+        rows = [
+            row
+            for rank, rows in enumerate(lengths)
+            for row in Stream(rank, rows).rows[start : start + BATCH]
+        ]
         inputs, targets = torch.utils.data.default_collate(rows)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(inputs), targets)

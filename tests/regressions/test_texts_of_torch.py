@@ -21,11 +21,24 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, get_worker_info
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, Whole, gather, parallelize, savings, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    Whole,
+    gather,
+    parallelize,
+    savings,
+    simulate,
+)
 
 PAGE = PAGES["docs/troubleshooting.md"]
 TABLE = PAGE.partition("## Errors of torch and Python")[2].partition("## Errors and warnings")[0]
-TEXTS = [text for cell in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE) for text in re.findall(r"`([^`]+)`", cell)]
+TEXTS = [
+    text
+    for cell in re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE)
+    for text in re.findall(r"`([^`]+)`", cell)
+]
 TEXTS += ["CUDA out of memory. Tried to allocate …"]
 IN_FILES = {  # need CUDA, or a machine or a rank that ends: the files of torch that have the texts
     "is killed by signal: Killed": "lib/libtorch_python.so",
@@ -70,7 +83,9 @@ def make_model(function=lambda net, x: net(x), devices=("cpu", "cpu"), **setting
 
 
 def make_step(model, loss=CE, **settings):
-    return TrainStep(model, DataParallelCriterion(loss), torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    return TrainStep(
+        model, DataParallelCriterion(loss), torch.optim.SGD(model.parameters(), lr=0.1), **settings
+    )
 
 
 def plain_loss(function=lambda net, x: net(x)):
@@ -141,7 +156,9 @@ def returned(outputs, targets):
 
 
 def weighted_loss():
-    criterion = DataParallelCriterion(returned, weight=lambda _, targets: torch.tensor(len(targets)))
+    criterion = DataParallelCriterion(
+        returned, weight=lambda _, targets: torch.tensor(len(targets))
+    )
     loss = criterion(make_model(own_loss)(INPUTS, TARGETS), TARGETS)
     loss.backward()
     torch.testing.assert_close(loss, plain_loss())
@@ -159,16 +176,22 @@ def pair(net, inputs):
 def masked(mask):
     losses = lambda output, target: F.cross_entropy(output, target, reduction="none")  # noqa: E731
     if mask is None:
-        criterion = DataParallelCriterion(lambda output, target, mask: (mask * losses(output, target)).mean())
+        criterion = DataParallelCriterion(
+            lambda output, target, mask: (mask * losses(output, target)).mean()
+        )
         return criterion(make_model()(INPUTS), TARGETS, torch.ones(4))
-    return DataParallelCriterion(lambda output, target: (mask * losses(output, target)).mean())(make_model()(INPUTS), TARGETS)
+    return DataParallelCriterion(lambda output, target: (mask * losses(output, target)).mean())(
+        make_model()(INPUTS), TARGETS
+    )
 
 
 def filled(cast):
     def forward(net, inputs):
         values = net(inputs)
         buffer = torch.zeros(len(inputs), 3, device=inputs.device)
-        buffer[torch.arange(len(inputs), device=inputs.device)] = values.to(buffer.dtype) if cast else values
+        buffer[torch.arange(len(inputs), device=inputs.device)] = (
+            values.to(buffer.dtype) if cast else values
+        )
         return buffer
 
     return forward
@@ -201,16 +224,23 @@ def on_simulated(call):
 
 def load(state):
     model = make_model()
-    (model.module if state == "plain" else model).load_state_dict(Calls(None, outputs=3).state_dict())
+    (model.module if state == "plain" else model).load_state_dict(
+        Calls(None, outputs=3).state_dict()
+    )
 
 
 PAD = torch.nn.utils.rnn.pad_sequence
 WAYS = {  # the text, calls that provoke it, and ways out
     "Expected all tensors to be on the same device": [
-        (lambda: DataParallelModel(Kept(is_buffer=False))(INPUTS), lambda: DataParallelModel(Kept(is_buffer=True))(INPUTS)),
+        (
+            lambda: DataParallelModel(Kept(is_buffer=False))(INPUTS),
+            lambda: DataParallelModel(Kept(is_buffer=True))(INPUTS),
+        ),
         (
             lambda: make_model(lambda net, x: net(x) * torch.ones(3), None)(INPUTS),
-            lambda: make_model(lambda net, x: net(x) * torch.ones(3, device=x.device), None)(INPUTS),
+            lambda: make_model(lambda net, x: net(x) * torch.ones(3, device=x.device), None)(
+                INPUTS
+            ),
         ),
         (
             lambda: F.cross_entropy(make_model(devices=None)(INPUTS)[0], TARGETS[:2]),
@@ -229,7 +259,9 @@ WAYS = {  # the text, calls that provoke it, and ways out
         ),
         (
             lambda: make_model(lambda net, x: torch.ones(4, 1) * net(x))(INPUTS),
-            lambda: make_model(lambda net, x, whole: whole.mean() * net(x))(INPUTS, Whole(torch.ones(4, 1))),
+            lambda: make_model(lambda net, x, whole: whole.mean() * net(x))(
+                INPUTS, Whole(torch.ones(4, 1))
+            ),
         ),
     ],
     "Expected input batch_size (2) to match target batch_size (4)": [
@@ -239,11 +271,22 @@ WAYS = {  # the text, calls that provoke it, and ways out
         )
     ],
     "element 0 of tensors does not require grad and does not have a grad_fn": [
-        (lambda: make_step(make_model())(INPUTS, TARGETS).backward(), lambda: make_step(make_model())(INPUTS, TARGETS)),
-        (lambda: DataParallelCriterion(CE)(make_model().requires_grad_(False)(INPUTS), TARGETS).backward(), None),
+        (
+            lambda: make_step(make_model())(INPUTS, TARGETS).backward(),
+            lambda: make_step(make_model())(INPUTS, TARGETS),
+        ),
+        (
+            lambda: DataParallelCriterion(CE)(
+                make_model().requires_grad_(False)(INPUTS), TARGETS
+            ).backward(),
+            None,
+        ),
     ],
     "grad can be implicitly created only for scalar outputs": [
-        (lambda: make_model(own_loss, gather_outputs=True)(INPUTS, TARGETS).backward(), weighted_loss)
+        (
+            lambda: make_model(own_loss, gather_outputs=True)(INPUTS, TARGETS).backward(),
+            weighted_loss,
+        )
     ],
     "Trying to backward through the graph a second time": [
         (
@@ -273,18 +316,26 @@ WAYS = {  # the text, calls that provoke it, and ways out
     ],
     "binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast": [
         (
-            lambda: make_step(make_model(lambda net, x: net(x).sigmoid(), None), nn.BCELoss(), precision="bf16")(
+            lambda: make_step(
+                make_model(lambda net, x: net(x).sigmoid(), None), nn.BCELoss(), precision="bf16"
+            )(INPUTS, torch.ones(4, 3)),
+            lambda: make_step(make_model(devices=None), nn.BCEWithLogitsLoss(), precision="bf16")(
                 INPUTS, torch.ones(4, 3)
             ),
-            lambda: make_step(make_model(devices=None), nn.BCEWithLogitsLoss(), precision="bf16")(INPUTS, torch.ones(4, 3)),
         )
     ],
     "Target 9 is out of bounds": [(lambda: make_step(make_model())(INPUTS, TARGETS + 9), None)],
     "too many values to unpack (expected 2)": [
-        (lambda: unpacked(make_model(devices=CPUS)(INPUTS)), lambda: unpacked(make_model(pair, CPUS)(INPUTS).unzip()))
+        (
+            lambda: unpacked(make_model(devices=CPUS)(INPUTS)),
+            lambda: unpacked(make_model(pair, CPUS)(INPUTS).unzip()),
+        )
     ],
     "not enough values to unpack (expected 2, got 1)": [
-        (lambda: unpacked(make_model(devices=["cpu"])(INPUTS)), lambda: unpacked(make_model(pair, ["cpu"])(INPUTS).unzip()))
+        (
+            lambda: unpacked(make_model(devices=["cpu"])(INPUTS)),
+            lambda: unpacked(make_model(pair, ["cpu"])(INPUTS).unzip()),
+        )
     ],
     'Missing key(s) in state_dict: "module.': [(lambda: load("wrapped"), lambda: load("plain"))],
     "return only tensors, got unsupported type": [
@@ -294,14 +345,25 @@ WAYS = {  # the text, calls that provoke it, and ways out
         )
     ],
     "got an unexpected keyword argument 'gradient_accumulation_steps'": [
-        (lambda: make_step(make_model(), gradient_accumulation_steps=2), lambda: make_step(make_model(), micro_batch_size=1))
+        (
+            lambda: make_step(make_model(), gradient_accumulation_steps=2),
+            lambda: make_step(make_model(), micro_batch_size=1),
+        )
     ],
     "DataLoader worker (pid(s) …) exited unexpectedly": [
-        (lambda: list(DataLoader(Rows("end"), num_workers=1)), lambda: list(DataLoader(Rows(), num_workers=1)))
+        (
+            lambda: list(DataLoader(Rows("end"), num_workers=1)),
+            lambda: list(DataLoader(Rows(), num_workers=1)),
+        )
     ],
-    "Caught KeyError in DataLoader worker process 0": [(lambda: list(DataLoader(Rows("key"), num_workers=1)), None)],
+    "Caught KeyError in DataLoader worker process 0": [
+        (lambda: list(DataLoader(Rows("key"), num_workers=1)), None)
+    ],
     "stack expects each tensor to be equal size": [
-        (lambda: list(DataLoader(Rows(), batch_size=2)), lambda: list(DataLoader(Rows(), batch_size=2, collate_fn=PAD)))
+        (
+            lambda: list(DataLoader(Rows(), batch_size=2)),
+            lambda: list(DataLoader(Rows(), batch_size=2, collate_fn=PAD)),
+        )
     ],
 }
 
@@ -312,7 +374,14 @@ def pattern(text):
 
 
 def test_each_text_on_the_page_is_provoked_or_needs_gpus():
-    tested = {*WAYS, *OF_RANKS, *IN_FILES, *OF_GPUS, *PLACES, "CUDA out of memory. Tried to allocate …"}
+    tested = {
+        *WAYS,
+        *OF_RANKS,
+        *IN_FILES,
+        *OF_GPUS,
+        *PLACES,
+        "CUDA out of memory. Tried to allocate …",
+    }
     assert {text for text in tested if not any(text in quoted for quoted in TEXTS)} == set()
     assert {quoted for quoted in TEXTS if not any(text in quoted for text in tested)} == set()
 
@@ -364,7 +433,9 @@ class TestOutOfMemoryOutsideOfAnUpdate:
 
         def reduced(model):
             with savings.inference(model):
-                return [model(INPUTS).map(lambda output: output.argmax(1)).gather() for _ in range(130)]
+                return [
+                    model(INPUTS).map(lambda output: output.argmax(1)).gather() for _ in range(130)
+                ]
 
         text = error_of(lambda: self.peak(kept))
         assert re.search(pattern("out of memory. Tried to allocate …"), text)
@@ -436,11 +507,15 @@ def test_unused_parameters(rank):
         criterion(model(INPUTS), TARGETS).backward()
     twice(model)
     assert model.module.unused.weight.grad is None
-    assert "trying to initialize the default process group twice!" in error_of(lambda: dist.init_process_group("gloo"))
+    assert "trying to initialize the default process group twice!" in error_of(
+        lambda: dist.init_process_group("gloo")
+    )
 
 
 def test_functions_before_the_group_is_started():
-    assert "Default process group has not been initialized" in error_of(lambda: dist.all_reduce(torch.ones(())))
+    assert "Default process group has not been initialized" in error_of(
+        lambda: dist.all_reduce(torch.ones(()))
+    )
 
 
 def test_a_port_in_use():
@@ -448,7 +523,9 @@ def test_a_port_in_use():
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert "EADDRINUSE" in error_of(lambda: dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+        assert "EADDRINUSE" in error_of(
+            lambda: dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        )
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

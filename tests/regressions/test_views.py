@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.loops import CPUS, Calls
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.ranks import run_ranks
 from helpers.steps import still_step
 from torch import nn
@@ -23,7 +29,9 @@ def views(form=lambda out: out):
 def contrast(features, target):
     """Pairs row ``i`` of the first view with row ``i`` of the second."""
     first, second = features.chunk(2)
-    return F.cross_entropy(first @ second.t(), torch.arange(len(first))) + F.cross_entropy(first, target)
+    return F.cross_entropy(first @ second.t(), torch.arange(len(first))) + F.cross_entropy(
+        first, target
+    )
 
 
 def contrast_of_pair(first, second, target):
@@ -33,9 +41,14 @@ def contrast_of_pair(first, second, target):
 def test_gather_refuses_several_rows_for_each_row():
     outputs = DataParallelModel(views(), CPUS)(torch.randn(7, 4))
     for given in (outputs, outputs.map(F.normalize)):
-        with pytest.raises(ValueError, match=rf"output has \[6, 4, 4\] rows for \[3, 2, 2\] rows of the batch, {ADVICE}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"output has \[6, 4, 4\] rows for \[3, 2, 2\] rows of the batch, {ADVICE}",
+        ):
             gather(given)
-    with pytest.raises(TypeError, match=r"outputs of 2 calls of a model, expected those of one call: gather "):
+    with pytest.raises(
+        TypeError, match=r"outputs of 2 calls of a model, expected those of one call: gather "
+    ):
         gather([outputs, DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))])
     mapping = DataParallelModel(views(lambda out: {"x": out}), CPUS)(torch.randn(7, 4))
     with pytest.raises(ValueError, match=r"output\['x'\] has \[6, 4, 4\] rows"):
@@ -51,7 +64,9 @@ def test_both_named_ways_equal_the_plain_program():
     expected = net(x)
     chunks = DataParallelModel(views(lambda out: out.chunk(2)), CPUS)
     torch.testing.assert_close(torch.cat(gather(chunks(x))), expected)
-    by_view = [row + 7 * view for rows in ([0, 1, 2], [3, 4], [5, 6]) for view in (0, 1) for row in rows]
+    by_view = [
+        row + 7 * view for rows in ([0, 1, 2], [3, 4], [5, 6]) for view in (0, 1) for row in rows
+    ]
     torch.testing.assert_close(DataParallelModel(net, CPUS)(x).in_order(by_view).gather(), expected)
 
 
@@ -74,16 +89,30 @@ def test_other_numbers_of_rows_are_gathered_as_they_are():
         gather(DataParallelModel(Calls(function), CPUS)(x))
 
 
-@pytest.mark.parametrize(("devices", "size"), [(3, None), (1, 3)], ids=["replicas", "micro-batches"])
+@pytest.mark.parametrize(
+    ("devices", "size"), [(3, None), (1, 3)], ids=["replicas", "micro-batches"]
+)
 def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
-    x, target, net, pair = torch.randn(6, 4), torch.randint(5, (6,)), views(), views(lambda out: out.chunk(2))
+    x, target, net, pair = (
+        torch.randn(6, 4),
+        torch.randint(5, (6,)),
+        views(),
+        views(lambda out: out.chunk(2)),
+    )
     loss, expected = plain_program(net, contrast, x, target)
     with pytest.raises(ValueError, match=r"rows of the batch, 2 for each.*return out\.chunk\(2\)"):
-        still_step(net, DataParallelCriterion(contrast, whole=True), devices, micro_batch_size=size)(x, target)
-    found = still_step(pair, DataParallelCriterion(contrast_of_pair, whole=True), devices, micro_batch_size=size)(x, target)
+        still_step(
+            net, DataParallelCriterion(contrast, whole=True), devices, micro_batch_size=size
+        )(x, target)
+    found = still_step(
+        pair, DataParallelCriterion(contrast_of_pair, whole=True), devices, micro_batch_size=size
+    )(x, target)
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(pair), expected)
-    torch.testing.assert_close(DataParallelCriterion(contrast, whole=True)(DataParallelModel(views(), ["cpu"])(x), target), loss)
+    torch.testing.assert_close(
+        DataParallelCriterion(contrast, whole=True)(DataParallelModel(views(), ["cpu"])(x), target),
+        loss,
+    )
 
 
 def check_ranks(rank):
@@ -92,7 +121,10 @@ def check_ranks(rank):
     model, criterion = parallelize(views(), DataParallelCriterion(contrast, whole=True))
     x = torch.randn(3 if rank == 0 else 0, 4)
     outputs = model(x)
-    for use in (lambda: gather(outputs), lambda: criterion(outputs, torch.zeros(len(x), dtype=torch.long))):
+    for use in (
+        lambda: gather(outputs),
+        lambda: criterion(outputs, torch.zeros(len(x), dtype=torch.long)),
+    ):
         with pytest.raises(ValueError, match="2 for each"):
             use()
     return True
@@ -103,7 +135,9 @@ def test_all_ranks_refuse_several_rows_for_each_row():
     assert run_ranks(2, check_ranks, timeout=30) == [True, True]
 
 
-@pytest.mark.parametrize("form", [lambda out: out.mean(0, keepdim=True), lambda out: out.mean().view(1)])
+@pytest.mark.parametrize(
+    "form", [lambda out: out.mean(0, keepdim=True), lambda out: out.mean().view(1)]
+)
 def test_gathered_outputs_warn_of_one_row_per_replica(form):
     """``.mean()`` of a loss of shape ``[1]`` per replica is not the loss of the batch."""
     model = DataParallelModel(Calls(lambda net, x: form(net(x))), CPUS, gather_outputs=True)

@@ -44,14 +44,21 @@ def make_model():
 
 def make_step(model=None, criterion=None, optimizer=SGD, **settings):
     model = model or make_model()
-    return TrainStep(model, criterion or DataParallelCriterion(F.cross_entropy), optimizer(model.parameters()), **settings)
+    return TrainStep(
+        model,
+        criterion or DataParallelCriterion(F.cross_entropy),
+        optimizer(model.parameters()),
+        **settings,
+    )
 
 
 INPUTS, TARGETS = torch.ones(7, 4), torch.zeros(7, dtype=torch.int64)
 
 
 def criterion_on(loss, *targets, outputs=None, **settings):
-    return DataParallelCriterion(loss, **settings)(make_model()(INPUTS) if outputs is None else outputs, *targets)
+    return DataParallelCriterion(loss, **settings)(
+        make_model()(INPUTS) if outputs is None else outputs, *targets
+    )
 
 
 def mappings():
@@ -63,7 +70,11 @@ def lists():
     return model(Rows([torch.ones(length, 4) for length in (3, 1, 5, 2)]))
 
 
-CE, ADAMW, PAIRS = nn.CrossEntropyLoss(), torch.optim.AdamW, [{"similarity": torch.zeros(size, size)} for size in (2, 1)]
+CE, ADAMW, PAIRS = (
+    nn.CrossEntropyLoss(),
+    torch.optim.AdamW,
+    [{"similarity": torch.zeros(size, size)} for size in (2, 1)],
+)
 STEP_LR = torch.optim.lr_scheduler.StepLR
 
 
@@ -72,29 +83,55 @@ def of_another(parameters):
 
 
 ERRORS = {
-    "the input of CrossEntropyLoss is a dict, expected a tensor": lambda: criterion_on(CE, TARGETS, outputs=mappings()),
-    r"missing a required argument: 'target'; pass targets after outputs: criterion\(outp": lambda: criterion_on(CE),
+    "the input of CrossEntropyLoss is a dict, expected a tensor": lambda: criterion_on(
+        CE, TARGETS, outputs=mappings()
+    ),
+    r"missing a required argument: 'target'; pass targets after outputs: criterion\(outp": lambda: (
+        criterion_on(CE)
+    ),
     r"targets\[0\] is an array of shape \(7,\)": lambda: make_step()(INPUTS, TARGETS.numpy()),
     # of torch
-    r"no data! Please use torch\.nn\.Module\.to_empty\(\)": lambda: DataParallelModel(nn.Linear(4, 3, device="meta"), CPUS),
-    "a DataParallelCriterion already, expected a plain one: pass its ": lambda: DataParallelCriterion(DataParallelCriterion(CE)),
-    "a DataParallelModel already, expected a plain one: pass its .module": lambda: DataParallelCriterion(make_model()),
-    "the criterion returned None, expected a loss": lambda: criterion_on(lambda *_: None, TARGETS, weight="rows"),
-    r"join the lists instead, as in \[row for output in outputs for row in": lambda: lists().gather(),
+    r"no data! Please use torch\.nn\.Module\.to_empty\(\)": lambda: DataParallelModel(
+        nn.Linear(4, 3, device="meta"), CPUS
+    ),
+    "a DataParallelCriterion already, expected a plain one: pass its ": lambda: (
+        DataParallelCriterion(DataParallelCriterion(CE))
+    ),
+    "a DataParallelModel already, expected a plain one: pass its .module": lambda: (
+        DataParallelCriterion(make_model())
+    ),
+    "the criterion returned None, expected a loss": lambda: criterion_on(
+        lambda *_: None, TARGETS, weight="rows"
+    ),
+    r"join the lists instead, as in \[row for output in outputs for row in": lambda: (
+        lists().gather()
+    ),
     r"select the outputs that have rows before, as in outputs.map\(": lambda: gather(PAIRS),
-    "optimizer 0 .SGD. has 2 parameter.s., and none is a parameter of the model or the criterion": lambda: make_step(
-        optimizer=of_another
+    "optimizer 0 .SGD. has 2 parameter.s., and none is a parameter of the model or the criterion": lambda: (
+        make_step(optimizer=of_another)
     ),
-    "optimizer 0 .BalancedOptimizer. has 2 parameter.s., and none is a parameter of the model or": lambda: make_step(
-        optimizer=lambda _: BalancedOptimizer(make_model(), SGD, nn.Linear(4, 3).parameters(), lr=0.1)
+    "optimizer 0 .BalancedOptimizer. has 2 parameter.s., and none is a parameter of the model or": lambda: (
+        make_step(
+            optimizer=lambda _: BalancedOptimizer(
+                make_model(), SGD, nn.Linear(4, 3).parameters(), lr=0.1
+            )
+        )
     ),
-    "LBFGS evaluates the loss several times per step, and TrainStep once": lambda: make_step(optimizer=torch.optim.LBFGS),
+    "LBFGS evaluates the loss several times per step, and TrainStep once": lambda: make_step(
+        optimizer=torch.optim.LBFGS
+    ),
     "type generator": lambda: BalancedOptimizer(nn.Linear(4, 3).parameters(), ADAMW),
-    "an instance of AdamW was given": lambda: BalancedOptimizer(make_model(), ADAMW(make_model().parameters())),
+    "an instance of AdamW was given": lambda: BalancedOptimizer(
+        make_model(), ADAMW(make_model().parameters())
+    ),
     "max_grad_norm='1', expected a positive number": lambda: make_step(max_grad_norm="1"),
     "max_grad_norm=True, expected a positive number": lambda: make_step(max_grad_norm=True),
-    "the scheduler is the class StepLR, expected an instance of LRS": lambda: make_step(scheduler=STEP_LR),
-    "the optimizer is the class SGD, expected an instance of Optimizer, or a list": lambda: make_step(optimizer=lambda _: SGD),
+    "the scheduler is the class StepLR, expected an instance of LRS": lambda: make_step(
+        scheduler=STEP_LR
+    ),
+    "the optimizer is the class SGD, expected an instance of Optimizer, or a list": lambda: (
+        make_step(optimizer=lambda _: SGD)
+    ),
     "1 entries and 2 sizes, expected the rows of each entry": lambda: PerReplica([INPUTS], [3, 4]),
 }
 
@@ -109,7 +146,9 @@ def test_errors_say_what_is_expected(message):
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy])
 def test_targets_that_are_not_tensors(loss, targets):
     name = type(targets).__name__
-    with pytest.raises(TypeError, match=rf"the target of \w+ is a {name}, expected a tensor: use torch.as_tensor"):
+    with pytest.raises(
+        TypeError, match=rf"the target of \w+ is a {name}, expected a tensor: use torch.as_tensor"
+    ):
         criterion_on(loss, targets)
 
 
@@ -120,7 +159,9 @@ class TestSteps:
 
     @pytest.mark.parametrize("cause", ["no_grad", "frozen", "detached"])
     def test_losses_without_gradients(self, cause):
-        criterion = DataParallelCriterion(lambda output, target: output.detach().mean(), weight="rows")
+        criterion = DataParallelCriterion(
+            lambda output, target: output.detach().mean(), weight="rows"
+        )
         step = make_step(criterion=criterion if cause == "detached" else None)
         step.model.requires_grad_(cause != "frozen")
         with (
@@ -135,17 +176,26 @@ class TestSteps:
     def test_update_without_rows(self):
         step = make_step()
         for _ in range(2):
-            with pytest.warns(UserWarning, match=r"no rows were added before apply\(\): nothing is updated, and its loss is nan"):
+            with pytest.warns(
+                UserWarning,
+                match=r"no rows were added before apply\(\): nothing is updated, and its loss is nan",
+            ):
                 step.apply()
             step.add(INPUTS, TARGETS)
             assert step.apply().isfinite()
 
     def test_states_that_are_not_mappings_and_costs_that_are_not_one_per_row(self):
         for state in ([], None, "step.pt"):
-            with pytest.raises(TypeError, match=r"state_dict=.*, expected what a TrainStep's state_dict\(\) returns"):
+            with pytest.raises(
+                TypeError,
+                match=r"state_dict=.*, expected what a TrainStep's state_dict\(\) returns",
+            ):
                 make_step().load_state_dict(state)
         for cost in (None, 5, torch.tensor(5)):
-            with pytest.raises(TypeError, match=r"cost= returned .*, expected one number for each row of the inputs"):
+            with pytest.raises(
+                TypeError,
+                match=r"cost= returned .*, expected one number for each row of the inputs",
+            ):
                 make_step(cut=ByCost(lambda inputs, cost=cost: cost))(INPUTS, TARGETS)
 
 
@@ -157,6 +207,11 @@ class Masked(nn.Linear):
 
     def encode(self, inputs):
         return super().forward(inputs)
+
+
+def add_and_apply(step, batch):
+    step.add(batch)
+    step.apply()
 
 
 def error_of(call):
@@ -175,7 +230,10 @@ class TestBatches:
         [
             ([INPUTS, TARGETS], r"list with entries \[0\], \[1\]"),
             ((INPUTS, TARGETS), r"tuple with entries \[0\], \[1\]"),
-            ({"inputs": INPUTS, "labels": TARGETS}, r"dict with entries \['inputs'\], \['labels'\]"),
+            (
+                {"inputs": INPUTS, "labels": TARGETS},
+                r"dict with entries \['inputs'\], \['labels'\]",
+            ),
             (INPUTS, r"a tensor of shape \(\d, 4\)"),
             (torch.ones(()), r"a tensor of shape \(\)"),  # a loss
         ],
@@ -183,22 +241,34 @@ class TestBatches:
     def test_targets_among_the_inputs(self, way, batch, description):
         for net in (nn.Linear(4, 3), Masked(4, 3)):
             model = DataParallelModel(net, CPUS)
-            criterion = None if way == "step" else DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
+            criterion = (
+                None
+                if way == "step"
+                else DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
+            )
             step = make_step(model, criterion)
             expected = rf"{description}\. If targets are among them, expected step\(inputs, targets\): write step\(\*batch\) for"
-            text = error_of((lambda: (step.add(batch), step.apply())) if way == "add" else lambda: step(batch))  # noqa: B023
+            added = functools.partial(add_and_apply, step, batch)
+            text = error_of(added if way == "add" else functools.partial(step, batch))
             assert re.search(expected, text), text
 
     def test_foreign_keys_beside_targets(self):
         text = error_of(lambda: make_step()({"input": INPUTS, "labels": TARGETS}, TARGETS))
         assert "unexpected keyword argument 'labels'" in text
-        assert "write step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a mapping" in text
+        assert (
+            "write step(*batch) for a pair, step({'x': batch['x']}, batch['y']) for a mapping"
+            in text
+        )
 
     def test_other_errors_have_no_note(self):
         model = make_model()
-        assert "If targets are among them" not in error_of(lambda: make_step(model)(torch.ones(7, 5), TARGETS))
+        assert "If targets are among them" not in error_of(
+            lambda: make_step(model)(torch.ones(7, 5), TARGETS)
+        )
         model.module.forward = lambda **inputs: inputs["input"][9]
-        assert "If targets are among them" not in error_of(lambda: make_step(model)({"input": INPUTS}))
+        assert "If targets are among them" not in error_of(
+            lambda: make_step(model)({"input": INPUTS})
+        )
 
 
 class TestTensorsOutsideOfTheArguments:
@@ -208,14 +278,26 @@ class TestTensorsOutsideOfTheArguments:
         rows = torch.rand(7)
         losses = functools.partial(F.cross_entropy, reduction="none")
         criteria = {
-            "divided": DataParallelCriterion(lambda output, target: (rows * losses(output, target)).sum(), weight="rows"),
-            "found": DataParallelCriterion(lambda output, target: (rows * losses(output, target)).mean()),
-            "masked": DataParallelCriterion(lambda output, target: losses(output, target)[rows > 0].sum(), reduction="sum"),
+            "divided": DataParallelCriterion(
+                lambda output, target: (rows * losses(output, target)).sum(), weight="rows"
+            ),
+            "found": DataParallelCriterion(
+                lambda output, target: (rows * losses(output, target)).mean()
+            ),
+            "masked": DataParallelCriterion(
+                lambda output, target: losses(output, target)[rows > 0].sum(), reduction="sum"
+            ),
         }
         for criterion in criteria.values():
             text = error_of(lambda: make_step(criterion=criterion)(INPUTS, TARGETS))  # noqa: B023
-            assert "the criterion reads rows beside its arguments, which is neither split by rows nor moved to cpu" in text
-            assert "pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial" in text
+            assert (
+                "the criterion reads rows beside its arguments, which is neither split by rows nor moved to cpu"
+                in text
+            )
+            assert (
+                "pass a tensor of all rows as a target, another as a buffer of a module or by functools.partial"
+                in text
+            )
 
     def test_rows_in_globals_and_attributes(self):
         class Weighted(nn.Module):
@@ -226,7 +308,10 @@ class TestTensorsOutsideOfTheArguments:
             def forward(self, output, target):
                 return (self.rows * (output - target)).sum()
 
-        for criterion, name in ((Weighted(), "rows"), (lambda output, target: (output - INPUTS[:, :3]).sum(), "INPUTS")):
+        for criterion, name in (
+            (Weighted(), "rows"),
+            (lambda output, target: (output - INPUTS[:, :3]).sum(), "INPUTS"),
+        ):
             wrapped = DataParallelCriterion(criterion, reduction="sum")
             text = error_of(lambda: wrapped(make_model()(INPUTS), torch.zeros(7, 3)))  # noqa: B023
             assert f"the criterion reads {name} beside its arguments" in text
@@ -235,39 +320,61 @@ class TestTensorsOutsideOfTheArguments:
         with simulate(2):
             classes = torch.ones(3)
             model = DataParallelModel(nn.Linear(4, 3))
-            criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target, classes), weight="rows")
+            criterion = DataParallelCriterion(
+                lambda output, target: F.cross_entropy(output, target, classes), weight="rows"
+            )
             text = error_of(lambda: criterion(model(INPUTS), TARGETS))
-            assert re.search(r"reads classes beside its arguments, .* nor moved to sim:\d", text), text
+            assert re.search(r"reads classes beside its arguments, .* nor moved to sim:\d", text), (
+                text
+            )
             functional = functools.partial(F.cross_entropy, weight=classes)
             assert DataParallelCriterion(functional)(model(INPUTS), TARGETS).isfinite()
 
     def test_other_errors_have_no_note(self):
-        assert "reads" not in error_of(lambda: DataParallelCriterion(nn.MSELoss())(make_model()(INPUTS), torch.zeros(7, 5, 2)))
+        assert "reads" not in error_of(
+            lambda: DataParallelCriterion(nn.MSELoss())(make_model()(INPUTS), torch.zeros(7, 5, 2))
+        )
 
 
 class TestWrappers:
     def test_methods_of_the_module(self):
         model = DataParallelModel(Masked(4, 3), CPUS)
-        with pytest.raises(AttributeError, match=r"'DataParallelModel' object has no attribute 'encode', which its module has"):
+        with pytest.raises(
+            AttributeError,
+            match=r"'DataParallelModel' object has no attribute 'encode', which its module has",
+        ):
             model.encode(INPUTS)
-        with pytest.raises(AttributeError, match=r"write model.call\('encode', ...\) for .*, and model.module.encode for"):
+        with pytest.raises(
+            AttributeError,
+            match=r"write model.call\('encode', ...\) for .*, and model.module.encode for",
+        ):
             model.encode(INPUTS)
         assert model.call("encode", INPUTS).gather().shape == (7, 3)
-        with pytest.raises(AttributeError, match="'DataParallelModel' object has no attribute 'encoder'$"):
+        with pytest.raises(
+            AttributeError, match="'DataParallelModel' object has no attribute 'encoder'$"
+        ):
             model.encoder(INPUTS)
-        assert not hasattr(DataParallelModel.__new__(DataParallelModel), "module")  # as where it is copied
+        assert not hasattr(
+            DataParallelModel.__new__(DataParallelModel), "module"
+        )  # as where it is copied
 
     @pytest.mark.parametrize("way", ["model", "function"])
     def test_compiled_wrapper_on_several_devices(self, way):
         model = make_model()
         call = {"model": model, "function": lambda inputs: model(inputs)[0] * 2}[way]
-        with pytest.raises(RuntimeError, match=r"torch.compile was given a model on several devices, .* call model.compile\(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"torch.compile was given a model on several devices, .* call model.compile\(\)",
+        ):
             torch.compile(call, backend="eager")(INPUTS)
         assert len(model(INPUTS)) == 3
 
     def test_folders_that_are_not_paths(self):
         for folder in (5, None, make_step()):
-            with pytest.raises(TypeError, match=r"folder=.*, expected the path of a folder: Checkpoints\(folder, step=step\)"):
+            with pytest.raises(
+                TypeError,
+                match=r"folder=.*, expected the path of a folder: Checkpoints\(folder, step=step\)",
+            ):
                 Checkpoints(folder, net=nn.Linear(4, 3))
         with pytest.raises(TypeError, match="folder="):
             Checkpoints(5)
@@ -282,7 +389,10 @@ def test_arguments_of_other_libraries():
         (functools.partial(RankBatchSampler, INPUTS, 2), "shuffle", "seed"),
         (functools.partial(BalancedBatchSampler, [1.0, 2.0], 2), "shuffle", "seed"),
     ):
-        with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '{name}', expected one of .*\b{expected}\b"):
+        with pytest.raises(
+            TypeError,
+            match=rf"got an unexpected keyword argument '{name}', expected one of .*\b{expected}\b",
+        ):
             call(**{name: 4})
 
 
@@ -292,7 +402,11 @@ def test_estimates():
     for arguments, optimizer, message in (
         (("net", loss, INPUTS, TARGETS), ADAMW, "the module is an object of type str"),
         ((make_model(), loss, INPUTS, TARGETS), ADAMW, "wrapped in DataParallelModel already"),
-        ((net, INPUTS, loss, TARGETS), ADAMW, r"the criterion is a tensor of shape \(7, 4\), expected a mod"),
+        (
+            (net, INPUTS, loss, TARGETS),
+            ADAMW,
+            r"the criterion is a tensor of shape \(7, 4\), expected a mod",
+        ),
         ((net, loss, INPUTS, TARGETS), SGD([torch.ones(1)]), "the optimizer is .* SGD"),
         ((net, loss, INPUTS, TARGETS), torch.optim.LBFGS, "and an estimate once"),
     ):
@@ -305,11 +419,16 @@ def sampler(**settings):
 
 
 def cost_step(**settings):
-    return make_step(cut=ByCost(**{"cost": lambda inputs: inputs.sum(1), **settings}))(INPUTS, TARGETS)
+    return make_step(cut=ByCost(**{"cost": lambda inputs: inputs.sum(1), **settings}))(
+        INPUTS, TARGETS
+    )
 
 
 CALLS = {
-    "device_ids": [lambda value: DataParallelModel(nn.Linear(4, 3), value), lambda value: scatter(INPUTS, value)],
+    "device_ids": [
+        lambda value: DataParallelModel(nn.Linear(4, 3), value),
+        lambda value: scatter(INPUTS, value),
+    ],
     "dim": [
         lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, dim=value),
         lambda value: DataParallelCriterion(F.cross_entropy, dim=value),
@@ -318,8 +437,13 @@ CALLS = {
         lambda value: parallelize(nn.Linear(4, 3), dim=value),
         lambda value: PerReplica([INPUTS], [7], value),
     ],
-    "split": [lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, split=value), lambda value: scatter(INPUTS, split=value)],
-    "gather_outputs": [lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, gather_outputs=value)],
+    "split": [
+        lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, split=value),
+        lambda value: scatter(INPUTS, split=value),
+    ],
+    "gather_outputs": [
+        lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, gather_outputs=value)
+    ],
     "precision": [lambda value: Precision(value), lambda value: make_step(precision=value)],
     "minimum": [
         lambda value: DataParallelCriterion(F.cross_entropy, minimum=value),
@@ -330,11 +454,17 @@ CALLS = {
     "module": [convert_sync_batchnorm, lambda value: DataParallelModel(value, CPUS)],
     "model": [
         lambda value: verify(value, F.cross_entropy, INPUTS, TARGETS),
-        lambda value: TrainStep(value, DataParallelCriterion(F.cross_entropy), SGD([torch.ones(1)])),
+        lambda value: TrainStep(
+            value, DataParallelCriterion(F.cross_entropy), SGD([torch.ones(1)])
+        ),
         lambda value: BalancedOptimizer(value, SGD),
     ],
     "params": [lambda value: BalancedOptimizer(make_model(), SGD, value)],
-    "tolerance": [lambda value: verify(nn.Linear(4, 3), F.cross_entropy, INPUTS, TARGETS, device_ids=CPUS, tolerance=value)],
+    "tolerance": [
+        lambda value: verify(
+            nn.Linear(4, 3), F.cross_entropy, INPUTS, TARGETS, device_ids=CPUS, tolerance=value
+        )
+    ],
     "entries": [lambda value: PerReplica(value, [7])],
     "sizes": [lambda value: PerReplica([INPUTS], value)],
     "rows": [lambda value: RankBatchSampler(value, 2)],
@@ -354,11 +484,17 @@ CALLS = {
     "smooth": [lambda value: DiceLoss(smooth=value)],
     "alpha": [lambda value: TverskyLoss(alpha=value)],
     "ignore_index": [lambda value: DiceLoss(ignore_index=value)],
-    "blocks": [lambda value: savings.checkpoint_activations(nn.Sequential(nn.Tanh(), nn.Tanh()), blocks=value)],
+    "blocks": [
+        lambda value: savings.checkpoint_activations(
+            nn.Sequential(nn.Tanh(), nn.Tanh()), blocks=value
+        )
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "call"), [(name, call) for name, calls in CALLS.items() for call in calls])
+@pytest.mark.parametrize(
+    ("name", "call"), [(name, call) for name, calls in CALLS.items() for call in calls]
+)
 def test_types(name, call):
     """A value that no argument takes was an error of Python, such as ``'object' object is not iterable``."""
     with pytest.raises((TypeError, ValueError), match=rf"(?s){name}.*expected|expected.*{name}"):
@@ -368,7 +504,10 @@ def test_types(name, call):
 @pytest.mark.parametrize(
     ("names", "values"),
     [
-        (["precision", "dim", "split", "combine", "costs"], [{"text": 2.5}]),  # "unhashable type: 'dict'", among others
+        (
+            ["precision", "dim", "split", "combine", "costs"],
+            [{"text": 2.5}],
+        ),  # "unhashable type: 'dict'", among others
         (["dim", "batch_size", "seed", "keep", "number"], [2.5, "text", True, torch.ones(2)]),
     ],
 )
@@ -382,6 +521,8 @@ def test_values_of_other_types(names, values):
 
 def test_means_of_a_bare_tensor_and_on_a_device_by_its_name():
     for name in ("losses", "weights"):
-        with pytest.raises(TypeError, match=rf"{name}=.*expected a list with one entry per replica"):
+        with pytest.raises(
+            TypeError, match=rf"{name}=.*expected a list with one entry per replica"
+        ):
             CALLS[name][0](torch.ones(()))
     assert weighted_mean([torch.ones(())], [1], "cpu") == 1

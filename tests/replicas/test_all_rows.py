@@ -110,8 +110,12 @@ def plain_loss(net, criterion, x, target, pieces):
 
 
 def assert_same_state(one, other):
-    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, left), right in zip(
+        one.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(
+            left, right, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def compare(step, net, plain, criteria, batches, pieces):
@@ -130,7 +134,13 @@ def compare(step, net, plain, criteria, batches, pieces):
             assert_same_state(criteria[1], criteria[0])
 
 
-PROGRAMS = [("codebook", "mse"), ("centred", "mse"), ("experts", "mse"), ("tanh", "centre"), ("codebook", "centre")]
+PROGRAMS = [
+    ("codebook", "mse"),
+    ("centred", "mse"),
+    ("experts", "mse"),
+    ("tanh", "centre"),
+    ("codebook", "centre"),
+]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
@@ -154,7 +164,9 @@ def test_micro_batches_have_sums_of_their_own(devices, part, loss, double):
         torch.optim.SGD(net.parameters(), lr=0.1),
         micro_batch_size=4 // devices,
     )
-    compare(step, net, plain, (criterion, split), (*batch(12), slice(None)), torch.arange(12).split(4))
+    compare(
+        step, net, plain, (criterion, split), (*batch(12), slice(None)), torch.arange(12).split(4)
+    )
 
 
 def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
@@ -163,10 +175,18 @@ def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
     split = copy.deepcopy(criterion)
     net = copy.deepcopy(plain)
     model, wrapped = parallelize(net, split, strategy=strategy)
-    step = TrainStep(model, wrapped, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
+    step = TrainStep(
+        model,
+        wrapped,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch_size=micro_batch_size,
+    )
     rows = torch.arange(7).split(sizes)
     counts = [-(-size // (micro_batch_size or 7)) for size in sizes]
-    pieces = [torch.cat([mine.tensor_split(max(counts))[piece] for mine in rows]) for piece in range(max(counts))]
+    pieces = [
+        torch.cat([mine.tensor_split(max(counts))[piece] for mine in rows])
+        for piece in range(max(counts))
+    ]
     x, target = batch(7)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
@@ -176,22 +196,33 @@ def check_ranks(rank, strategy, part, loss, sizes, micro_batch_size):
         expected.backward()
         optimizer.step()
         torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-10)
-        whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in net.state_dict().items()}
+        whole = {
+            name: getattr(value, "full_tensor", lambda value=value: value)()
+            for name, value in net.state_dict().items()
+        }
         torch.testing.assert_close(whole, dict(plain.state_dict()), rtol=1e-9, atol=1e-10)
         assert_same_state(split, criterion)
     return True
 
 
-LAYOUTS = [("ddp", *program) for program in PROGRAMS] + [("fsdp", "codebook", "centre"), ("fsdp", "centred", "mse")]
+LAYOUTS = [("ddp", *program) for program in PROGRAMS] + [
+    ("fsdp", "codebook", "centre"),
+    ("fsdp", "centred", "mse"),
+]
 LAYOUTS += [
-    pytest.param("fsdp", *program, marks=pytest.mark.slow) for program in PROGRAMS if program not in (PROGRAMS[1], PROGRAMS[4])
+    pytest.param("fsdp", *program, marks=pytest.mark.slow)
+    for program in PROGRAMS
+    if program not in (PROGRAMS[1], PROGRAMS[4])
 ]
 
 
 @pytest.mark.parametrize(("strategy", "part", "loss"), LAYOUTS)
 @pytest.mark.parametrize(("sizes", "micro_batch_size"), [([0, 7], None), ([6, 1], 2)])
 def test_ranks_equal_the_plain_program(sizes, micro_batch_size, part, loss, strategy):
-    assert run_ranks(2, check_ranks, strategy, part, loss, sizes, micro_batch_size, timeout=30) == [True] * 2
+    assert (
+        run_ranks(2, check_ranks, strategy, part, loss, sizes, micro_batch_size, timeout=30)
+        == [True] * 2
+    )
 
 
 @pytest.mark.timeout(60)
@@ -204,7 +235,11 @@ def check_outside(rank):
     return float(sum_over_rows(torch.tensor([rank + 1.0], dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize("value", [torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.tensor([True, False])], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.tensor([True, False])],
+    ids=str,
+)
 def test_one_device_gets_a_copy(value):
     total = sum_over_rows(value)
     assert torch.equal(total, value)
@@ -224,11 +259,15 @@ class Calling(nn.Module):
 
 
 def run(function, rows=7):
-    return gather(DataParallelModel(Calling(function), CPUS)(torch.arange(float(rows)).view(rows, 1)))
+    return gather(
+        DataParallelModel(Calling(function), CPUS)(torch.arange(float(rows)).view(rows, 1))
+    )
 
 
 def test_halves_are_added_in_float32_and_keep_their_dtype():
-    total = run(lambda x: sum_over_rows(torch.full((1,), 100.0 + len(x) % 2).bfloat16()).expand(len(x), 1))
+    total = run(
+        lambda x: sum_over_rows(torch.full((1,), 100.0 + len(x) % 2).bfloat16()).expand(len(x), 1)
+    )
     assert total.dtype == torch.bfloat16
     assert set(total.flatten().tolist()) == {float(torch.tensor(301.0).bfloat16())}
 
@@ -307,7 +346,9 @@ def test_code_that_does_not_call_it_is_not_found():
 
 def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
     def loss(output, target):
-        return (output - target).pow(2).sum() / sum_over_rows(output.new_tensor(output.numel())).clamp(min=1)
+        return (output - target).pow(2).sum() / sum_over_rows(
+            output.new_tensor(output.numel())
+        ).clamp(min=1)
 
     net, (x, target) = build("tanh"), batch(7)
     outputs = DataParallelModel(net, CPUS)(x)
@@ -319,10 +360,15 @@ def test_a_divisor_over_all_rows_is_no_mean_of_a_shard(double):
 
 def test_a_whole_loss_has_all_rows(double):
     net, (x, target) = build("codebook"), batch(7)
-    assert verify(net, DataParallelCriterion(Centre(), whole=True), x, target, device_ids=CPUS).equal
+    assert verify(
+        net, DataParallelCriterion(Centre(), whole=True), x, target, device_ids=CPUS
+    ).equal
 
 
 def test_verify_names_the_sums_of_micro_batches(double):
     net, (x, target) = build("centred"), batch(7)
     report = verify(net, nn.MSELoss(), x, target, device_ids=CPUS, micro_batch_size=1)
-    assert "sum_over_rows: each micro-batch has sums of its own rows, not of the whole batch" in report.reasons
+    assert (
+        "sum_over_rows: each micro-batch has sums of its own rows, not of the whole batch"
+        in report.reasons
+    )

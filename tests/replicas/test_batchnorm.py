@@ -51,13 +51,23 @@ def plain_run(net, x, weights):
 
 def assert_same_buffers(one, other):
     for (name, left), right in zip(one.named_buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            left, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4, 7, 9])  # three replicas: one row in a shard, uneven shards, fewer replicas
-@pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str)
+@pytest.mark.parametrize(
+    "rows", [2, 3, 4, 7, 9]
+)  # three replicas: one row in a shard, uneven shards, fewer replicas
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
+)
 def test_three_replicas_equal_the_plain_program(rows, settings, double):
-    plain, x, weights = build(**settings), torch.randn(rows, 2, 3, 3, requires_grad=True), torch.randn(rows, 5)
+    plain, x, weights = (
+        build(**settings),
+        torch.randn(rows, 2, 3, 3, requires_grad=True),
+        torch.randn(rows, 5),
+    )
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     for _ in range(3):
         output, expected = plain_run(plain, x, weights)
@@ -71,7 +81,9 @@ def test_three_replicas_equal_the_plain_program(rows, settings, double):
         x.grad = None
     plain.eval()
     net.eval()
-    torch.testing.assert_close(gather(DataParallelModel(net, CPUS)(x)), plain(x), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        gather(DataParallelModel(net, CPUS)(x)), plain(x), rtol=1e-10, atol=1e-10
+    )
 
 
 def test_conversion_keeps_names_parameters_and_hooks():
@@ -169,17 +181,28 @@ def test_activation_checkpointing_raises_an_error():
         def forward(self, x):
             return checkpoint(self.norm, x, use_reentrant=False)
 
-    outputs = DataParallelModel(convert_sync_batchnorm(Checkpointed()), CPUS)(torch.randn(6, 2, requires_grad=True))
+    outputs = DataParallelModel(convert_sync_batchnorm(Checkpointed()), CPUS)(
+        torch.randn(6, 2, requires_grad=True)
+    )
     with pytest.raises(RuntimeError, match="cannot be recomputed in the backward"):
         gather(outputs).pow(2).sum().backward()
 
 
 def check_ranks(rank, sizes, micro_batch_size):
     torch.set_default_dtype(torch.float64)
-    plain, x, target = build(), torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6)), class_targets(7, 2)
+    plain, x, target = (
+        build(),
+        torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6)),
+        class_targets(7, 2),
+    )
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    step = TrainStep(
+        model,
+        criterion,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        micro_batch_size=micro_batch_size,
+    )
     mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
     counts = [-(-size // micro_batch_size) if micro_batch_size else min(size, 1) for size in sizes]
     total, pieces = 0, max(counts)
@@ -187,8 +210,15 @@ def check_ranks(rank, sizes, micro_batch_size):
         plain.zero_grad()
         total = 0
         for piece in range(pieces):  # the rows that are in flight together, of all ranks
-            rows = torch.cat([torch.arange(7).split(sizes)[other].tensor_split(pieces)[piece] for other in range(len(sizes))])
-            total = total + nn.functional.cross_entropy(plain(x[rows]), target[rows], reduction="sum")
+            rows = torch.cat(
+                [
+                    torch.arange(7).split(sizes)[other].tensor_split(pieces)[piece]
+                    for other in range(len(sizes))
+                ]
+            )
+            total = total + nn.functional.cross_entropy(
+                plain(x[rows]), target[rows], reduction="sum"
+            )
         loss = total / (target != -100).sum()
         loss.backward()
         torch.testing.assert_close(step(mine, labels), loss.detach(), rtol=1e-10, atol=1e-10)
@@ -197,7 +227,9 @@ def check_ranks(rank, sizes, micro_batch_size):
     return True
 
 
-@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)])
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)]
+)
 def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
     assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)
 
@@ -253,7 +285,9 @@ def check_second_group(rank):
     layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     for start in ("one", "two"):
-        dist.init_process_group("gloo", store=dist.PrefixStore(start, store), rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(start, store), rank=rank, world_size=2
+        )
         layer(torch.randn(3, 2))
         dist.barrier()
         dist.destroy_process_group()
@@ -294,7 +328,9 @@ class OwnStatistics(nn.BatchNorm2d):
 
     def forward(self, input):
         statistics = self.running_mean, self.running_var
-        output = F.batch_norm(input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+        output = F.batch_norm(
+            input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
         return self.act(output)
 
 
@@ -303,7 +339,9 @@ class Ghost(nn.BatchNorm2d):
 
     def forward(self, input):
         if self.training:
-            return torch.cat([F.batch_norm(part, None, None, training=True) for part in input.chunk(2)])
+            return torch.cat(
+                [F.batch_norm(part, None, None, training=True) for part in input.chunk(2)]
+            )
         return super().forward(input)
 
 
@@ -322,7 +360,9 @@ def test_a_converted_subclass_equals_the_plain_program(kind, double):
     net, x, target = Net(kind(4)), torch.randn(7, 2, 5, 5), class_targets(7)
     converted = convert_sync_batchnorm(copy.deepcopy(net))
     loss, expected = plain_program(net, F.cross_entropy, x, target)
-    found = DataParallelCriterion(nn.CrossEntropyLoss())(DataParallelModel(converted, CPUS)(x), target)
+    found = DataParallelCriterion(nn.CrossEntropyLoss())(
+        DataParallelModel(converted, CPUS)(x), target
+    )
     found.backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(converted), expected, 1e-9)
@@ -349,10 +389,19 @@ def test_verify_compares_with_the_net_as_it_was_given(double):
 @pytest.mark.parametrize("kind", [OwnStatistics, Ghost])
 def test_a_subclass_with_statistics_of_its_own_is_refused(kind, double):
     net = Net(nn.Sequential(nn.BatchNorm2d(4), kind(4)))
-    with pytest.raises(TypeError, match=rf"norm\.1 is a {kind.__name__}, whose forward computes .*call super\(\)\.forward"):
+    with pytest.raises(
+        TypeError,
+        match=rf"norm\.1 is a {kind.__name__}, whose forward computes .*call super\(\)\.forward",
+    ):
         convert_sync_batchnorm(net)
     assert type(net.norm[0]) is nn.BatchNorm2d  # nothing is converted by half
-    report = verify(Net(kind(4)), nn.CrossEntropyLoss(), torch.randn(7, 2, 5, 5), class_targets(7), device_ids=CPUS)
+    report = verify(
+        Net(kind(4)),
+        nn.CrossEntropyLoss(),
+        torch.randn(7, 2, 5, 5),
+        class_targets(7),
+        device_ids=CPUS,
+    )
     assert not report.equal
     assert "of each replica: forward computes statistics itself" in str(report)
     assert "use convert_sync_batchnorm" not in str(report)
@@ -361,7 +410,9 @@ def test_a_subclass_with_statistics_of_its_own_is_refused(kind, double):
 def test_a_forward_of_one_layer_is_refused():
     layer = nn.BatchNorm2d(4)
     layer.forward = lambda input: input * 2
-    with pytest.raises(TypeError, match="the module is a BatchNorm2d, whose forward computes statistics itself"):
+    with pytest.raises(
+        TypeError, match="the module is a BatchNorm2d, whose forward computes statistics itself"
+    ):
         convert_sync_batchnorm(layer)
 
 

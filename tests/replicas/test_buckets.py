@@ -17,7 +17,14 @@ from helpers.slow import slow_but
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    simulate,
+)
 from balanced_parallel.replicas import buckets
 from balanced_parallel.replicas import buckets as gradient_buckets
 from balanced_parallel.replicas.buckets import make_buckets
@@ -28,7 +35,9 @@ from balanced_parallel.runtime import transport
 def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 25 * 2**20)
     with simulate(2):
-        net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
+        net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to(
+            "sim:0"
+        )  # 27 MB in the middle
         model = DataParallelModel(net)
         events = []
         reduce = transport.reduce
@@ -45,7 +54,9 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
         def watch(module, inputs, output):
             """The first layer of the second replica waits until the last layers were reduced."""
             if output.device.index == 1:
-                output.register_hook(lambda gradient: events.append("waited" if last.wait(20) else "in vain"))
+                output.register_hook(
+                    lambda gradient: events.append("waited" if last.wait(20) else "in vain")
+                )
 
         net[0].register_forward_hook(watch)
         gather(model(torch.ones(4, 4))).sum().backward()
@@ -62,7 +73,10 @@ class Checkpointed(nn.Module):
         return checkpoint(self.net, x.detach().requires_grad_(), use_reentrant=self.use_reentrant)
 
 
-NETWORKS = BODIES | {"checkpointed": lambda: Checkpointed(False), "checkpointed, reentrant": lambda: Checkpointed(True)}
+NETWORKS = BODIES | {
+    "checkpointed": lambda: Checkpointed(False),
+    "checkpointed, reentrant": lambda: Checkpointed(True),
+}
 
 
 @pytest.mark.usefixtures("buckets")
@@ -75,7 +89,10 @@ def test_two_forwards_before_one_backward_equal_the_plain_program(double, networ
     with simulate(3):
         model = DataParallelModel(net.to("sim:0"))
         (gather(model(x)).sum() * gather(model(x.flip(0))).pow(2).mean()).backward()
-        assert_same_gradients([gradient if gradient is None else gradient.cpu() for gradient in gradients(net)], expected)
+        assert_same_gradients(
+            [gradient if gradient is None else gradient.cpu() for gradient in gradients(net)],
+            expected,
+        )
 
 
 @pytest.mark.usefixtures("buckets")
@@ -160,7 +177,10 @@ def test_gradients_accumulate_in_place(deferred):
         with model.no_sync() if deferred else contextlib.nullcontext():
             gather(model(x)).sum().backward()
         model.reduce_gradients()
-        assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), first, strict=True))
+        assert all(
+            parameter.grad is gradient
+            for parameter, gradient in zip(model.parameters(), first, strict=True)
+        )
         assert_same_gradients([gradient.cpu() for gradient in first], expected)
 
 
@@ -172,10 +192,14 @@ def test_shared_gradient_tensors_are_divided_once(double, balanced):
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
-            self.always, self.one, self.other = (nn.Parameter(torch.ones(rows, 4)) for rows in (3, 1, 1))
+            self.always, self.one, self.other = (
+                nn.Parameter(torch.ones(rows, 4)) for rows in (3, 1, 1)
+            )
 
         def forward(self, inputs):
-            return self.always.sum(0) * ((inputs + 1) * (self.one + self.other) if inputs[0, 0] == 0 else inputs)
+            return self.always.sum(0) * (
+                (inputs + 1) * (self.one + self.other) if inputs[0, 0] == 0 else inputs
+            )
 
     inputs = torch.cat([torch.zeros(1, 4), torch.randn(3, 4)])
     plain = Shared()
@@ -183,10 +207,16 @@ def test_shared_gradient_tensors_are_divided_once(double, balanced):
     with simulate(2):
         model = DataParallelModel(Shared())
         kind = torch.optim.SGD
-        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        criterion = DataParallelCriterion(lambda output, target: output.sum() / len(output), weight=lambda output, _: len(output))
+        optimizer = (
+            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        )
+        criterion = DataParallelCriterion(
+            lambda output, target: output.sum() / len(output), weight=lambda output, _: len(output)
+        )
         TrainStep(model, criterion, optimizer, micro_batch_size=1)(inputs, torch.zeros(4))
-        assert_same_gradients([gradient.cpu() for gradient in gradients(model, optimizer=optimizer)], gradients(plain))
+        assert_same_gradients(
+            [gradient.cpu() for gradient in gradients(model, optimizer=optimizer)], gradients(plain)
+        )
 
 
 class RowMajor(torch.autograd.Function):
@@ -215,7 +245,11 @@ class Laid(nn.Module):
         return x @ RowMajor.apply(self.turned) @ RowMajor.apply(self.gaps)
 
 
-STRIDES = [*itertools.product(["plain loop", "deferred", "balanced", "micro-batches"], [torch.float64, torch.float16])]
+STRIDES = [
+    *itertools.product(
+        ["plain loop", "deferred", "balanced", "micro-batches"], [torch.float64, torch.float16]
+    )
+]
 
 
 @pytest.mark.usefixtures("double", "buckets")
@@ -229,7 +263,11 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
         net = Laid().to(devices[0])
         model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
         balanced = how == "balanced" and len(devices) > 1
-        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else torch.optim.SGD(net.parameters(), 0.1)
+        optimizer = (
+            BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+            if balanced
+            else torch.optim.SGD(net.parameters(), 0.1)
+        )
         if how == "micro-batches":
             precision = "fp16" if dtype is torch.float16 and devices[0] != "cpu" else "fp32"
             TrainStep(model, criterion, optimizer, micro_batch_size=1, precision=precision)(x, y)

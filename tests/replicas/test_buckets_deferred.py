@@ -12,7 +12,14 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, gradient
 from helpers.slow import slow_but
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -21,10 +28,16 @@ CHANGES = {
     "nothing": lambda optimizer, net: None,
     "zero": lambda optimizer, net: optimizer.zero_grad(),
     "zero the net": lambda optimizer, net: net.zero_grad(),
-    "zero by hand": lambda optimizer, net: [setattr(parameter, "grad", None) for parameter in net.parameters()],
-    "delete by hand": lambda optimizer, net: [delattr(parameter, "grad") for parameter in net.parameters()],
+    "zero by hand": lambda optimizer, net: [
+        setattr(parameter, "grad", None) for parameter in net.parameters()
+    ],
+    "delete by hand": lambda optimizer, net: [
+        delattr(parameter, "grad") for parameter in net.parameters()
+    ],
     "zero some": lambda optimizer, net: setattr(net[0].weight, "grad", None),
-    "replace some": lambda optimizer, net: setattr(net[0].weight, "grad", torch.ones_like(net[0].weight)),
+    "replace some": lambda optimizer, net: setattr(
+        net[0].weight, "grad", torch.ones_like(net[0].weight)
+    ),
 }
 OF_SHARDS = {
     "nothing": CHANGES["nothing"],
@@ -32,7 +45,11 @@ OF_SHARDS = {
     "zero in place": lambda optimizer, net: optimizer.zero_grad(set_to_none=False),
     "step": lambda optimizer, net: optimizer.step(),
 }
-LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2"], "balanced": ["sim:0", "sim:1", "sim:2"]}
+LAYOUTS = {
+    "one device": ["cpu"] * 3,
+    "three devices": ["sim:0", "sim:1", "sim:2"],
+    "balanced": ["sim:0", "sim:1", "sim:2"],
+}
 CASES = [
     *itertools.product(["one device", "three devices"], CHANGES, [False, True]),
     *itertools.product(["balanced"], OF_SHARDS, [False, True]),
@@ -49,7 +66,11 @@ def make_program(layout):
     """Returns a net, its model, its criterion and its optimizer."""
     net = build_net().to(LAYOUTS[layout][0])
     model, kind = DataParallelModel(net, LAYOUTS[layout]), torch.optim.SGD
-    optimizer = BalancedOptimizer(model, kind, lr=0.1) if layout == "balanced" else kind(net.parameters(), 0.1)
+    optimizer = (
+        BalancedOptimizer(model, kind, lr=0.1)
+        if layout == "balanced"
+        else kind(net.parameters(), 0.1)
+    )
     return net, model, DataParallelCriterion(nn.MSELoss()), optimizer
 
 
@@ -69,7 +90,9 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
             backward(slice(5, 7))
             backward(slice(7, 12))
         (OF_SHARDS if layout == "balanced" else CHANGES)[between](optimizer, net)
-        backward_alone = slice(12, 13)  # too few rows for the other replicas, so that autograd sets grad
+        backward_alone = slice(
+            12, 13
+        )  # too few rows for the other replicas, so that autograd sets grad
         with no_sync():
             backward(backward_alone)
         backward(slice(13, 20))
@@ -78,7 +101,9 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
         return [*found, *(parameter.detach() for parameter in net.parameters())]
 
     net = build_net()
-    expected = run(net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), contextlib.nullcontext)
+    expected = run(
+        net, net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), contextlib.nullcontext
+    )
     with simulate(3):
         net, model, criterion, optimizer = make_program(layout)
         found = run(net, model, criterion, optimizer, model.no_sync)
@@ -86,7 +111,8 @@ def test_discarded_gradients_are_those_of_all_replicas(layout, between, begins):
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"), slow_but([*itertools.product(LAYOUTS, [2, 6])], ("balanced", 2), ("three devices", 6))
+    ("layout", "rows"),
+    slow_but([*itertools.product(LAYOUTS, [2, 6])], ("balanced", 2), ("three devices", 6)),
 )
 def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, rows):
     """Reads param_groups, as a scheduler does, and reduces before the step."""
@@ -172,7 +198,10 @@ def test_no_sync_reduces_gradients_once(double):
     net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
     _, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
     with simulate(3) as cluster:
-        model, criterion = DataParallelModel(net.to("sim:0")), DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum"))
+        model, criterion = (
+            DataParallelModel(net.to("sim:0")),
+            DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum")),
+        )
         size = sum(parameter.nbytes for parameter in net.parameters())
 
         def run(start):
@@ -216,7 +245,9 @@ def test_step_over_micro_batches_reduces_gradients_once():
     with simulate(4) as cluster:
         net = nn.Linear(64, 512).to("sim:0")
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=2)
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=2
+        )
         size = sum(parameter.nbytes for parameter in net.parameters())
         x, target = torch.randn(64, 64), torch.randint(512, (64,))
         step(x, target)
@@ -224,7 +255,9 @@ def test_step_over_micro_batches_reduces_gradients_once():
         step(x, target)
         moved = cluster.moved - before
         assert size <= moved["sim:2", "sim:0"] <= size + 8 * 16
-        assert size <= moved["sim:1", "sim:2"] <= size + 8 * 16  # the parameters, from device to device
+        assert (
+            size <= moved["sim:1", "sim:2"] <= size + 8 * 16
+        )  # the parameters, from device to device
         for start in range(0, 64, 16):
             step.add(x[start : start + 16], target[start : start + 16])
         before = cluster.moved

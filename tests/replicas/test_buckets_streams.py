@@ -6,7 +6,13 @@ import time
 
 import pytest
 import torch
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.releases import released_at_once
 from helpers.streams import TOO_EARLY, stream_on
 from torch import nn
@@ -26,8 +32,12 @@ def on_other_streams(streams):
 
 
 OTHER_GRADIENTS = {
-    "a penalty": lambda net, again, x: sum(parameter.square().sum() for parameter in net.parameters()),
-    "a second model": lambda net, again, x: sum(output.square().sum().to(x.device) for output in again(x + 1)),
+    "a penalty": lambda net, again, x: sum(
+        parameter.square().sum() for parameter in net.parameters()
+    ),
+    "a second model": lambda net, again, x: sum(
+        output.square().sum().to(x.device) for output in again(x + 1)
+    ),
 }
 
 
@@ -37,7 +47,9 @@ def test_other_gradients_in_the_same_backward_wait_for_the_sums(double, small_bu
     x = torch.randn(7, 4)
     plain = build_net()
 
-    (plain(x).square().sum() + OTHER_GRADIENTS[others](plain, lambda rows: [plain(rows)], x)).backward()
+    (
+        plain(x).square().sum() + OTHER_GRADIENTS[others](plain, lambda rows: [plain(rows)], x)
+    ).backward()
     with simulate(3):
         net = build_net()
         model, again = DataParallelModel(net), DataParallelModel(net, [0, 2])
@@ -58,11 +70,16 @@ class WithoutItsLastBucket(nn.Module):
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_backward_on_other_streams_than_forward_equals_the_plain_program(double, small_buckets, balanced):
+def test_backward_on_other_streams_than_forward_equals_the_plain_program(
+    double, small_buckets, balanced
+):
     inputs, targets = torch.randn(7, 4), class_targets(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
-        model, criterion = DataParallelModel(WithoutItsLastBucket()), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = (
+            DataParallelModel(WithoutItsLastBucket()),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
         streams = [stream_on(index) for index in range(3)]
 
@@ -82,8 +99,13 @@ def test_backward_on_other_streams_than_forward_equals_the_plain_program(double,
             for stream in streams:
                 with stream:
                     torch.zeros(1000, device=stream.device)  # may be given what was kept
-        assert_same_gradients([gradient.cpu() / 4 for gradient in gradients(model.module.net, optimizer=optimizer)], expected)
-        found = torch.autograd.grad(criterion(model(inputs), targets), list(model.module.net.parameters()))
+        assert_same_gradients(
+            [gradient.cpu() / 4 for gradient in gradients(model.module.net, optimizer=optimizer)],
+            expected,
+        )
+        found = torch.autograd.grad(
+            criterion(model(inputs), targets), list(model.module.net.parameters())
+        )
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
         del optimizer
 
@@ -93,9 +115,14 @@ def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets,
     inputs, targets = torch.randn(7, 4), class_targets(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
-        model, criterion = DataParallelModel(WithoutItsLastBucket()), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = (
+            DataParallelModel(WithoutItsLastBucket()),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
         kind = torch.optim.SGD
-        optimizer = BalancedOptimizer(model, kind, lr=0.0) if balanced else kind(model.parameters(), lr=0.0)
+        optimizer = (
+            BalancedOptimizer(model, kind, lr=0.0) if balanced else kind(model.parameters(), lr=0.0)
+        )
         for _ in range(2):
             loss = criterion(model(inputs), targets)
             for index in range(3):
@@ -123,7 +150,9 @@ def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
 
         def watched(*args):
             streams.append(current_streams())
-            assert not model.replicas.gradients.side._pending  # what the bucket before it used was let go
+            assert (
+                not model.replicas.gradients.side._pending
+            )  # what the bucket before it used was let go
             collective(*args)
 
         monkeypatch.setattr(transport, name, watched)
@@ -181,7 +210,12 @@ reduced = threading.Event()
 @released_at_once
 @pytest.mark.parametrize(
     ("method", "broken"),
-    [("entered", let_go_at_once), ("_side_stream", no_wait_before), ("join", no_wait_after), ("join", None)],
+    [
+        ("entered", let_go_at_once),
+        ("_side_stream", no_wait_before),
+        ("join", no_wait_after),
+        ("join", None),
+    ],
 )
 def test_missing_stream_synchronization_is_detected(small_buckets, monkeypatch, method, broken):
     reduced.clear()
@@ -189,7 +223,11 @@ def test_missing_stream_synchronization_is_detected(small_buckets, monkeypatch, 
     def watch(module, inputs, output):
         """The second replica goes on when the first sums have been started, and what they use was let go."""
         if output.device.index == 1 and method == "entered":
-            output.register_hook(lambda gradient: time.sleep(0.2) if reduced.wait(20) else pytest.fail("nothing was summed"))
+            output.register_hook(
+                lambda gradient: (
+                    time.sleep(0.2) if reduced.wait(20) else pytest.fail("nothing was summed")
+                )
+            )
 
     monkeypatch.setattr(SideStreams, method, broken or getattr(SideStreams, method))
     with simulate(2):

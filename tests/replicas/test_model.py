@@ -40,7 +40,9 @@ def test_one_output_per_replica_that_had_rows(rows):
     net = build_net()
     outputs = DataParallelModel(net, CPUS)(torch.randn(rows, 4))
     assert isinstance(outputs, list)
-    assert [len(output) for output in outputs] == [size for size in (-(-(rows - i) // 3) for i in range(3)) if size > 0] or [0]
+    assert [len(output) for output in outputs] == [
+        size for size in (-(-(rows - i) // 3) for i in range(3)) if size > 0
+    ] or [0]
 
 
 def test_one_device_returns_a_list():
@@ -51,14 +53,18 @@ def test_one_device_returns_a_list():
 
 
 def test_keyword_arguments_are_split_and_scalars_are_not():
-    outputs = DataParallelModel(Recorder(), CPUS)(mask=torch.arange(4), scale=torch.tensor(2.0), names=list("abcd"), flag=True)
+    outputs = DataParallelModel(Recorder(), CPUS)(
+        mask=torch.arange(4), scale=torch.tensor(2.0), names=list("abcd"), flag=True
+    )
     assert [output["kwargs"]["mask"].tolist() for output in outputs] == [
         [0, 1],
         [2],
         [3],
     ]  # torch: missing argument, pytorch#16432
     assert [output["kwargs"]["names"] for output in outputs] == [["a", "b"], ["c"], ["d"]]
-    assert all(output["kwargs"]["scale"] == 2 and output["kwargs"]["flag"] is True for output in outputs)
+    assert all(
+        output["kwargs"]["scale"] == 2 and output["kwargs"]["flag"] is True for output in outputs
+    )
 
 
 def test_arguments_without_rows_run_one_replica():
@@ -73,18 +79,25 @@ def test_dataclasses_are_split():
         extra: Any = None
 
     outputs = DataParallelModel(Recorder(), CPUS)(Batch(torch.arange(6)))
-    assert [output["inputs"][0].x.tolist() for output in outputs] == [[0, 1], [2, 3], [4, 5]]  # torch: each has all six
+    assert [output["inputs"][0].x.tolist() for output in outputs] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]  # torch: each has all six
 
 
 def test_different_numbers_of_rows_raise_an_error_with_both_shapes():
     model = DataParallelModel(Recorder(), CPUS)
     with pytest.raises(
-        ValueError, match=r"inputs\[0\] is a tensor of shape \(4, 2\).*kwargs\['mask'\] is a tensor of shape \(3,\)"
+        ValueError,
+        match=r"inputs\[0\] is a tensor of shape \(4, 2\).*kwargs\['mask'\] is a tensor of shape \(3,\)",
     ):
         model(torch.zeros(4, 2), mask=torch.zeros(3))
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_precision_sets_autocast_in_all_replicas(precision, dtype):
     outputs = DataParallelModel(build_net(), CPUS, precision=precision)(torch.randn(6, 4))
     assert {output.dtype for output in outputs} == {dtype}
@@ -111,13 +124,17 @@ def test_default_devices_are_all_simulated_devices():
         assert DataParallelModel(net).devices == cluster.devices
         assert DataParallelModel(net, device_ids=[0, "sim:2"]).devices == cluster.devices[::2]
         assert devices_of(DataParallelModel(net, [0, 0])(torch.randn(4, 4))) == ["sim:0"] * 2
-        with pytest.raises(ValueError, match="there is no device 3: this machine has 3 sim devices"):
+        with pytest.raises(
+            ValueError, match="there is no device 3: this machine has 3 sim devices"
+        ):
             DataParallelModel(net, device_ids=[3])
 
 
 def test_out_of_memory_error_names_the_replica():
     with simulate(3, memory=["8MiB", "2MiB", "8MiB"]):
         model = DataParallelModel(nn.Linear(64, 2048).to("sim:0"))
-        with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity of 2.00 MiB") as caught:
+        with pytest.raises(
+            torch.OutOfMemoryError, match="GPU 1 has a total capacity of 2.00 MiB"
+        ) as caught:
             model(torch.randn(600, 64))
         assert "replica 1" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])

@@ -72,7 +72,10 @@ def test_data_parallel_model_device(devices):
         assert model(inputs).shape == (2, 2)
     model.to("cpu")
     for rows in (inputs, inputs[:1]):
-        with pytest.raises(ValueError, match=r"weight is on cpu, expected every parameter .* on the first device, sim:0: move"):
+        with pytest.raises(
+            ValueError,
+            match=r"weight is on cpu, expected every parameter .* on the first device, sim:0: move",
+        ):
             model(rows)
 
 
@@ -80,9 +83,15 @@ def test_data_parallel_model_device(devices):
 def test_data_parallel_model_no_refcycles(count):
     model = DataParallelModel(nn.Linear(2, 3), ["cpu"] * count)
     criterion = DataParallelCriterion(nn.MSELoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1
+    )
     inputs, targets = torch.ones(4, 2), torch.ones(4, 3)
-    runs = [lambda: model(inputs).gather(), lambda: criterion(model(inputs), targets).backward(), lambda: step(inputs, targets)]
+    runs = [
+        lambda: model(inputs).gather(),
+        lambda: criterion(model(inputs), targets).backward(),
+        lambda: step(inputs, targets),
+    ]
     for run in runs:
         run()
         gc.collect()
@@ -108,12 +117,16 @@ def test_data_parallel_function_deletion(devices):
 
 
 def test_data_parallel_lazy_linear():
-    with pytest.raises(ValueError, match="weight is not initialised yet: run the module once on a few rows"):
+    with pytest.raises(
+        ValueError, match="weight is not initialised yet: run the module once on a few rows"
+    ):
         wrap(nn.LazyLinear(10), ["cpu"] * 2)(torch.ones(10, 10))
 
 
 def test_zero_grad(devices):
-    net = Call(lambda self, inputs: (self.zero_grad(), self.layer(inputs))[1], layer=nn.Linear(5, 5)).to(devices[0])
+    net = Call(
+        lambda self, inputs: (self.zero_grad(), self.layer(inputs))[1], layer=nn.Linear(5, 5)
+    ).to(devices[0])
     net.layer.weight.grad = torch.full((5, 5), 100.0, device=devices[0])
     with pytest.warns(UserWarning, match="not a leaf"):  # torch: a warning of its own
         wrap(net, devices)(torch.ones(4, 5)).sum().backward()
@@ -128,7 +141,9 @@ def test_gather_cpu(devices):
 
 
 def test_data_parallel_complex(devices):
-    net = Call(lambda self, x: x + self.offset, offset=nn.Parameter(torch.zeros(1, 10, dtype=torch.cfloat)))
+    net = Call(
+        lambda self, x: x + self.offset, offset=nn.Parameter(torch.zeros(1, 10, dtype=torch.cfloat))
+    )
     inputs = torch.rand(2, 10, dtype=torch.cfloat)
     output = wrap(net, devices)(inputs)
     output.abs().sum().backward()
@@ -137,7 +152,11 @@ def test_data_parallel_complex(devices):
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm], ids=["hook", "parametrized"])
+@pytest.mark.parametrize(
+    "norm",
+    [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm],
+    ids=["hook", "parametrized"],
+)
 def test_spectral_norm(devices, norm):
     net, inputs = norm(nn.Linear(3, 4)), torch.randn(2, 3)
     plain = copy.deepcopy(net)

@@ -47,12 +47,16 @@ def test_gradients_of_buffers_are_summed_over_replicas(double, devices):
     with simulate(3):
         parallel = copy.deepcopy(net)
         parallel.zero_grad()
-        parallel.prompt = parallel.again = parallel.prompt.detach().to("cpu" if devices else "sim:0").requires_grad_()
+        parallel.prompt = parallel.again = (
+            parallel.prompt.detach().to("cpu" if devices else "sim:0").requires_grad_()
+        )
         model = DataParallelModel(parallel, devices)
         with torch.no_grad():
             assert not any(output.requires_grad for output in model(x))
         gather(model(x)).square().sum().backward()
-        assert_same_gradients([gradient.cpu() for gradient in (*gradients(parallel), parallel.prompt.grad)], expected)
+        assert_same_gradients(
+            [gradient.cpu() for gradient in (*gradients(parallel), parallel.prompt.grad)], expected
+        )
 
 
 CPUS = ["cpu"] * 3
@@ -99,7 +103,10 @@ CASES = {
     "weight_norm": (lambda: weight_norm(nn.Linear(3, 2)), lambda: torch.randn(6, 3)),
     "spectral_norm": (lambda: spectral_norm(nn.Linear(3, 2)).eval(), lambda: torch.randn(6, 3)),
     "lstm": (lambda: Last(nn.LSTM(3, 2, 2, batch_first=True)), lambda: torch.randn(6, 5, 3)),
-    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), lambda: torch.randn(6, 5, 4)),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+        lambda: torch.randn(6, 5, 4),
+    ),
     "a false module": (lambda: nn.Sequential(Falsy(3, 2)), lambda: torch.randn(6, 3)),
     "shared module": (lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2), lambda: torch.randn(6, 3)),
 }
@@ -206,7 +213,9 @@ class Reads(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize(("kind", "is_sharded"), [*itertools.product(KINDS, [False]), ("lstm", True)])
+@pytest.mark.parametrize(
+    ("kind", "is_sharded"), [*itertools.product(KINDS, [False]), ("lstm", True)]
+)
 def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is_sharded):
     def train(net, forward, optimizer):
         x = torch.linspace(-1, 1, 72).view(4, 6, 3)
@@ -222,12 +231,22 @@ def test_weights_are_flat_on_every_device_and_flattened_once(flattened, kind, is
         net, sgd = copy.deepcopy(plain), torch.optim.SGD
         model = DataParallelModel(net, dim=1)
         flattened.clear()
-        optimizer = BalancedOptimizer(model, sgd, **settings) if is_sharded else sgd(net.parameters(), **settings)
+        optimizer = (
+            BalancedOptimizer(model, sgd, **settings)
+            if is_sharded
+            else sgd(net.parameters(), **settings)
+        )
         found = train(net, lambda x: gather(model(x), "cpu", dim=1), optimizer)
         assert sorted(net.found) == [(f"sim:{index}", True) for index in range(3) for _ in range(3)]
-        assert flattened == {"sim:1": 1, "sim:2": 1}  # the parameters themselves were flattened as they were moved
+        assert flattened == {
+            "sim:1": 1,
+            "sim:2": 1,
+        }  # the parameters themselves were flattened as they were moved
         assert is_flat(net.rnn._flat_weights)
-        assert all(one is other for one, other in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True))
+        assert all(
+            one is other
+            for one, other in zip(net.rnn._flat_weights, net.rnn.parameters(), strict=True)
+        )
         torch.testing.assert_close(found, train(plain, plain, sgd(plain.parameters(), **settings)))
         if is_sharded:
             return
@@ -252,7 +271,9 @@ def test_embeddings_that_rescale_their_rows_are_refused_on_several_devices():
     """Each device rescales the rows that it sees, in a weight of its own."""
     tokens = torch.randint(7, (5, 2))
     expected = with_max_norm()(tokens)
-    torch.testing.assert_close(DataParallelModel(with_max_norm(), CPUS)(tokens).gather(), expected)  # they share one weight
+    torch.testing.assert_close(
+        DataParallelModel(with_max_norm(), CPUS)(tokens).gather(), expected
+    )  # they share one weight
     with simulate(2):
         model = DataParallelModel(with_max_norm().to("sim:0"))
         with pytest.raises(ValueError, match=RESCALES):
@@ -279,7 +300,9 @@ CACHED = [*itertools.product(caches.KINDS, caches.ROWS)]
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(("kind", "rows"), slow_but(CACHED, *zip(caches.KINDS, caches.ROWS[1:], strict=True)))
+@pytest.mark.parametrize(
+    ("kind", "rows"), slow_but(CACHED, *zip(caches.KINDS, caches.ROWS[1:], strict=True))
+)
 def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
     caches.check_caches(kind, rows)
 
@@ -345,7 +368,10 @@ def rank_texts(rank, strategy):
     texts = []
     tasks = (
         (COUNTED["function"], 5),
-        *[(lambda each=each: Words(each, max_norm=1.0), 0) for each in (F.embedding, F.embedding_bag)],
+        *[
+            (lambda each=each: Words(each, max_norm=1.0), 0)
+            for each in (F.embedding, F.embedding_bag)
+        ],
     )
     for make, rows in tasks:
         model = parallelize(make(), strategy=strategy)
@@ -359,14 +385,22 @@ def rank_texts(rank, strategy):
 def test_embeddings_of_functions_are_refused_on_several_ranks(strategy):
     for counted, *rescaled in run_ranks(2, rank_texts, strategy):
         assert counted.startswith(COUNTS)
-        assert all("F.embedding was given max_norm=, and each rank would rescale the rows" in text for text in rescaled)
+        assert all(
+            "F.embedding was given max_norm=, and each rank would rescale the rows" in text
+            for text in rescaled
+        )
 
 
 @pytest.mark.libraries
 def test_lora_of_parameters_is_refused():
     """peft registers a parametrization in each forward, for which replicas have no class."""
     peft = pytest.importorskip("peft")
-    net = peft.get_peft_model(build_net(), peft.LoraConfig(r=1, target_parameters=["0.weight"], target_modules=[]))
+    net = peft.get_peft_model(
+        build_net(), peft.LoraConfig(r=1, target_parameters=["0.weight"], target_modules=[])
+    )
     net(torch.randn(3, 4))
-    with pytest.raises(TypeError, match=r"LoraConfig\(target_parameters=...\) registers a parametrization in each forward"):
+    with pytest.raises(
+        TypeError,
+        match=r"LoraConfig\(target_parameters=...\) registers a parametrization in each forward",
+    ):
         DataParallelModel(net, ["cpu"] * 2)(torch.randn(4, 4))

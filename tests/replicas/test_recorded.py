@@ -68,7 +68,9 @@ CASES = [*itertools.product([by_hand, by_step], OPTIMIZERS)]
 
 
 @pytest.mark.usefixtures("double", "buckets")
-@pytest.mark.parametrize(("train", "kind"), slow_but(CASES, (by_hand, Unrecorded), (by_step, ThroughData)))
+@pytest.mark.parametrize(
+    ("train", "kind"), slow_but(CASES, (by_hand, Unrecorded), (by_step, ThroughData))
+)
 def test_replicas_follow_every_optimizer(train, kind):
     def trained(devices):
         net = build_net().to(devices[0])
@@ -109,7 +111,9 @@ def load(net):
 
 
 def load_by_assignment(net):
-    net.load_state_dict({name: 0.5 * value for name, value in net.state_dict().items()}, assign=True)
+    net.load_state_dict(
+        {name: 0.5 * value for name, value in net.state_dict().items()}, assign=True
+    )
 
 
 def replace(net):
@@ -203,7 +207,9 @@ def test_an_update_that_runs_again_after_an_out_of_memory(is_balanced):
         net = build_net().to(devices[0])
         model = DataParallelModel(net, devices)
         kind = torch.optim.Adam
-        optimizer = BalancedOptimizer(model, kind, lr=0.05) if is_balanced else kind(net.parameters(), 0.05)
+        optimizer = (
+            BalancedOptimizer(model, kind, lr=0.05) if is_balanced else kind(net.parameters(), 0.05)
+        )
         step = TrainStep(model, mse(), optimizer, micro_batch_size="auto")
         for number, (x, y) in enumerate(random_batches(6)):
             if number == 2 and fails:
@@ -249,11 +255,17 @@ def test_bytes_do_not_depend_on_frozen_weights():
         torch.manual_seed(0)
         with simulate(4) as cluster:
             net = (
-                nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)).requires_grad_(False).append(nn.Linear(4, 8, bias=False))
+                nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+                .requires_grad_(False)
+                .append(nn.Linear(4, 8, bias=False))
             )
             model = DataParallelModel(net.to("sim:0"))
             kind = torch.optim.Adam
-            optimizer = BalancedOptimizer(model, kind, lr=0.05) if is_balanced else kind(net.parameters(), 0.05)
+            optimizer = (
+                BalancedOptimizer(model, kind, lr=0.05)
+                if is_balanced
+                else kind(net.parameters(), 0.05)
+            )
             step = TrainStep(model, mse(), optimizer)
             for x, _ in random_batches(4):
                 before = cluster.moved
@@ -264,11 +276,16 @@ def test_bytes_do_not_depend_on_frozen_weights():
     for is_balanced in (False, True):
         (small, _), (large, size) = moved(8, is_balanced), moved(800, is_balanced)
         assert small == large
-        between = [sum(count for ends, count in large.items() if f"sim:{i}" in ends and "cpu" not in ends) for i in range(4)]
+        between = [
+            sum(count for ends, count in large.items() if f"sim:{i}" in ends and "cpu" not in ends)
+            for i in range(4)
+        ]
         assert size <= max(between) <= (3.3 if is_balanced else 4.3) * size
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft 0.21 reads it
 @pytest.mark.libraries
 @pytest.mark.usefixtures("double")
 def test_lora():
@@ -276,7 +293,9 @@ def test_lora():
     peft = pytest.importorskip("peft")
 
     def trained(devices, cluster=None):
-        net = peft.get_peft_model(build_net(), peft.LoraConfig(r=1, target_modules=["0", "2"])).to(devices[0])
+        net = peft.get_peft_model(build_net(), peft.LoraConfig(r=1, target_modules=["0", "2"])).to(
+            devices[0]
+        )
         for parameter in net.parameters():  # the second matrix of an adapter is zero
             parameter.data.add_(0.1)
         model = DataParallelModel(net, devices)
@@ -289,7 +308,11 @@ def test_lora():
             step(x, y)
             if number == 5 and cluster:
                 most = 10 * sum(each.nbytes for each in net.parameters() if each.requires_grad)
-                between = {ends: count for ends, count in (cluster.moved - before).items() if "cpu" not in ends}
+                between = {
+                    ends: count
+                    for ends, count in (cluster.moved - before).items()
+                    if "cpu" not in ends
+                }
                 assert max(between.values()) < most
         return [*seen, *values_of(net)]
 
@@ -342,9 +365,13 @@ def test_ranks_have_no_replicas_to_refresh(rank):
 
 
 def test_settings():
-    with pytest.raises(ValueError, match=re.escape("refresh='never', expected 'always' or 'recorded'")):
+    with pytest.raises(
+        ValueError, match=re.escape("refresh='never', expected 'always' or 'recorded'")
+    ):
         DataParallelModel(build_net(), ["cpu"] * 2, refresh="never")
-    with pytest.raises(ValueError, match=re.escape("refresh=None, expected 'always' or 'recorded'")):
+    with pytest.raises(
+        ValueError, match=re.escape("refresh=None, expected 'always' or 'recorded'")
+    ):
         parallelize(build_net(), device_ids=["cpu"] * 2, refresh=None)
     for call in (DataParallelModel, parallelize):
         assert inspect.signature(call).parameters["refresh"].default == "recorded"
@@ -368,12 +395,18 @@ def test_sums_are_taken_where_values_may_stay(is_balanced, is_frozen, monkeypatc
         model = copy.deepcopy(DataParallelModel(net, SIMULATED))
         parameters = [each for each in model.parameters() if each.requires_grad]
         kind = torch.optim.SGD
-        optimizer = BalancedOptimizer(model, kind, parameters, lr=0.1) if is_balanced else kind(parameters, 0.1)
+        optimizer = (
+            BalancedOptimizer(model, kind, parameters, lr=0.1)
+            if is_balanced
+            else kind(parameters, 0.1)
+        )
         step = TrainStep(model, mse(), optimizer, micro_batch_size=1)
         for x, y in random_batches(4):
             sizes.clear()
             step(x, y)
-        assert sum(sizes) == frozen * is_frozen + 2 * is_balanced * (everything - frozen * is_frozen)
+        assert sum(sizes) == frozen * is_frozen + 2 * is_balanced * (
+            everything - frozen * is_frozen
+        )
 
 
 @pytest.mark.usefixtures("double")
@@ -394,12 +427,25 @@ def test_an_update_of_a_balanced_optimizer_moves_three_times_the_parameters(by_s
                 mse()(model(x), x).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        moved = {ends: count for ends, count in (cluster.moved - before).items() if "cpu" not in ends}
-        through = [sum(count for ends, count in moved.items() if f"sim:{i}" in ends) for i in range(4)]
+        moved = {
+            ends: count for ends, count in (cluster.moved - before).items() if "cpu" not in ends
+        }
+        through = [
+            sum(count for ends, count in moved.items() if f"sim:{i}" in ends) for i in range(4)
+        ]
         assert max(through) <= 3.0 * net.weight.nbytes + 256  # and losses
 
 
-KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64]
+KINDS = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    torch.bool,
+    torch.int64,
+]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)

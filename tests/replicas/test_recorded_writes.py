@@ -10,7 +10,14 @@ from helpers.slow import slow_but
 from helpers.updates import ROWS, Unrecorded, assert_equal, random_batches, values_of
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    simulate,
+)
 
 SIMULATED = ["sim:0", "sim:1", "sim:2"]
 
@@ -51,13 +58,23 @@ def add_little(net):
     net[2].bias.data[-1] += 1e-14
 
 
-UNRECORDED = [multiply, change_signs, change_two_signs, permute_rows, permute_elements, exchange, add_little]
+UNRECORDED = [
+    multiply,
+    change_signs,
+    change_two_signs,
+    permute_rows,
+    permute_elements,
+    exchange,
+    add_little,
+]
 WHEN = [2, 9, 20, 33, 34, 36, 37]
 
 
 def build_square():
     """A net whose inner weights have one shape."""
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5)
+    )
 
 
 def plain(net, batches, write):
@@ -75,7 +92,9 @@ def plain(net, batches, write):
 def on_devices(net, batches, write, is_balanced, by_step):
     model = DataParallelModel(net.to("sim:0"), SIMULATED)
     kind = torch.optim.Adam
-    optimizer = BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
+    optimizer = (
+        BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
+    )
     step = TrainStep(model, mse(), optimizer, micro_batch_size=2)
     losses = []
     for number, (x, y) in enumerate(batches):
@@ -94,7 +113,10 @@ LAYOUTS = list(itertools.product([False, True], [False, True], [False, True]))
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(("is_frozen", "is_balanced", "by_step"), slow_but(LAYOUTS, (True, False, True), (False, True, False)))
+@pytest.mark.parametrize(
+    ("is_frozen", "is_balanced", "by_step"),
+    slow_but(LAYOUTS, (True, False, True), (False, True, False)),
+)
 def test_an_update_follows_writes_that_torch_does_not_record(is_frozen, is_balanced, by_step):
     def write(net, number):
         if number in WHEN:
@@ -134,7 +156,9 @@ class Anchored(torch.optim.SGD):
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
-        self.anchors = {each: each.detach().clone() for group in self.param_groups for each in group["params"]}
+        self.anchors = {
+            each: each.detach().clone() for group in self.param_groups for each in group["params"]
+        }
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -201,7 +225,9 @@ class Limited(nn.Linear):
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(("is_frozen", "is_balanced"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("is_frozen", "is_balanced"), [(True, False), (False, True), (False, False)]
+)
 def test_a_forward_that_writes_to_its_weights(is_frozen, is_balanced):
     def build():
         torch.manual_seed(0)
@@ -215,7 +241,9 @@ def test_a_forward_that_writes_to_its_weights(is_frozen, is_balanced):
 
     expected = plain(build(), random_batches(12), write)
     with simulate(3):
-        assert_equal(on_devices(build(), random_batches(12), write, is_balanced, by_step=True), expected)
+        assert_equal(
+            on_devices(build(), random_batches(12), write, is_balanced, by_step=True), expected
+        )
 
 
 @pytest.mark.usefixtures("double")
@@ -244,7 +272,9 @@ def test_rows_that_are_added_follow_a_write_between_them(is_balanced):
 
     def together(net):
         model, kind = DataParallelModel(net.to("sim:0"), SIMULATED), torch.optim.Adam
-        optimizer = BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
+        optimizer = (
+            BalancedOptimizer(model, kind, lr=0.02) if is_balanced else kind(net.parameters(), 0.02)
+        )
         step = TrainStep(model, mse(), optimizer)
         return trained(net, step.add, optimizer, step.apply)
 

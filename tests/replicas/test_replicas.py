@@ -36,13 +36,19 @@ CPUS = ["cpu"] * 3
 RESIZED = "a parameter of another size"  # needs that the graph of the forward before is gone
 CHANGES = {
     "an optimizer's step": lambda net: torch.optim.SGD(net.parameters(), 1.0).step(),
-    "assignment of .data": lambda net: setattr(net[0].weight, "data", torch.ones_like(net[0].weight) / 3),
+    "assignment of .data": lambda net: setattr(
+        net[0].weight, "data", torch.ones_like(net[0].weight) / 3
+    ),
     "a write in place": lambda net: net[2].bias.detach().add_(1),
-    "load_state_dict": lambda net: net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()}),
+    "load_state_dict": lambda net: net.load_state_dict(
+        {name: value * 2 for name, value in net.state_dict().items()}
+    ),
     "load_state_dict, assigned": lambda net: net.load_state_dict(
         {name: value * 2 for name, value in net.state_dict().items()}, assign=True
     ),
-    "a parameter replaced": lambda net: setattr(net[0], "bias", nn.Parameter(torch.full((6,), 0.7, device="sim:0"))),
+    "a parameter replaced": lambda net: setattr(
+        net[0], "bias", nn.Parameter(torch.full((6,), 0.7, device="sim:0"))
+    ),
     RESIZED: lambda net: (
         setattr(net[0].weight, "data", torch.ones(8, 4, device="sim:0")),
         setattr(net[0].bias, "data", torch.ones(8, device="sim:0")),
@@ -52,8 +58,12 @@ CHANGES = {
     "a submodule replaced": lambda net: net.__setitem__(1, nn.ReLU()),
     "a submodule added": lambda net: net.append(nn.Linear(5, 2).to("sim:0")),
     "a submodule removed": lambda net: net.__delitem__(2),
-    "weights tied": lambda net: setattr(net[2], "weight", nn.Parameter(torch.ones(5, 6, device="sim:0"))),
-    "a forward hook": lambda net: net[0].register_forward_hook(lambda module, inputs, output: output * 3),
+    "weights tied": lambda net: setattr(
+        net[2], "weight", nn.Parameter(torch.ones(5, 6, device="sim:0"))
+    ),
+    "a forward hook": lambda net: net[0].register_forward_hook(
+        lambda module, inputs, output: output * 3
+    ),
     "another dtype": lambda net: net.double().float(),
     "a plain attribute": lambda net: setattr(net[1], "scale", 3.0),
     "a method": lambda net: setattr(net[1], "forward", torch.sigmoid),
@@ -68,7 +78,10 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.usefixtures("buckets")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=released_at_once) if name == RESIZED else name for name in CHANGES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=released_at_once) if name == RESIZED else name for name in CHANGES],
+)
 def test_replicas_follow_changes_of_the_module(name):
     with simulate(3):
         net = build_net()
@@ -195,10 +208,23 @@ def test_tensors_of_layers_are_on_the_device_of_their_replica(name):
         assert all(one == other for one, other in seen)
         loss = criterion(outputs, torch.randint(5, (7,)))
         loss.backward()
-        assert set(devices_of([loss, *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)])) == {
-            "sim:0"
-        }
-        assert devices_of([gather(outputs), gather(outputs, "sim:2"), gather(outputs, "cpu")]) == ["sim:0", "sim:2", "cpu"]
+        assert set(
+            devices_of(
+                [
+                    loss,
+                    *(
+                        parameter.grad
+                        for parameter in net.parameters()
+                        if parameter.grad is not None
+                    ),
+                ]
+            )
+        ) == {"sim:0"}
+        assert devices_of([gather(outputs), gather(outputs, "sim:2"), gather(outputs, "cpu")]) == [
+            "sim:0",
+            "sim:2",
+            "cpu",
+        ]
 
 
 @pytest.mark.parametrize("converted", [False, True])
@@ -235,14 +261,19 @@ def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
                 optimizer.step()
                 each.second.to([torch.float32, torch.float64, torch.float64][number])
         for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.usefixtures("buckets")
 def test_parameters_are_copied_by_every_forward_and_once_in_a_window():
     with simulate(3) as cluster:
         net = build_net().to("sim:0")
-        model, criterion = DataParallelModel(net, refresh="always"), DataParallelCriterion(nn.MSELoss())
+        model, criterion = (
+            DataParallelModel(net, refresh="always"),
+            DataParallelCriterion(nn.MSELoss()),
+        )
         x, y = torch.randn(6, 4), torch.randn(6, 5)
         model(x)
         size = sum(parameter.nbytes for parameter in net.parameters())
@@ -264,12 +295,18 @@ def test_parameters_are_copied_by_every_forward_and_once_in_a_window():
                 net[0].weight.mul_(2)  # torch records it
             assert moved_by(forward) == other + net[0].weight.nbytes
         assert moved_by(forward) == other + size
-        for block in (model.no_sync, lambda: savings.inference(model), lambda: savings.inference(nn.ModuleList([model]))):
+        for block in (
+            model.no_sync,
+            lambda: savings.inference(model),
+            lambda: savings.inference(nn.ModuleList([model])),
+        ):
             for _ in range(2):
                 with block():
                     assert moved_by(lambda: forward(3)) == 3 * other + size
             assert moved_by(lambda: forward(3)) == 3 * (other + size)
-        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=1)
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=1
+        )
         assert size <= moved_by(lambda: step(x, y)) < 2 * size
         assert size <= moved_by(lambda: step.add(x, y)) < 2 * size
         assert moved_by(lambda: step.add(x, y)) >= size
@@ -333,7 +370,9 @@ def longest_chain(copies):
     busy = {}
     for ends in copies:
         for device in ends:
-            busy[device] = 1 + max(busy.get(end, 0) for end in ends) if device == ends[0] else busy[ends[0]]
+            busy[device] = (
+                1 + max(busy.get(end, 0) for end in ends) if device == ends[0] else busy[ends[0]]
+            )
     return max(busy.values(), default=0)
 
 
@@ -350,7 +389,13 @@ class Copies:
 
 
 def build():
-    return nn.Sequential(nn.Linear(4, 30), nn.BatchNorm1d(30), nn.Linear(30, 30), nn.BatchNorm1d(30), nn.Linear(30, 3))
+    return nn.Sequential(
+        nn.Linear(4, 30),
+        nn.BatchNorm1d(30),
+        nn.Linear(30, 30),
+        nn.BatchNorm1d(30),
+        nn.Linear(30, 3),
+    )
 
 
 @pytest.mark.parametrize("balanced", [False, True])
@@ -358,7 +403,9 @@ def build():
 def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced):
     with simulate(count) as cluster:
         model, kind = DataParallelModel(build()), torch.optim.SGD
-        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        optimizer = (
+            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        )
         copies, x = Copies(cluster), torch.randn(2 * count, 4)
         losses = [output.sum() for output in model(x)]
         copies.take()
@@ -373,7 +420,9 @@ def test_copies_of_a_bucket_go_to_the_first_device_or_in_rounds(count, balanced)
         # parameters, unless the owners have published them, and buffers of two dtypes
         assert len(copies.take()) == (2 if balanced else 3) * (count - 1)
         if not balanced:
-            assert sorted(gradients) == sorted((f"sim:{index}", "sim:0") for index in range(1, count))
+            assert sorted(gradients) == sorted(
+                (f"sim:{index}", "sim:0") for index in range(1, count)
+            )
             assert parameters == []
             return
         rounds = count if count % 2 else count - 1
@@ -389,7 +438,9 @@ def test_a_large_parameter_is_not_packed(balanced):
     with simulate(4) as cluster:
         model = DataParallelModel(nn.Linear(size // 4, 1, bias=False).to("sim:0"))
         kind = torch.optim.SGD
-        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        optimizer = (
+            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        )
         for _ in range(2):
             losses = [output.sum() for output in model(torch.ones(4, size // 4))]
             cluster.reset_peak()
@@ -407,7 +458,9 @@ def test_a_large_parameter_is_not_packed(balanced):
 
 def test_the_first_copies_need_no_other_memory():
     with simulate(3) as cluster:
-        model = DataParallelModel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).to("sim:0"))
+        model = DataParallelModel(
+            nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).to("sim:0")
+        )
         model.replicas.prepare(model.module, model.devices)
         size = sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
         assert cluster.peak == [size] * 3

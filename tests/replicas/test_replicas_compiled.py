@@ -33,7 +33,9 @@ CPUS = ["cpu"] * 3
 pytestmark = [
     pytest.mark.usefixtures("double", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*global hooks on modules"),  # of the simulation
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # by the compiler, which reads it
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf"
+    ),  # by the compiler, which reads it
 ]
 
 
@@ -63,7 +65,12 @@ def wrap(net, devices, way, **settings):
 
 
 def train(model, net, rows=ROWS, **settings):
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1), **settings)
+    step = TrainStep(
+        model,
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        **settings,
+    )
     return [step(*batch) for batch in batches(rows)]
 
 
@@ -118,7 +125,11 @@ def test_threads_of_autograd_are_on_after_a_backward_that_fails():
 
 
 def train_once(model, net, inputs):
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.1))
+    step = TrainStep(
+        model,
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     return step(inputs, torch.zeros(len(inputs), dtype=torch.long))
 
 
@@ -127,7 +138,9 @@ def test_forwards_by_hand_on_several_devices_are_refused(way):
     with simulate(2) as cluster:
         net = build()
         model = wrap(net, cluster.devices, way, backend="eager", dynamic=True)
-        with pytest.raises(RuntimeError, match=r"compiled, .* by hand on 2 devices, .* expected TrainStep\("):
+        with pytest.raises(
+            RuntimeError, match=r"compiled, .* by hand on 2 devices, .* expected TrainStep\("
+        ):
             model(torch.ones(4, 13))
         assert torch.autograd.is_multithreading_enabled()
 
@@ -148,10 +161,16 @@ def test_evaluations_by_hand_on_several_devices():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler imports it
 def test_estimates_of_several_devices():
-    net, batch = build().float(), (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long))
+    net, batch = (
+        build().float(),
+        (torch.zeros(6, 13, dtype=torch.float32), torch.zeros(6, dtype=torch.long)),
+    )
     settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
     expected = memory.estimate(net, nn.CrossEntropyLoss(), *batch, **settings)
-    assert memory.estimate(torch.compile(net), nn.CrossEntropyLoss(), *batch, **settings).allocated == expected.allocated
+    assert (
+        memory.estimate(torch.compile(net), nn.CrossEntropyLoss(), *batch, **settings).allocated
+        == expected.allocated
+    )
 
 
 @pytest.mark.slow
@@ -160,7 +179,9 @@ def test_devices_have_a_limit_of_graphs_each():
     graphs = Graphs()
     with simulate(3) as cluster, torch._dynamo.config.patch(recompile_limit=3):
         net = build()
-        assert_same_run(train(wrap(net, cluster.devices, "module.compile()", backend=graphs), net), net)
+        assert_same_run(
+            train(wrap(net, cluster.devices, "module.compile()", backend=graphs), net), net
+        )
     assert 3 < graphs.count <= 9
 
 
@@ -173,7 +194,9 @@ def test_buffers_and_attributes_are_those_of_the_first_replica():
         model = DataParallelModel(net, CPUS)
         for inputs, _ in batches([7, 5]):
             model(inputs)
-        results.append((net.total, net.last_rows, sorted(net.__dict__.keys() - {"_compiled_call_impl"})))
+        results.append(
+            (net.total, net.last_rows, sorted(net.__dict__.keys() - {"_compiled_call_impl"}))
+        )
     assert results[0] == results[1]
 
 
@@ -183,7 +206,10 @@ def as_in_a_step(model):
         yield
 
 
-@pytest.mark.parametrize(("kind", "rows"), slow_but([*itertools.product(caches.KINDS, caches.ROWS)], (caches.Rotary, (1, 7))))
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    slow_but([*itertools.product(caches.KINDS, caches.ROWS)], (caches.Rotary, (1, 7))),
+)
 def test_tensors_in_plain_attributes_are_on_the_device_of_their_replica(kind, rows):
     caches.check_caches(kind, rows, lambda net: net.compile(backend="eager"), as_in_a_step)
 
@@ -198,17 +224,23 @@ def test_a_failing_forward_leaves_the_module_as_it_was():
     with simulate(2) as cluster:
         net = Failing()
         model = wrap(net, cluster.devices, "module.compile()", backend="eager")
-        before = {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+        before = {
+            name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())
+        }
         with pytest.raises(Exception, match="two rows"):
             train_once(model, net, torch.zeros(5, 13))
-        assert before == {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+        assert before == {
+            name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())
+        }
 
 
 @pytest.mark.slow
 def test_balanced_optimizer_and_rows_that_are_not_on_the_first_device():
     with simulate(3) as cluster:
         net = build()
-        model = DataParallelModel(torch.compile(net, backend="aot_eager", dynamic=True), cluster.devices, split=[1, 2, 3])
+        model = DataParallelModel(
+            torch.compile(net, backend="aot_eager", dynamic=True), cluster.devices, split=[1, 2, 3]
+        )
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
         step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer)
         assert_same_run([step(*batch) for batch in batches()], net)
@@ -233,7 +265,10 @@ def test_inductor():
     net = build()
     with warnings.catch_warnings(), mock.patch.dict(os.environ):
         warnings.simplefilter("ignore")
-        assert_same_run(train(wrap(net, CPUS, "torch.compile(module)", dynamic=True), net, micro_batch_size=2), net)
+        assert_same_run(
+            train(wrap(net, CPUS, "torch.compile(module)", dynamic=True), net, micro_batch_size=2),
+            net,
+        )
 
 
 @pytest.mark.slow
@@ -268,17 +303,28 @@ def compiled_in_place(module):
 
 @pytest.mark.parametrize("name", COMPILED_LOSSES)
 def test_compiled_criteria_need_a_divisor(name):
-    with pytest.raises(TypeError, match=r"the criterion is compiled .*: pass it without torch.compile .*weight="):
+    with pytest.raises(
+        TypeError, match=r"the criterion is compiled .*: pass it without torch.compile .*weight="
+    ):
         DataParallelCriterion(COMPILED_LOSSES[name]())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED_LOSSES)
 def test_compiled_criteria_with_a_divisor(name):
-    criterion = DataParallelCriterion(COMPILED_LOSSES[name](), weight=lambda output, targets: (targets != -100).sum())
+    criterion = DataParallelCriterion(
+        COMPILED_LOSSES[name](), weight=lambda output, targets: (targets != -100).sum()
+    )
     net = build()
-    for (inputs, targets), expected in zip(batches([7, 5]), plain_run([7, 5], lr=0.0)[0], strict=True):
-        torch.testing.assert_close(criterion(DataParallelModel(net, CPUS)(inputs), targets), expected, rtol=1e-10, atol=1e-10)
+    for (inputs, targets), expected in zip(
+        batches([7, 5]), plain_run([7, 5], lr=0.0)[0], strict=True
+    ):
+        torch.testing.assert_close(
+            criterion(DataParallelModel(net, CPUS)(inputs), targets),
+            expected,
+            rtol=1e-10,
+            atol=1e-10,
+        )
 
 
 def test_batch_norm_over_all_rows_is_refused():
@@ -292,12 +338,21 @@ def test_batch_norm_over_all_rows_is_refused():
 
     net = convert_sync_batchnorm(Normed())
     net.compile(backend="eager")
-    with pytest.raises(TypeError, match=r"compiled, and its batch norm over all rows .* leave out torch.compile, or "):
+    with pytest.raises(
+        TypeError,
+        match=r"compiled, and its batch norm over all rows .* leave out torch.compile, or ",
+    ):
         DataParallelModel(net, CPUS)(torch.randn(6, 13))
 
 
 def test_a_compiled_wrapper_is_refused_by_a_step():
     model = DataParallelModel(build(), CPUS)
     step = functools.partial(TrainStep, criterion=DataParallelCriterion(nn.CrossEntropyLoss()))
-    with pytest.raises(TypeError, match=r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of"):
-        step(torch.compile(model, backend="eager"), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        TypeError,
+        match=r"OptimizedModule, expected .* without torch.compile: .* by model.compile\(\.\.\.\) of",
+    ):
+        step(
+            torch.compile(model, backend="eager"),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        )

@@ -60,7 +60,9 @@ def test_evaluation_between_steps_leaves_training_as_it_is(double):
             with inference(model, criterion):
                 outputs = model(inputs)
                 assert all(output.is_inference() for output in outputs)
-                torch.testing.assert_close(gather(outputs, "cpu"), plain.eval()(inputs).detach(), rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(
+                    gather(outputs, "cpu"), plain.eval()(inputs).detach(), rtol=1e-10, atol=1e-10
+                )
                 assert not criterion(outputs, targets).requires_grad
             model.zero_grad()
             found = criterion(model(inputs), targets)
@@ -76,7 +78,11 @@ def test_activations_are_not_kept():
     layers, width, peaks = 12, 64, []
     for evaluates in (False, True):
         with simulate(2) as cluster:
-            model = DataParallelModel(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]))
+            model = DataParallelModel(
+                nn.Sequential(
+                    *[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+                )
+            )
             inputs = torch.randn(2048, width)
             if evaluates:
                 with inference(model):
@@ -106,16 +112,26 @@ class Forces(nn.Module):
         return energies.detach(), gradient
 
 
-FORCES = [*itertools.product(["positions", "detached", "features", "weight"], [False, True], [None, ["cpu"] * 3])]
+FORCES = [
+    *itertools.product(
+        ["positions", "detached", "features", "weight"], [False, True], [None, ["cpu"] * 3]
+    )
+]
 
 
-@pytest.mark.parametrize(("way", "frozen", "devices"), slow_but(FORCES, FORCES[0], FORCES[3], FORCES[6], FORCES[8], FORCES[14]))
+@pytest.mark.parametrize(
+    ("way", "frozen", "devices"),
+    slow_but(FORCES, FORCES[0], FORCES[3], FORCES[6], FORCES[8], FORCES[14]),
+)
 def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
     """Shards had no graph to their input, and replicas on other devices had parameters without ``requires_grad``."""
     plain, x = Forces(way), torch.randn(7, 3, requires_grad=True)
     with simulate(3):
         net = copy.deepcopy(plain)
-        model, inputs = DataParallelModel(net, devices), x.detach().to("cpu" if devices else "sim:0").requires_grad_()
+        model, inputs = (
+            DataParallelModel(net, devices),
+            x.detach().to("cpu" if devices else "sim:0").requires_grad_(),
+        )
         model(inputs)
         for module in (plain, net):  # after the copies were made
             module.first.requires_grad_(not frozen)
@@ -123,7 +139,9 @@ def test_gradients_in_a_forward_under_no_grad(double, way, frozen, devices):
         with torch.no_grad():
             outputs = model(inputs)
             energies, forces = plain(x)
-        torch.testing.assert_close(outputs.unzip()[0].gather("cpu"), energies, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            outputs.unzip()[0].gather("cpu"), energies, rtol=1e-10, atol=1e-10
+        )
         parts = [part.cpu() for _, part in outputs]
         total = sum(parts) if way == "weight" else torch.cat(parts)
         torch.testing.assert_close(total, forces, rtol=1e-10, atol=1e-10)

@@ -28,7 +28,12 @@ from balanced_parallel import (
 )
 
 WINDOWS = 8
-LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["sim:1", "sim:0", "sim:1"], ["sim:1", "sim:2"], ["cpu", "sim:1", "cpu"]]
+LAYOUTS = [
+    ["sim:0", "sim:1", "sim:2"],
+    ["sim:1", "sim:0", "sim:1"],
+    ["sim:1", "sim:2"],
+    ["cpu", "sim:1", "cpu"],
+]
 
 
 @contextlib.contextmanager
@@ -53,18 +58,30 @@ def plain_gradients(build, inputs, targets):
 
 
 def batches(rows=9):
-    return [torch.randn(rows, 4) for _ in range(WINDOWS)], [class_targets(rows, ignored) for ignored in range(WINDOWS)]
+    return [torch.randn(rows, 4) for _ in range(WINDOWS)], [
+        class_targets(rows, ignored) for ignored in range(WINDOWS)
+    ]
 
 
 def as_it_is(value):
     return value
 
 
-def check(build, devices, place_inputs=as_it_is, place_targets=as_it_is, convert=as_it_is, streams=own_streams):
+def check(
+    build,
+    devices,
+    place_inputs=as_it_is,
+    place_targets=as_it_is,
+    convert=as_it_is,
+    streams=own_streams,
+):
     inputs, targets = batches()
     expected = plain_gradients(build, inputs, targets)
     with simulate(3), streams():
-        model, criterion = DataParallelModel(convert(build()), devices), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = (
+            DataParallelModel(convert(build()), devices),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
         for x, target in zip(inputs, targets, strict=True):
             x, target = place_inputs(x), place_targets(target)
             criterion(model(x), target).backward()
@@ -84,7 +101,12 @@ class OnItsOwnStreams(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.operator, self.last, self.streams = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), {}
+        self.first, self.operator, self.last, self.streams = (
+            nn.Linear(4, 6),
+            nn.Tanh(),
+            nn.Linear(6, 5),
+            {},
+        )
 
     def forward(self, x):
         x = self.first(x)
@@ -110,10 +132,16 @@ class LayersOnTheirOwnStreams(OnItsOwnStreams):
         self.operator.append(self.operator[0])
 
 
-MODULES = [*itertools.product([OnItsOwnStreams, LayersOnTheirOwnStreams], LAYOUTS, [own_streams, contextlib.nullcontext])]
+MODULES = [
+    *itertools.product(
+        [OnItsOwnStreams, LayersOnTheirOwnStreams], LAYOUTS, [own_streams, contextlib.nullcontext]
+    )
+]
 
 
-@pytest.mark.parametrize(("build", "devices", "streams"), slow_but(MODULES, MODULES[0], MODULES[7], MODULES[10]))
+@pytest.mark.parametrize(
+    ("build", "devices", "streams"), slow_but(MODULES, MODULES[0], MODULES[7], MODULES[10])
+)
 def test_modules_may_use_their_own_streams(double, build, devices, streams):
     written = functools.partial(written_on, "sim:0")
     check(build, devices, written, written, streams=streams)
@@ -136,9 +164,12 @@ TRAININGS = [*itertools.product(LAYOUTS[:3], [False, True], [None, 2])]
 
 
 @pytest.mark.parametrize(
-    ("devices", "balanced", "micro_batch_size"), slow_but(TRAININGS, TRAININGS[3], TRAININGS[5], TRAININGS[10])
+    ("devices", "balanced", "micro_batch_size"),
+    slow_but(TRAININGS, TRAININGS[3], TRAININGS[5], TRAININGS[10]),
 )
-def test_training_on_other_streams_equals_the_plain_program(double, small_buckets, devices, balanced, micro_batch_size):
+def test_training_on_other_streams_equals_the_plain_program(
+    double, small_buckets, devices, balanced, micro_batch_size
+):
     inputs, targets = batches()
     plain = build_net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -149,8 +180,15 @@ def test_training_on_other_streams_equals_the_plain_program(double, small_bucket
     with simulate(3), own_streams():
         model = DataParallelModel(build_net(), devices)
         kind = torch.optim.AdamW
-        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
-        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=micro_batch_size)
+        optimizer = (
+            BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        )
+        step = TrainStep(
+            model,
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+            optimizer,
+            micro_batch_size=micro_batch_size,
+        )
         for x, target in zip(inputs, targets, strict=True):
             step(written_on("sim:2", x), written_on("sim:0", target))
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -161,13 +199,18 @@ def test_chained_models_on_other_streams_equal_the_plain_program(double):
     inputs, _ = batches()
     expected = [build_net(4)(x) for x in inputs]
     with simulate(3), own_streams():
-        first, second = DataParallelModel(build_net(4)), DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"])
+        first, second = (
+            DataParallelModel(build_net(4)),
+            DataParallelModel(nn.Identity(), ["sim:2", "sim:0", "sim:1"]),
+        )
         for x, result in zip(inputs, expected, strict=True):
             found = gather(second(first(written_on("sim:1", x))), "sim:1")
             torch.testing.assert_close(found.cpu(), result)
 
 
-CONCURRENT = [*itertools.product([["sim:0", "sim:1", "sim:2"], ["cpu", "sim:0", "sim:1"]], [False, True])]
+CONCURRENT = [
+    *itertools.product([["sim:0", "sim:1", "sim:2"], ["cpu", "sim:0", "sim:1"]], [False, True])
+]
 
 
 def together(*work):
@@ -190,7 +233,9 @@ def together(*work):
 
 
 @pytest.mark.usefixtures("double", "buckets")
-@pytest.mark.parametrize(("devices", "deferred"), slow_but(CONCURRENT, CONCURRENT[1], CONCURRENT[2]))
+@pytest.mark.parametrize(
+    ("devices", "deferred"), slow_but(CONCURRENT, CONCURRENT[1], CONCURRENT[2])
+)
 def test_concurrent_forwards_and_backwards_equal_the_plain_program(devices, deferred):
     x = [torch.randn(rows, 4) for rows in (7, 2, 5)]
     net = build_net()
@@ -257,9 +302,13 @@ def test_model_called_by_replicas_of_another_model():
         outer.zero_grad()
         teacher = outer._modules.pop("ask")
         teach = DataParallelModel(teacher)
-        object.__setattr__(outer, "ask", lambda x: gather(teach(x)))  # not a part of it, and asked by every replica
+        object.__setattr__(
+            outer, "ask", lambda x: gather(teach(x))
+        )  # not a part of it, and asked by every replica
         gather(DataParallelModel(outer)(x)).square().sum().backward()
-        assert_same_gradients([gradient.cpu() for gradient in gradients(outer, teacher)], gradients(net))
+        assert_same_gradients(
+            [gradient.cpu() for gradient in gradients(outer, teacher)], gradients(net)
+        )
 
 
 @pytest.mark.usefixtures("double", "buckets")
@@ -280,7 +329,9 @@ def test_model_called_in_its_own_forward_raises_an_error(rows):
         own = [*map(id, net.parameters())]
         model = DataParallelModel(net)
         object.__setattr__(net, "call", lambda x: gather(model(x[:rows])))
-        with pytest.raises(RuntimeError, match="inside of its own forward, expected .* call the module itself"):
+        with pytest.raises(
+            RuntimeError, match="inside of its own forward, expected .* call the module itself"
+        ):
             model(x)
         assert [*map(id, net.parameters())] == own
         object.__setattr__(net, "call", lambda x: x)

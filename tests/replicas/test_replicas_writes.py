@@ -15,7 +15,11 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainSte
 
 
 def fused_optimizer(parameters, device):
-    return Unrecorded(parameters, 0.05) if device.startswith("sim") else torch.optim.AdamW(parameters, 0.05, fused=True)
+    return (
+        Unrecorded(parameters, 0.05)
+        if device.startswith("sim")
+        else torch.optim.AdamW(parameters, 0.05, fused=True)
+    )
 
 
 class ThroughData(torch.optim.Optimizer):
@@ -32,12 +36,18 @@ class ThroughData(torch.optim.Optimizer):
 
 LAYOUTS = [["cpu"], ["sim:0", "sim:1"], ["cpu", "sim:0", "sim:1"]]
 CASES = [*itertools.product([fused_optimizer, ThroughData], LAYOUTS, [None, 2], [False, True])]
-KEPT = [(fused_optimizer, LAYOUTS[1], None, False), (fused_optimizer, LAYOUTS[2], 2, True), (ThroughData, LAYOUTS[1], 2, False)]
+KEPT = [
+    (fused_optimizer, LAYOUTS[1], None, False),
+    (fused_optimizer, LAYOUTS[2], 2, True),
+    (ThroughData, LAYOUTS[1], 2, False),
+]
 
 
 @pytest.mark.usefixtures("double", "buckets")
 @pytest.mark.parametrize(("kind", "devices", "micro_batch_size", "scaled"), slow_but(CASES, *KEPT))
-def test_an_optimizer_with_writes_that_torch_does_not_record_trains_all_replicas(kind, devices, micro_batch_size, scaled):
+def test_an_optimizer_with_writes_that_torch_does_not_record_trains_all_replicas(
+    kind, devices, micro_batch_size, scaled
+):
     def trained(devices):
         net, head = build_net(), Head()
         model = DataParallelModel(net, devices)
@@ -46,8 +56,12 @@ def test_an_optimizer_with_writes_that_torch_does_not_record_trains_all_replicas
         optimizer = kind([*net.parameters(), *head.parameters()], devices[0])
         # the first steps change nothing
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: float(number > 2))
-        scaler = torch.amp.GradScaler("cpu" if devices[0] == "cpu" else "sim", init_scale=64.0, enabled=scaled)
-        step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, scheduler=scheduler)
+        scaler = torch.amp.GradScaler(
+            "cpu" if devices[0] == "cpu" else "sim", init_scale=64.0, enabled=scaled
+        )
+        step = TrainStep(
+            model, criterion, optimizer, micro_batch_size=micro_batch_size, scheduler=scheduler
+        )
         for number, (x, y) in enumerate(random_batches(8)):
             if number % 2:
                 step(x, y)
@@ -75,10 +89,15 @@ def test_parameters_keep_their_class_and_serialization():
         gather(model(torch.randn(5, 4))).sum().backward()
         optimizer.step()
         kept = net[0].weight.data
-        assert all(type(parameter) is nn.Parameter and not vars(parameter) for parameter in net.parameters())
+        assert all(
+            type(parameter) is nn.Parameter and not vars(parameter)
+            for parameter in net.parameters()
+        )
         assert type(kept) is torch.Tensor
         assert type(net[0].weight.detach()) is torch.Tensor
-        assert all(type(parameter) is nn.Parameter for parameter in copy.deepcopy(model).parameters())
+        assert all(
+            type(parameter) is nn.Parameter for parameter in copy.deepcopy(model).parameters()
+        )
         net.to("cpu")
         assert net[0].weight.data.device.type == "cpu"
         for saved in (net.state_dict(), net[0].weight, list(net.parameters())):
@@ -144,9 +163,13 @@ def average_swapped_for_evaluation(devices):
 def clamped_critic(devices):
     critic, generator = build_net(1).to(devices[0]), build_net(4).to(devices[0])
     critic_of, generate = DataParallelModel(critic, devices), DataParallelModel(generator, devices)
-    for_critic, for_generator = (torch.optim.RMSprop(net.parameters(), 0.03) for net in (critic, generator))
+    for_critic, for_generator = (
+        torch.optim.RMSprop(net.parameters(), 0.03) for net in (critic, generator)
+    )
     for number, (x, _) in enumerate(random_batches(25)):
-        for parameter in critic.parameters():  # that the generator's turn has used since it was trained
+        for (
+            parameter
+        ) in critic.parameters():  # that the generator's turn has used since it was trained
             parameter.data.clamp_(-0.1, 0.1)
         for_critic.zero_grad()
         fake = gather(generate(x.flip(1))).detach()
@@ -192,7 +215,10 @@ def clamped_criterion(devices):
     net = build_net().to(devices[0])
     torch.manual_seed(2)
     head = Head().to(devices[0])
-    model, criterion = DataParallelModel(net, devices), DataParallelCriterion(head, weight=lambda x, y: x.size(0))
+    model, criterion = (
+        DataParallelModel(net, devices),
+        DataParallelCriterion(head, weight=lambda x, y: x.size(0)),
+    )
     optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], 0.1)
     for x, y in random_batches(12):
         optimizer.zero_grad()
@@ -252,6 +278,7 @@ def test_a_forward_that_writes_parameters_runs_once_per_device(frozen, enabled):
             net = Momentum()
             net.key.requires_grad_(not frozen)
             with pytest.raises(
-                RuntimeError, match="wrote to a parameter that several replicas on one device share, .* expected one"
+                RuntimeError,
+                match="wrote to a parameter that several replicas on one device share, .* expected one",
             ):
                 DataParallelModel(net, devices)(x)

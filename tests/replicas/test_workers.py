@@ -22,7 +22,13 @@ from helpers.slow import slow_but
 from torch import nn
 from torch.utils.data import DataLoader
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, convert_sync_batchnorm, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    simulate,
+)
 from balanced_parallel.replicas import workers
 from balanced_parallel.replicas.workers import WorkerPool, current_replica, run_replicas
 
@@ -67,7 +73,11 @@ def test_errors_keep_their_type_and_name_the_replica(error):
     with pytest.raises(type(error)) as caught:
         run_replicas([int, failing(error), int], CPUS)
     assert caught.value is error
-    assert (str(error), error.args, error.__notes__) == (text, arguments, ["in replica 1 on device cpu"])
+    assert (str(error), error.args, error.__notes__) == (
+        text,
+        arguments,
+        ["in replica 1 on device cpu"],
+    )
 
 
 def test_errors_of_a_single_replica_name_the_replica():
@@ -105,15 +115,30 @@ def test_replicas_on_one_device_take_turns_in_order():
             current_replica().exchange(None)
         events.append((index, "c"))
 
-    run_replicas([functools.partial(work, index) for index in range(3)], [CPUS[0], APART[1], CPUS[0]])
+    run_replicas(
+        [functools.partial(work, index) for index in range(3)], [CPUS[0], APART[1], CPUS[0]]
+    )
     on_cpu = [(index, part) for index, part in events if index != 1]
-    assert on_cpu == [(0, "a"), (0, "a"), (2, "a"), (2, "a"), (0, "b"), (0, "b"), (2, "b"), (2, "b"), (0, "c"), (2, "c")]
+    assert on_cpu == [
+        (0, "a"),
+        (0, "a"),
+        (2, "a"),
+        (2, "a"),
+        (0, "b"),
+        (0, "b"),
+        (2, "b"),
+        (2, "b"),
+        (0, "c"),
+        (2, "c"),
+    ]
 
 
 def test_replicas_do_not_begin_after_a_failure_on_their_device():
     begun = []
     with pytest.raises(ValueError, match="replica 0"):
-        run_replicas([failing(ValueError("bad")), lambda: begun.append(1), lambda: begun.append(2)], CPUS)
+        run_replicas(
+            [failing(ValueError("bad")), lambda: begun.append(1), lambda: begun.append(2)], CPUS
+        )
     assert not begun
 
 
@@ -170,7 +195,9 @@ def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         run_replicas([int, hanging, int], APART, pool=lambda: pool)
-    assert run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool)[1] is not threads[0]
+    assert (
+        run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool)[1] is not threads[0]
+    )
     released.set()
     threads[0].join(20)
     assert not threads[0].is_alive()
@@ -218,12 +245,16 @@ def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
     with simulate(3):
         net, loss = Recording(), RecordingLoss()
         model, criterion = DataParallelModel(net), DataParallelCriterion(loss, weight="rows")
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1)
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1
+        )
         for _ in range(3):
             step(torch.randn(12, 4), torch.randn(12, 5))
             criterion(model(torch.randn(5, 4)), torch.randn(5, 5))
             model(torch.randn(2, 4))
-        assert {device: len(threads) for device, threads in net.threads.items()} == {f"sim:{index}": 1 for index in range(3)}
+        assert {device: len(threads) for device, threads in net.threads.items()} == {
+            f"sim:{index}": 1 for index in range(3)
+        }
         assert net.threads == loss.threads
         other = Recording()
         DataParallelModel(other, ["sim:2", "sim:0"])(torch.randn(5, 4))
@@ -237,7 +268,11 @@ def test_one_thread_per_replica_runs_all_forwards_and_the_criterion():
 def test_threads_keep_nothing_of_the_forward_that_starts_them(monkeypatch):
     """Models were never freed on Python without the global lock, where a thread keeps the context in which it was started."""
     contexts, start = [], threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (contexts.append(contextvars.copy_context()), start(thread)))
+    monkeypatch.setattr(
+        threading.Thread,
+        "start",
+        lambda thread: (contexts.append(contextvars.copy_context()), start(thread)),
+    )
     with simulate(2):
         DataParallelModel(nn.Linear(4, 5))(torch.randn(6, 4))
     assert [len(context) for context in contexts] == [0, 0]
@@ -290,7 +325,10 @@ def test_forwards_in_two_threads_at_once_do_not_wait_for_each_other():
     together = threading.Barrier(6, timeout=20)
     pool = WorkerPool()
     settings = {"pool": lambda: pool}
-    threads = [threading.Thread(target=run_replicas, args=([together.wait] * 3, APART), kwargs=settings) for _ in range(2)]
+    threads = [
+        threading.Thread(target=run_replicas, args=([together.wait] * 3, APART), kwargs=settings)
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -389,7 +427,9 @@ def test_models_run_in_the_processes_of_a_loader():
     model(torch.ones(6, 4))
     before = live_workers()
     assert len(before) == 3
-    loader = DataLoader(Rows(model), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+    loader = DataLoader(
+        Rows(model), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60
+    )
     assert sum(len(batch) for batch in loader) == 8
     model(torch.ones(6, 4))
     assert live_workers() == before

@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, gather, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    convert_sync_batchnorm,
+    gather,
+    simulate,
+)
 from balanced_parallel.replicas.workers import ThreadState
 
 LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["sim:0", "sim:0", "cpu"]]
@@ -36,7 +42,10 @@ def test_flops_of_all_replicas_are_counted(devices):
         for _ in range(5):
             with FlopCounterMode(display=False) as found:
                 outputs = model(x)
-            first, others = found.get_flop_counts()["DataParallelModel.module.0"], found.get_flop_counts()["Sequential.0"]
+            first, others = (
+                found.get_flop_counts()["DataParallelModel.module.0"],
+                found.get_flop_counts()["Sequential.0"],
+            )
             assert sum([*first.values(), *others.values()]) == forward
             assert found.get_total_flops() == expected.get_total_flops()
             with FlopCounterMode(display=False) as found:
@@ -65,9 +74,11 @@ def test_replicas_take_turns_under_a_mode():
                 model(torch.randn(9, 4))
             assert mode.places == ["sim:0", "sim:0", "sim:1", "sim:1", "sim:2", "sim:2"]
         with Modules() as mode:
-            DataParallelModel(convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))))(
-                torch.randn(9, 4)
-            )
+            DataParallelModel(
+                convert_sync_batchnorm(
+                    nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+                )
+            )(torch.randn(9, 4))
         assert mode.places == ["sim:0", "sim:1", "sim:2", "sim:0", "sim:1", "sim:2"]
 
 
@@ -87,7 +98,9 @@ def test_saved_tensors_of_replicas_are_offloaded(double, devices):
             loss.backward()
             return live
 
-        kept = live_of_graph(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        kept = live_of_graph(
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        )
         model.zero_grad()
         offloaded = live_of_graph(torch.autograd.graph.save_on_cpu())
         assert_same_gradients([gradient.cpu() for gradient in gradients(model)], gradients(plain))
@@ -108,7 +121,9 @@ def test_a_model_inside_of_activation_checkpointing(double, devices):
             model.zero_grad()
             outputs = checkpoint(lambda rows: model(rows).gather(), x, use_reentrant=False)
             criterion([outputs], torch.zeros(9, 5)).backward()
-            assert_same_gradients([gradient.cpu() for gradient in gradients(model)], gradients(plain))
+            assert_same_gradients(
+                [gradient.cpu() for gradient in gradients(model)], gradients(plain)
+            )
 
 
 def test_context_variables_reach_the_replicas():
@@ -154,7 +169,9 @@ BLOCKS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
-    "float16": lambda: torch.autocast("cpu", torch.float16),  # threads of torch's own would compute in bfloat16 (pytorch#125186)
+    "float16": lambda: torch.autocast(
+        "cpu", torch.float16
+    ),  # threads of torch's own would compute in bfloat16 (pytorch#125186)
     "no autocast": lambda: torch.autocast("cpu", enabled=False),
     "default device": lambda: torch.device("meta"),
     "threads": one_thread_more,

@@ -23,7 +23,9 @@ def test_gather_and_weighted_mean_over_uneven_ranks(rank):
     whole = torch.arange(10.0).view(5, 2)
     mine = cut_over_ranks(whole, sizes, rank).clone().requires_grad_()
     names = [["a"], [], ["b", "c", "d", "e"]][rank]
-    result = gather([{"x": mine, "names": names, "none": None, "rank": rank, "loss": torch.tensor(float(rank))}])
+    result = gather(
+        [{"x": mine, "names": names, "none": None, "rank": rank, "loss": torch.tensor(float(rank))}]
+    )
     assert torch.equal(result["x"], whole), result["x"]
     assert result["names"] == ["a", "b", "c", "d", "e"]
     assert result["none"] is None
@@ -31,18 +33,24 @@ def test_gather_and_weighted_mean_over_uneven_ranks(rank):
     assert result["loss"].tolist() == [0.0, 1.0, 2.0]
     across = gather([mine.detach().t()], dim=1)
     assert torch.equal(across, whole.t())
-    result["x"].pow(3).sum().backward()  # every rank computes the same loss: gradients are its own, times the ranks
+    result["x"].pow(
+        3
+    ).sum().backward()  # every rank computes the same loss: gradients are its own, times the ranks
     torch.testing.assert_close(mine.grad, 3 * 3 * mine.detach() ** 2)
     with pytest.raises(ValueError, match="on rank 0"):
         gather([torch.zeros(2, 3 + rank)])
     without = gather([] if rank == 1 else [{"x": mine.detach(), "names": names, "none": None}])
     assert torch.equal(without["x"], whole), without
     assert without["names"] == result["names"]
-    time_major = PerReplica([] if rank == 1 else [mine.detach().t()], [] if rank == 1 else [sizes[rank]], 1)
+    time_major = PerReplica(
+        [] if rank == 1 else [mine.detach().t()], [] if rank == 1 else [sizes[rank]], 1
+    )
     assert torch.equal(time_major.gather(), whole.t())
     with pytest.raises(ValueError, match="no outputs on any rank"):
         gather([])
-    mean = weighted_mean([torch.tensor(float("nan") if rank == 1 else rank + 1.0)], [[2, 0, 1][rank]])
+    mean = weighted_mean(
+        [torch.tensor(float("nan") if rank == 1 else rank + 1.0)], [[2, 0, 1][rank]]
+    )
     torch.testing.assert_close(mean, torch.tensor(5.0 / 3))
 
 
@@ -72,7 +80,10 @@ def test_collectives_of_a_process_group_leave_other_ranks_alone(rank):
 def test_equal_numbers_agree_and_others_are_named_on_each_rank(rank):
     parallelize(build_net(), torch.nn.CrossEntropyLoss())  # starts the process group
     compare_ranks({"lr": 1 if rank else 1.0, "only here": 2} if rank else {"lr": 1.0}, "equal ones")
-    with pytest.raises(ValueError, match=r"^the ranks differ, expected equal ones: norm: None on rank 0 and 1\.0 on rank 1$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^the ranks differ, expected equal ones: norm: None on rank 0 and 1\.0 on rank 1$",
+    ):
         compare_ranks({"norm": [None, 1.0][rank], "lr": 0.1}, "equal ones")
 
 

@@ -36,8 +36,16 @@ def test_default_is_all_accelerators_or_the_cpu():
     ("device_ids", "error", "message"),
     [
         ([], ValueError, "device_ids is empty"),
-        ("cpu", TypeError, r"device_ids='cpu', expected a list, such as \[0, 1\] or \['cpu', 'cpu'\]"),
-        ("auto", TypeError, r"device_ids='auto', expected a list, .*; leave it out to use each accelerator"),
+        (
+            "cpu",
+            TypeError,
+            r"device_ids='cpu', expected a list, such as \[0, 1\] or \['cpu', 'cpu'\]",
+        ),
+        (
+            "auto",
+            TypeError,
+            r"device_ids='auto', expected a list, .*; leave it out to use each accelerator",
+        ),
         (3, TypeError, r"device_ids=3, expected a list, such as \[0, 1\]"),
         (CPU, TypeError, "expected a list, such as"),
         ([97], ValueError, r"there is no device 97: this machine has .*\['cpu', 'cpu'\]"),
@@ -55,15 +63,25 @@ def test_invalid_device_ids_raise_an_error_with_the_value_and_a_fix(device_ids, 
 
 def test_gpus_hidden_by_earlier_simulated_devices_raise_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    with pytest.raises(RuntimeError, match="this process has simulated devices.*use them in a new process"):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    with pytest.raises(
+        RuntimeError, match="this process has simulated devices.*use them in a new process"
+    ):
         visible_devices()
 
 
 def test_free_memory_of_the_host_is_half_of_all_where_the_system_does_not_tell(monkeypatch):
-    assert 0 < free_bytes(torch.device("cpu")) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert (
+        0
+        < free_bytes(torch.device("cpu"))
+        < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
     monkeypatch.delitem(os.sysconf_names, "SC_AVPHYS_PAGES")  # macOS
-    assert free_bytes(torch.device("cpu")) == os.sysconf("SC_PHYS_PAGES") // 2 * os.sysconf("SC_PAGE_SIZE")
+    assert free_bytes(torch.device("cpu")) == os.sysconf("SC_PHYS_PAGES") // 2 * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 class NoFloat64(TorchDispatchMode):
@@ -72,7 +90,11 @@ class NoFloat64(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "sim" and leaf.dtype == torch.float64:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.device.type == "sim"
+                and leaf.dtype == torch.float64
+            ):
                 raise TypeError(f"{function} made a tensor in float64 on {leaf.device}")
         return result
 
@@ -82,8 +104,16 @@ class NoFloat64(TorchDispatchMode):
     ("criterion", "weight"),
     [
         (nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0)), None),
-        (lambda output, targets: nn.functional.cross_entropy(output, targets) + 0.5 * output.pow(2).mean(), None),
-        (lambda output, targets: nn.functional.cross_entropy(output, targets), lambda output, targets: float(len(targets))),
+        (
+            lambda output, targets: (
+                nn.functional.cross_entropy(output, targets) + 0.5 * output.pow(2).mean()
+            ),
+            None,
+        ),
+        (
+            lambda output, targets: nn.functional.cross_entropy(output, targets),
+            lambda output, targets: float(len(targets)),
+        ),
     ],
     ids=["class weights", "means inside", "weight= returns a number"],
 )

@@ -10,10 +10,18 @@ BACKENDS = torch.backends
 
 def states():
     """Returns what torch computes with, in the new way, and what a program reads in the old one."""
-    new = [switch.fp32_precision for switch in (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)]
+    new = [
+        switch.fp32_precision
+        for switch in (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
+    ]
     new += [BACKENDS.mkldnn.matmul.fp32_precision, BACKENDS.fp32_precision]
     try:
-        return new, torch.get_float32_matmul_precision(), BACKENDS.cuda.matmul.allow_tf32, BACKENDS.cudnn.allow_tf32
+        return (
+            new,
+            torch.get_float32_matmul_precision(),
+            BACKENDS.cuda.matmul.allow_tf32,
+            BACKENDS.cudnn.allow_tf32,
+        )
     except RuntimeError as error:
         return new, type(error)
 

@@ -8,11 +8,23 @@ from helpers.ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize, simulate
+from balanced_parallel import (
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    parallelize,
+    simulate,
+)
 from balanced_parallel.runtime.random_numbers import generator_states, seed_anew, set_generators
 
 X = torch.ones(6, 64)
-LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["sim:1", "sim:0"], ["sim:0", "sim:1", "sim:0"], ["cpu", "sim:0", "sim:1"], ["sim:1"] * 3]
+LAYOUTS = [
+    ["sim:0", "sim:1", "sim:2"],
+    ["sim:1", "sim:0"],
+    ["sim:0", "sim:1", "sim:0"],
+    ["cpu", "sim:0", "sim:1"],
+    ["sim:1"] * 3,
+]
 
 
 def masks(model, x=X):
@@ -32,7 +44,9 @@ def test_equal_shards_draw_different_numbers_that_follow_the_seed(devices):
         model = DataParallelModel(nn.Dropout(), devices)
         first, second = masks(model), masks(model)
         assert first[0].equal(plain)
-        assert not any(one.equal(other) for one, other in itertools.combinations([*first, *second], 2))
+        assert not any(
+            one.equal(other) for one, other in itertools.combinations([*first, *second], 2)
+        )
         for _ in range(3):  # again with the same model, and before any of it is made
             torch.manual_seed(5)
             assert are_equal([*masks(model), *masks(model)], [*first, *second])
@@ -63,7 +77,10 @@ def test_states_that_were_set_stay():
         torch.manual_seed(5)
         model = DataParallelModel(nn.Dropout())
         masks(model)
-        states, of_cpu = [torch.sim.get_rng_state(index) for index in range(3)], torch.get_rng_state()
+        states, of_cpu = (
+            [torch.sim.get_rng_state(index) for index in range(3)],
+            torch.get_rng_state(),
+        )
         expected = masks(model)
         torch.manual_seed(9)
         for index, state in enumerate(states):
@@ -99,7 +116,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.drop, x, use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.parametrize("devices", [*(each for each in LAYOUTS if "cpu" not in each), ["cpu"] * 3], ids=str)
+@pytest.mark.parametrize(
+    "devices", [*(each for each in LAYOUTS if "cpu" not in each), ["cpu"] * 3], ids=str
+)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_draws_the_same_numbers_again(devices, use_reentrant):
     with simulate(3):
@@ -120,7 +139,11 @@ class Mixing(nn.Module):
         return self.drop(self.norm(self.drop(x)) + 1)
 
 
-@pytest.mark.parametrize("devices", [["cpu"] * 3, ["sim:0"] * 3, ["sim:0", "sim:1", "sim:0"], ["cpu", "sim:0", "cpu"]], ids=str)
+@pytest.mark.parametrize(
+    "devices",
+    [["cpu"] * 3, ["sim:0"] * 3, ["sim:0", "sim:1", "sim:0"], ["cpu", "sim:0", "cpu"]],
+    ids=str,
+)
 def test_replicas_that_share_a_generator_draw_in_order(devices):
     with simulate(2):
         model = DataParallelModel(convert_sync_batchnorm(Mixing()), devices)
@@ -193,7 +216,9 @@ class Drawing(nn.Module):
 
 def draw_in_updates(rank, strategy):
     model, criterion = parallelize(Drawing(), nn.MSELoss(), strategy=strategy)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
     parts = [torch.ones(rows, 64) for rows in ((5, 2) if rank == 0 else (2, 0))]
     drawn, following = [], []
     for _ in range(2):
@@ -222,7 +247,9 @@ def test_updates_of_ranks_with_any_rows_keep_the_generator_alike(strategy):
     assert following[0] == following[1]
     assert following == following_of_other  # it was only that of ranks with as many forwards
     assert drawn[0] == drawn[1]
-    assert of_other[0] == of_other[1] or strategy == "fsdp"  # whose first update cuts the rows of this rank into more parts
+    assert (
+        of_other[0] == of_other[1] or strategy == "fsdp"
+    )  # whose first update cuts the rows of this rank into more parts
     masks = [str(mask[:2]) for mask in (*drawn[0], *of_other[0]) if len(mask) > 1]
     assert len({*masks}) == len(masks)
 
@@ -235,7 +262,9 @@ def test_saved_generators_draw_the_same_again_and_new_seeds_are_different():
         states = generator_states(devices)
         draws = [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")]
         set_generators(states, devices)
-        assert are_equal(draws, [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")])
+        assert are_equal(
+            draws, [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")]
+        )
         seen = draws[:2]
         for first in (0, 2):  # of two ranks with two devices each
             seed_anew(states["cpu"], devices, first)

@@ -17,7 +17,12 @@ def philox_of_python(key, counter):
     (k0, k1), words = (key & 0xFFFFFFFF, key >> 32), [counter, 0, 0, 0]
     for _ in range(10):
         p0, p1 = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
-        words = [(p1 >> 32) ^ words[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ words[3] ^ k1, p0 & 0xFFFFFFFF]
+        words = [
+            (p1 >> 32) ^ words[1] ^ k0,
+            p1 & 0xFFFFFFFF,
+            (p0 >> 32) ^ words[3] ^ k1,
+            p0 & 0xFFFFFFFF,
+        ]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return words
 
@@ -58,8 +63,12 @@ DRAWS = {
     "bernoulli_": lambda x: x * torch.empty(len(x), 1, 1).bernoulli_(0.5),
     "gumbel_softmax": F.gumbel_softmax,
     "multinomial": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2)[:, :1, None],
-    "multinomial with replacement": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2, True)[:, :1, None],
-    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4),
+    "multinomial with replacement": lambda x: (
+        x + torch.multinomial(x[:, 0].softmax(-1), 2, True)[:, :1, None]
+    ),
+    "attention": lambda x: F.scaled_dot_product_attention(
+        x[:, None], x[:, None], x[:, None], dropout_p=0.4
+    ),
     "time-major": lambda x: F.dropout(x.transpose(0, 1), 0.4).transpose(0, 1),
     "flat": lambda x: F.dropout(x.flatten(0, 1), 0.4).view_as(x),
     "shared": lambda x: x * F.dropout(torch.ones(3, 4), 0.4) + torch.rand(()),
@@ -70,7 +79,10 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_parts_of_a_batch_draw_the_numbers_of_the_whole(name, dtype):
-    x, draw = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype), DRAWS[name]
+    x, draw = (
+        torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype),
+        DRAWS[name],
+    )
 
     def run(rows):
         with drawing_by_row(11, rows, lambda count: draw(x[:1].expand(count, -1, -1))):
@@ -105,10 +117,26 @@ def test_updates_that_run_at_the_same_time_draw_their_own_numbers():
     ("draw", "error", "message"),
     [
         (lambda x: torch.poisson(x.abs()), NotImplementedError, "poisson draws in this forward"),
-        (lambda x: torch._standard_gamma(x.abs()), NotImplementedError, "_standard_gamma draws in this forward"),
-        (lambda x: torch.randperm(4), NotImplementedError, "randperm.generator_out draws in this forward"),
-        (lambda x: torch.empty_like(x).random_(), NotImplementedError, "random_ draws in this forward"),
-        (lambda x: F.rrelu(-x, training=True), RuntimeError, "an operator that reproducible=True does not know has drawn"),
+        (
+            lambda x: torch._standard_gamma(x.abs()),
+            NotImplementedError,
+            "_standard_gamma draws in this forward",
+        ),
+        (
+            lambda x: torch.randperm(4),
+            NotImplementedError,
+            "randperm.generator_out draws in this forward",
+        ),
+        (
+            lambda x: torch.empty_like(x).random_(),
+            NotImplementedError,
+            "random_ draws in this forward",
+        ),
+        (
+            lambda x: F.rrelu(-x, training=True),
+            RuntimeError,
+            "an operator that reproducible=True does not know has drawn",
+        ),
         (
             lambda x: [torch.rand(2) for _ in x],
             ValueError,
@@ -122,15 +150,24 @@ def test_updates_that_run_at_the_same_time_draw_their_own_numbers():
     ],
 )
 def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
-    with pytest.raises(error, match=message), drawing_by_row(1, range(3), lambda count: draw(torch.ones(count))):
+    with (
+        pytest.raises(error, match=message),
+        drawing_by_row(1, range(3), lambda count: draw(torch.ones(count))),
+    ):
         pass
 
 
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (lambda: None, r"draw 0 is uniform_ of shape \(2, 2\) for 2 rows and nothing of shape \(\) for 3 rows"),
-        (lambda: torch.rand(3), r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows: with reproducible=True"),
+        (
+            lambda: None,
+            r"draw 0 is uniform_ of shape \(2, 2\) for 2 rows and nothing of shape \(\) for 3 rows",
+        ),
+        (
+            lambda: torch.rand(3),
+            r"draw 0 is .* and uniform_ of shape \(3,\) for 3 rows: with reproducible=True",
+        ),
         (
             lambda: [torch.rand(3, 2), torch.rand(3, 2)],
             r"draw 1 is nothing of shape \(\) for 2 rows and uniform_ of shape \(3, 2\) for 3 rows",
@@ -151,7 +188,12 @@ def test_operators_that_do_not_draw_with_their_arguments_are_those_of_torch():
     def forward(x):
         generator = torch.Generator().manual_seed(0)
         numbers = torch.rand(x.shape, generator=generator) + torch.poisson(x.abs(), generator)
-        return F.rrelu(x) + F.dropout(x, training=False) + torch.native_dropout(x, 0.5, False)[0] + numbers
+        return (
+            F.rrelu(x)
+            + F.dropout(x, training=False)
+            + torch.native_dropout(x, 0.5, False)[0]
+            + numbers
+        )
 
     expected = forward(x)
     with drawing_by_row(1, range(3), lambda count: forward(x[:count])):
@@ -172,7 +214,11 @@ def test_layers_of_cudnn_are_refused_if_they_draw_between_them():
 @pytest.mark.parametrize("follows", [False, True])
 def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch, follows):
     """Also where a known operator draws after it."""
-    monkeypatch.setattr(row_random, "_KERNELS", {name: f for name, f in row_random._KERNELS.items() if name != "uniform_"})
+    monkeypatch.setattr(
+        row_random,
+        "_KERNELS",
+        {name: f for name, f in row_random._KERNELS.items() if name != "uniform_"},
+    )
     update = UpdateRandom(1)
 
     def forward():
@@ -182,16 +228,22 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch, follows):
             if follows:
                 F.dropout(torch.ones(3))
 
-    with pytest.raises(RuntimeError, match=r"does not know has drawn.*before it were \['bernoulli_.float'\]"):
+    with pytest.raises(
+        RuntimeError, match=r"does not know has drawn.*before it were \['bernoulli_.float'\]"
+    ):
         forward()
     update.end()
 
 
 def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())  # as torch.mps
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: types.SimpleNamespace()
+    )  # as torch.mps
     update = UpdateRandom(1)
     with (
-        pytest.raises(NotImplementedError, match=r"reproducible=True on mps:0, expected CUDA or the CPU"),
+        pytest.raises(
+            NotImplementedError, match=r"reproducible=True on mps:0, expected CUDA or the CPU"
+        ),
         Forward(update, [], torch.device("mps:0"), None, {}).drawing(),
     ):
         pass

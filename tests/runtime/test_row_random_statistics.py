@@ -89,7 +89,10 @@ def test_a_correlation_would_be_seen(statistics):
 
 def test_moments_of_normal_and_exponential_numbers():
     with forward_of_update(7, 256, ("normal_", (2, 2)), ("exponential_", (2, 2))):
-        normal, exponential = torch.randn(256, 512, dtype=torch.float64), torch.empty(256, 512).exponential_()
+        normal, exponential = (
+            torch.randn(256, 512, dtype=torch.float64),
+            torch.empty(256, 512).exponential_(),
+        )
     sigma = normal.numel() ** -0.5
     for power, (moment, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], 1):
         assert abs(normal.pow(power).mean() - moment) < 4 * variance**0.5 * sigma, power
@@ -100,7 +103,9 @@ def test_rows_have_masks_of_their_own_in_each_update():
     """All rows, parts, draws and updates have different masks, whose elements are zero as often as they should."""
     net, update_masks = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3)), []
     for seed in range(8):
-        with forward_of_update(seed, 32, ("bernoulli_.float", (2, 2, 2)), ("bernoulli_.float", (2, 2, 2))):
+        with forward_of_update(
+            seed, 32, ("bernoulli_.float", (2, 2, 2)), ("bernoulli_.float", (2, 2, 2))
+        ):
             x = torch.ones(32, 4, 128)
             update_masks += [net[0](x) != 0, net[1](x) != 0]
     masks = torch.cat([mask.flatten(0, 1) for mask in update_masks])

@@ -44,8 +44,12 @@ def test_versions_count_writes_in_place_but_for_inference_tensors():
 def test_views_share_the_id_of_their_storage():
     tensor = torch.zeros(4)
     others = [torch.zeros(4), torch.empty(0), torch.empty(0)]
-    assert torch_private.storage_id(tensor[1:].untyped_storage()) == torch_private.storage_id(tensor.untyped_storage())
-    assert len({torch_private.storage_id(other.untyped_storage()) for other in [tensor, *others]}) == 4
+    assert torch_private.storage_id(tensor[1:].untyped_storage()) == torch_private.storage_id(
+        tensor.untyped_storage()
+    )
+    assert (
+        len({torch_private.storage_id(other.untyped_storage()) for other in [tensor, *others]}) == 4
+    )
 
 
 def test_compiled_methods_are_found_and_disabled_ones_are_not():

@@ -37,7 +37,9 @@ def fake_reduce(inputs, output, *_):
 
 
 def fake_reduce_scatter(inputs, outputs, *_):
-    for output, part in zip(outputs, sum_in_order([tensor.cpu() for tensor in inputs]).chunk(len(outputs)), strict=True):
+    for output, part in zip(
+        outputs, sum_in_order([tensor.cpu() for tensor in inputs]).chunk(len(outputs)), strict=True
+    ):
         output.copy_(part)
 
 
@@ -53,7 +55,9 @@ def fake_all_gather(inputs, outputs, *_):
 
 def have_nccl(tensors):
     devices = {tensor.device for tensor in tensors}
-    return len(devices) == len(tensors) and all(tensor.numel() and tensor.is_contiguous() for tensor in tensors)
+    return len(devices) == len(tensors) and all(
+        tensor.numel() and tensor.is_contiguous() for tensor in tensors
+    )
 
 
 @pytest.fixture(params=["nccl", "copies"])
@@ -80,7 +84,10 @@ def test_sums_are_taken_in_the_order_of_the_devices(calls, dtype):
     transport.reduce(tensors, output)
     assert torch.equal(output.cpu(), expected)
     for sizes in ([3, 3, 3, 3], [5, 0, 1, 6]):
-        outputs = [torch.empty(size, device=f"sim:{index}", dtype=dtype) for index, size in enumerate(sizes)]
+        outputs = [
+            torch.empty(size, device=f"sim:{index}", dtype=dtype)
+            for index, size in enumerate(sizes)
+        ]
         transport.reduce_scatter(tensors, outputs)
         assert torch.equal(torch.cat([output.cpu() for output in outputs]), expected)
     assert calls in ([], ["reduce", "reduce_scatter", "reduce", "reduce", "reduce"])
@@ -132,7 +139,9 @@ def assorted():
 
 def test_a_single_tensor_is_not_copied():
     for tensor in (torch.randn(5, 3), torch.randn(5, 3).T):
-        assert transport.pack([transport.layout_of(tensor)], [tensor]).data_ptr() == tensor.data_ptr()
+        assert (
+            transport.pack([transport.layout_of(tensor)], [tensor]).data_ptr() == tensor.data_ptr()
+        )
     lazy = torch.randn(3, dtype=torch.complex64)
     flat = transport.pack([transport.layout_of(lazy)], [lazy.conj()])
     assert not flat.is_conj()
@@ -158,11 +167,15 @@ def test_copies_of_many_tensors(bytes_per_buffer):
     with simulate(3) as cluster:
         devices = [torch.device("sim", index) for index in range(3)]
         here = [tensor.to("sim:0") for tensor in tensors]
-        targets = [[torch.empty_like(tensor, device=device) for tensor in here] for device in devices[1:]]
+        targets = [
+            [torch.empty_like(tensor, device=device) for tensor in here] for device in devices[1:]
+        ]
         before = len(cluster.copies)
         transport.copy_coalesced(targets, here, bytes_per_buffer)
         if bytes_per_buffer == 10**6:
-            assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:1", "sim:2")] * 3  # one per dtype
+            assert (
+                cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:1", "sim:2")] * 3
+            )  # one per dtype
         repeated = [devices[0], devices[1], devices[1], devices[0]]
         found = transport.copies(here, repeated, bytes_per_buffer)
         for copied, device in zip([*targets, *found], [*devices[1:], *repeated], strict=True):

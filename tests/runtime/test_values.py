@@ -22,15 +22,23 @@ def test_parse_bytes_reads_numbers_and_units(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("size", ["", "GiB", "-1GiB", "3 parsecs", "1e9", "0", 0, -5, True, 2.5, None, "1 GiB 2", "0.1 B"])
+@pytest.mark.parametrize(
+    "size",
+    ["", "GiB", "-1GiB", "3 parsecs", "1e9", "0", 0, -5, True, 2.5, None, "1 GiB 2", "0.1 B"],
+)
 def test_invalid_sizes_raise_an_error_with_the_value(size):
-    with pytest.raises(ValueError, match="is not a memory size, expected a positive number of bytes, or text with a unit"):
+    with pytest.raises(
+        ValueError,
+        match="is not a memory size, expected a positive number of bytes, or text with a unit",
+    ):
         parse_bytes(size)
 
 
 @pytest.mark.parametrize("size", ["24", " 1.5 "])
 def test_text_without_a_unit_is_refused(size):
-    with pytest.raises(ValueError, match=f"'{size}' is not a memory size, it has no unit: {size.strip()}GiB\\?"):
+    with pytest.raises(
+        ValueError, match=f"'{size}' is not a memory size, it has no unit: {size.strip()}GiB\\?"
+    ):
         parse_bytes(size)
 
 
@@ -45,8 +53,12 @@ def test_format_bytes_uses_the_largest_unit_of_at_least_one():
     ]
 
 
-@pytest.mark.parametrize("size", [float("nan"), float("inf"), 1.5, True, torch.device("cpu"), [float("nan")]])
+@pytest.mark.parametrize(
+    "size", [float("nan"), float("inf"), 1.5, True, torch.device("cpu"), [float("nan")]]
+)
 def test_other_capacities_are_named(size):
     """The error was "'float' object is not iterable"."""
-    with pytest.raises(ValueError, match="is not a memory size, expected a positive number of bytes"):
+    with pytest.raises(
+        ValueError, match="is not a memory size, expected a positive number of bytes"
+    ):
         parse_each(size, 1)

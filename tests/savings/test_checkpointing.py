@@ -22,7 +22,13 @@ from helpers.releases import released_at_once
 from helpers.savings import WIDTH, Block, assert_unchanged
 from helpers.slow import slow, slow_but
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from balanced_parallel import DataParallelModel, savings, simulate
 from balanced_parallel.savings.checkpointing import Checkpointed, find_blocks, run_checkpointed
@@ -36,11 +42,22 @@ def checkpoint_selectively(net):
     savings.checkpoint_activations(net, selective=True)
 
 
-WAYS = list(itertools.product([1, 2], ["residual", "convolutions", "encoder"], [checkpoint_all_blocks, checkpoint_selectively]))
-IN_ALL_RUNS = [way for way in WAYS if way[0] == 1 and (way[2] is checkpoint_all_blocks or way[1] == "residual")]
+WAYS = list(
+    itertools.product(
+        [1, 2],
+        ["residual", "convolutions", "encoder"],
+        [checkpoint_all_blocks, checkpoint_selectively],
+    )
+)
+IN_ALL_RUNS = [
+    way for way in WAYS if way[0] == 1 and (way[2] is checkpoint_all_blocks or way[1] == "residual")
+]
 
 
-@pytest.mark.parametrize(("ranks", "name", "saving"), slow_but(WAYS, *IN_ALL_RUNS, (2, "residual", checkpoint_all_blocks)))
+@pytest.mark.parametrize(
+    ("ranks", "name", "saving"),
+    slow_but(WAYS, *IN_ALL_RUNS, (2, "residual", checkpoint_all_blocks)),
+)
 def test_loss_gradients_and_statistics_are_those_without_it(ranks, name, saving):
     assert_unchanged(ranks, name, saving)
 
@@ -82,7 +99,10 @@ def test_replicas_follow_a_call_after_their_first_forward():
         bytes_of_graph()
         plain = bytes_of_graph()
         handle = savings.checkpoint_activations(net)
-        assert all(checkpointed < 0.8 * kept for checkpointed, kept in zip(bytes_of_graph(), plain, strict=True))
+        assert all(
+            checkpointed < 0.8 * kept
+            for checkpointed, kept in zip(bytes_of_graph(), plain, strict=True)
+        )
         savings.checkpoint_activations(net, blocks="")
         assert max(bytes_of_graph()) < max(plain)
         handle.remove()
@@ -93,7 +113,11 @@ def test_retained_graphs_double_backward_and_nested_blocks(double):
     found = []
     for blocks in ([], ["0"], ["0", "0.1", "2"], [""]):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Dropout(0.3))), nn.Tanh(), nn.Linear(8, 1))
+        net = nn.Sequential(
+            nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Dropout(0.3))),
+            nn.Tanh(),
+            nn.Linear(8, 1),
+        )
         if blocks:
             savings.checkpoint_activations(net, blocks=blocks)
         x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
@@ -114,7 +138,11 @@ def test_copies_pickles_and_hooks_of_checkpointed_modules():
     file = io.BytesIO()
     torch.save(net, file)
     file.seek(0)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(file, weights_only=False)):
+    for other in (
+        copy.deepcopy(net),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(file, weights_only=False),
+    ):
         assert isinstance(other, Checkpointed)
         assert other(torch.ones(2, 4)).equal(net(torch.ones(2, 4)))
     assert str(net) == str(nn.Sequential(*net))
@@ -150,9 +178,18 @@ def write_in_place():
 
 
 REFUSED = [
-    (write_in_place, "Sequential writes to its input in place.*set inplace=False on the module that does"),
-    (lambda: savings.checkpoint_activations(nn.Linear(2, 2)), "Linear has neither repeated blocks nor an nn.Sequential"),
-    (lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks="layer"), "there is no module 'layer'"),
+    (
+        write_in_place,
+        "Sequential writes to its input in place.*set inplace=False on the module that does",
+    ),
+    (
+        lambda: savings.checkpoint_activations(nn.Linear(2, 2)),
+        "Linear has neither repeated blocks nor an nn.Sequential",
+    ),
+    (
+        lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks="layer"),
+        "there is no module 'layer'",
+    ),
     (lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks=()), r"blocks=\(\) is empty"),
 ]
 
@@ -256,9 +293,14 @@ class Moving(nn.Linear):
 
 @pytest.mark.parametrize(
     ("net", "device", "wrap"),
-    [(Boxed(1, 1), "sim:0", lambda x: types.SimpleNamespace(x=x)), (Moving(1, 1), "sim:1", lambda x: x)],
+    [
+        (Boxed(1, 1), "sim:0", lambda x: types.SimpleNamespace(x=x)),
+        (Moving(1, 1), "sim:1", lambda x: x),
+    ],
 )
-def test_objects_as_arguments_and_layers_on_another_device_draw_the_same_numbers_again(net, device, wrap):
+def test_objects_as_arguments_and_layers_on_another_device_draw_the_same_numbers_again(
+    net, device, wrap
+):
     savings.checkpoint_activations(net, blocks="")
     with simulate(2):
         net.to(device)
@@ -272,7 +314,9 @@ def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
     nets = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        net = nn.Sequential(*[nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(4)])
+        net = nn.Sequential(
+            *[nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(4)]
+        )
         if checkpointed:
             savings.checkpoint_activations(net, blocks=["0", "1", "2"])
         for _ in range(2):
@@ -286,9 +330,15 @@ def test_hooks_of_saved_tensors_do_not_get_what_a_selective_checkpoint_keeps():
     """Torch 2.15 warned of it."""
     packed = []
     net, inputs = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
-        outputs = run_checkpointed([net], lambda x: net(x).exp(), (inputs,), {}, name="Linear", selective=True)
-    assert [tensor.shape for tensor in packed if tensor.numel()] == [inputs.shape]  # torch 2.11 also saves an empty one
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        outputs = run_checkpointed(
+            [net], lambda x: net(x).exp(), (inputs,), {}, name="Linear", selective=True
+        )
+    assert [tensor.shape for tensor in packed if tensor.numel()] == [
+        inputs.shape
+    ]  # torch 2.11 also saves an empty one
     outputs.sum().backward()
     assert torch.equal(inputs.grad, net(inputs).exp() @ net.weight)
 
@@ -297,7 +347,12 @@ BATCH = {"input_ids": torch.arange(36).view(3, 12), "labels": torch.arange(36).v
 
 
 def llama():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, attention_dropout=0.1, **sizes))
 
 
@@ -332,5 +387,7 @@ def test_a_cache_with_earlier_tokens_is_refused():
     with torch.no_grad():
         net(BATCH["input_ids"][:, :5], past_key_values=cache)
     savings.checkpoint_activations(net, blocks=["model.layers.1"])
-    with pytest.raises(ValueError, match=r"gets a cache with the keys of \d+ tokens for 7 new ones"):
+    with pytest.raises(
+        ValueError, match=r"gets a cache with the keys of \d+ tokens for 7 new ones"
+    ):
         net(BATCH["input_ids"][:, 5:], past_key_values=cache)

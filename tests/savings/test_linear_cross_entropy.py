@@ -11,7 +11,13 @@ from helpers.ranks import on_ranks
 from helpers.slow import slow
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 from balanced_parallel.savings import LinearCrossEntropy
 
 WORDS, WIDTH, POSITIONS = 13, 6, 5
@@ -39,7 +45,9 @@ class Plain(nn.Module):
     def forward(self, hidden, target):
         (head,) = self.head
         settings = {"label_smoothing": head.label_smoothing, "ignore_index": head.ignore_index}
-        return F.cross_entropy(self.linear(hidden).flatten(0, 1), target.flatten(), head.weight, **settings)
+        return F.cross_entropy(
+            self.linear(hidden).flatten(0, 1), target.flatten(), head.weight, **settings
+        )
 
 
 def tied_or_not(tied, **settings):
@@ -55,7 +63,10 @@ def tied_or_not(tied, **settings):
 def batch(ignored_rows=3):
     generator = torch.Generator().manual_seed(3)
     tokens, targets = (torch.randint(WORDS, (7, POSITIONS), generator=generator) for _ in range(2))
-    targets[:ignored_rows], targets[-1, 2:] = -100, -100  # with two replicas almost all of the first shard
+    targets[:ignored_rows], targets[-1, 2:] = (
+        -100,
+        -100,
+    )  # with two replicas almost all of the first shard
     return tokens, targets
 
 
@@ -74,9 +85,13 @@ def test_training_equals_the_plain_loop(double, tied, micro_batch_size):
     learning = list(dict.fromkeys([*body.parameters(), *head.parameters()]))
     plain_learning = list(dict.fromkeys([*plain_body.parameters(), *plain_head.parameters()]))
     assert len(learning) == 4 - tied
-    optimizer, plain_optimizer = (torch.optim.Adam(some, lr=0.1) for some in (learning, plain_learning))
+    optimizer, plain_optimizer = (
+        torch.optim.Adam(some, lr=0.1) for some in (learning, plain_learning)
+    )
     model = DataParallelModel(body, ["cpu"] * 2)
-    step = TrainStep(model, DataParallelCriterion(head), optimizer, micro_batch_size=micro_batch_size)
+    step = TrainStep(
+        model, DataParallelCriterion(head), optimizer, micro_batch_size=micro_batch_size
+    )
     for ignored in (3, 0, 6):
         tokens, targets = batch(ignored)
         plain_optimizer.zero_grad()
@@ -100,7 +115,9 @@ def test_ranks_equal_the_plain_layers(rank, tied):
     found.backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(body, head), expected)
-    optimizer = torch.optim.SGD(list(dict.fromkeys([*body.parameters(), *head.parameters()])), lr=0.1)
+    optimizer = torch.optim.SGD(
+        list(dict.fromkeys([*body.parameters(), *head.parameters()])), lr=0.1
+    )
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
     torch.testing.assert_close(step(tokens[mine], targets[mine]), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(body, head), expected)
@@ -117,15 +134,28 @@ def test_simulated_devices_never_have_the_logits_of_all_rows(precision):
         with simulate(2) as cluster:
             head = nn.Linear(32, words, bias=False) if make is None else make()
             net = nn.Sequential(body, head, Transposed()) if make is None else body
-            criterion = DataParallelCriterion(nn.CrossEntropyLoss() if make is None else head.to(cluster.devices[0]))
+            criterion = DataParallelCriterion(
+                nn.CrossEntropyLoss() if make is None else head.to(cluster.devices[0])
+            )
             model = DataParallelModel(net, cluster.devices)
-            step = TrainStep(model, criterion, torch.optim.SGD([*body.parameters(), *head.parameters()]), precision=precision)
-            inputs, targets = (some.contiguous().pin_memory() for some in (tokens[:, :-1], tokens[:, 1:]))
-            with contextlib.nullcontext() if precision == "fp16" else cluster.forbidding_waits():  # its scaler waits
+            step = TrainStep(
+                model,
+                criterion,
+                torch.optim.SGD([*body.parameters(), *head.parameters()]),
+                precision=precision,
+            )
+            inputs, targets = (
+                some.contiguous().pin_memory() for some in (tokens[:, :-1], tokens[:, 1:])
+            )
+            with (
+                contextlib.nullcontext() if precision == "fp16" else cluster.forbidding_waits()
+            ):  # its scaler waits
                 loss = step(inputs, targets)
             losses.append(loss.cpu())
         peaks.append(max(cluster.peak))
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5 if precision == "fp32" else 1e-2, atol=0)
+    torch.testing.assert_close(
+        losses[0], losses[1], rtol=1e-5 if precision == "fp32" else 1e-2, atol=0
+    )
     assert peaks[1] >= 2 * rows // 2 * positions * words * 4
     assert peaks[0] <= 0.35 * peaks[1]  # there are 4 chunks only
 
@@ -144,7 +174,9 @@ def test_parameters_have_the_names_of_torch():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(4,\), expected one weight for each of 3 classes"):
+    with pytest.raises(
+        ValueError, match=r"shape \(4,\), expected one weight for each of 3 classes"
+    ):
         LinearCrossEntropy(4, 3, weight=torch.ones(4))
     with pytest.raises(ValueError, match="label_smoothing=2, expected a number from 0 to 1"):
         LinearCrossEntropy(4, 3, label_smoothing=2)

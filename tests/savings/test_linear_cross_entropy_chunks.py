@@ -20,7 +20,8 @@ def small_chunks(monkeypatch):
 def problem(rows=8, dtype=torch.float64, ignored=2):
     torch.manual_seed(0)
     hidden, weight, bias = (
-        torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((rows, FEATURES), (CLASSES, FEATURES), (CLASSES,))
+        torch.randn(shape, dtype=dtype, requires_grad=True)
+        for shape in ((rows, FEATURES), (CLASSES, FEATURES), (CLASSES,))
     )
     target = torch.randint(CLASSES, (rows,))
     target[:ignored] = -100
@@ -36,7 +37,9 @@ def compute(function, tensors, target, **settings):
     hidden, weight, bias = tensors
     loss = function(hidden, weight, target, linear_bias=bias, **settings)
     factors = torch.arange(1, 1 + loss.numel(), dtype=loss.dtype).view(loss.shape)
-    return loss.detach(), torch.autograd.grad((loss * 0.3 * factors).sum(), [one for one in tensors if one is not None])
+    return loss.detach(), torch.autograd.grad(
+        (loss * 0.3 * factors).sum(), [one for one in tensors if one is not None]
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -71,7 +74,9 @@ def test_rows_and_positions_are_both_rows():
     dense = hidden.detach().view(3, 4, FEATURES).transpose(0, 1).requires_grad_()
     loss, gradients = compute(linear_cross_entropy, (dense, weight, bias), target.view(3, 4).t())
     torch.testing.assert_close(loss, expected[0], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(gradients[0].transpose(0, 1).reshape(12, FEATURES), expected[1][0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        gradients[0].transpose(0, 1).reshape(12, FEATURES), expected[1][0], rtol=1e-10, atol=1e-10
+    )
     torch.testing.assert_close(gradients[1], expected[1][1], rtol=1e-10, atol=1e-10)
     losses = linear_cross_entropy(dense, weight, target.view(3, 4).t(), reduction="none")
     assert losses.shape == (4, 3)
@@ -82,7 +87,10 @@ def test_rows_and_positions_are_both_rows():
 def test_half_precision_is_as_close_to_float64_as_the_plain_layers(dtype, autocasts):
     (hidden, weight, bias), target = problem(64)
     exact = compute(plain, (hidden, weight, bias), target)
-    there = [tensor.detach().to(torch.float32 if autocasts else dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    there = [
+        tensor.detach().to(torch.float32 if autocasts else dtype).requires_grad_()
+        for tensor in (hidden, weight, bias)
+    ]
     with torch.autocast("cpu", dtype, enabled=autocasts):
         loss, gradients = compute(linear_cross_entropy, there, target)
         expected, expected_gradients = compute(plain, there, target)
@@ -97,7 +105,9 @@ def test_autocast_leaves_float64_as_it_is():
     tensors, target = problem()
     expected = compute(plain, tensors, target)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(compute(linear_cross_entropy, tensors, target), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            compute(linear_cross_entropy, tensors, target), expected, rtol=1e-10, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -109,19 +119,26 @@ def test_a_kept_graph_runs_backward_twice(reduction):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does so
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # dynamo does so
 def test_compiled_heads_are_equal(monkeypatch):
     monkeypatch.setattr(chunked_cross_entropy, "rows_per_chunk", lambda features: 256)
     (hidden, weight, _), target = problem()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
-    found, expected = (compute(function, (hidden, weight, None), target) for function in (compiled, linear_cross_entropy))
+    found, expected = (
+        compute(function, (hidden, weight, None), target)
+        for function in (compiled, linear_cross_entropy)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_second_derivatives_are_refused():
     tensors, target = problem()
     loss = linear_cross_entropy(*tensors[:2], target)
-    with pytest.raises(RuntimeError, match="create_graph=True, but its backward has no graph.*nn.CrossEntropyLoss"):
+    with pytest.raises(
+        RuntimeError, match="create_graph=True, but its backward has no graph.*nn.CrossEntropyLoss"
+    ):
         torch.autograd.grad(loss, tensors[:2], create_graph=True)
 
 
@@ -129,7 +146,9 @@ def test_wrong_arguments_are_refused():
     (hidden, weight, _), target = problem()
     with pytest.raises(ValueError, match="reduction='batchmean', expected 'mean', 'sum' or 'none'"):
         linear_cross_entropy(hidden, weight, target, reduction="batchmean")
-    with pytest.raises(ValueError, match=r"shape \(7,\).*inputs of shape \(8, 6\).*class indices of shape \(8,\)"):
+    with pytest.raises(
+        ValueError, match=r"shape \(7,\).*inputs of shape \(8, 6\).*class indices of shape \(8,\)"
+    ):
         linear_cross_entropy(hidden, weight, target[1:])
     with pytest.raises(ValueError, match="dtype torch.float64"):
         linear_cross_entropy(hidden, weight, torch.zeros(8, dtype=torch.float64))
@@ -146,10 +165,17 @@ def test_only_wanted_gradients_are_made(learns):
 def test_logits_of_all_rows_never_exist(monkeypatch):
     monkeypatch.setattr(chunked_cross_entropy, "rows_per_chunk", lambda features: 64)
     rows, classes, features = 1024, 2048, 32
-    hidden, weight = torch.randn(rows, features, requires_grad=True), torch.randn(classes, features, requires_grad=True)
+    hidden, weight = (
+        torch.randn(rows, features, requires_grad=True),
+        torch.randn(classes, features, requires_grad=True),
+    )
     target = torch.randint(classes, (rows,))
     peaks = []
-    for function, learns in ((plain, True), (linear_cross_entropy, True), (linear_cross_entropy, False)):
+    for function, learns in (
+        (plain, True),
+        (linear_cross_entropy, True),
+        (linear_cross_entropy, False),
+    ):
         profile = AllocatorProfile()
         with profile.recorded(), torch.set_grad_enabled(learns):
             loss = function(hidden, weight, target)
@@ -159,7 +185,9 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
         hidden.grad = weight.grad = None
     size = 4 * rows * classes
     assert peaks[0] >= 2 * size
-    assert peaks[1] <= 1.1 * (size / 16 + weight.nbytes + hidden.nbytes)  # one chunk and the gradients
+    assert peaks[1] <= 1.1 * (
+        size / 16 + weight.nbytes + hidden.nbytes
+    )  # one chunk and the gradients
     assert peaks[2] <= 1.1 * size / 16  # without a graph, one chunk
 
 
@@ -171,4 +199,6 @@ def test_ignored_rows_may_be_nan():
         settings = {"reduction": reduction, "label_smoothing": 0.1}
         expected = plain(hidden, weight, target, **settings)
         torch.testing.assert_close(plain(padded, weight, target, **settings), expected)
-        torch.testing.assert_close(linear_cross_entropy(padded, weight, target, **settings), expected)
+        torch.testing.assert_close(
+            linear_cross_entropy(padded, weight, target, **settings), expected
+        )

@@ -12,7 +12,14 @@ from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import on_ranks
 from helpers.slow import slow
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    savings,
+    simulate,
+)
 from balanced_parallel.savings import replace_lm_head
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -43,7 +50,9 @@ def llama(**settings):
 
 def phi(**settings):
     sizes = {**SIZES, "num_key_value_heads": 2}
-    return build(transformers.PhiConfig(**sizes | settings), transformers.PhiForCausalLM)  # with a bias
+    return build(
+        transformers.PhiConfig(**sizes | settings), transformers.PhiForCausalLM
+    )  # with a bias
 
 
 def build(config, kind):
@@ -51,21 +60,31 @@ def build(config, kind):
     return kind(config).double().train()
 
 
-MODELS = {"gpt2, tied": gpt2, "llama": llama, "llama, tied": lambda: llama(tie_word_embeddings=True), "phi, bias": phi}
+MODELS = {
+    "gpt2, tied": gpt2,
+    "llama": llama,
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "phi, bias": phi,
+}
 
 
 def batch(rows=5, positions=9):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, WORDS, (rows, positions), generator=generator)
     labels = tokens.clone()
-    labels[:3, 1:], labels[-1, 4:] = -100, -100  # with two replicas no label of the first shard counts
+    labels[:3, 1:], labels[-1, 4:] = (
+        -100,
+        -100,
+    )  # with two replicas no label of the first shard counts
     return tokens, labels
 
 
 def loss_of_logits(model, tokens, labels, items=None):
     """Loss of the logits in float64: transformers' own is in float32."""
     logits = model(tokens).logits[:, :-1].flatten(0, 1)
-    loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="mean" if items is None else "sum")
+    loss = F.cross_entropy(
+        logits, labels[:, 1:].flatten(), reduction="mean" if items is None else "sum"
+    )
     return loss if items is None else loss / items
 
 
@@ -101,24 +120,39 @@ def test_labels_may_be_shifted_already():
     loss, _ = expected_of(model, tokens, labels)
     replace_lm_head(model)
     shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    torch.testing.assert_close(model(tokens, labels=labels, shift_labels=shifted).loss.detach(), loss, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        model(tokens, labels=labels, shift_labels=shifted).loss.detach(),
+        loss,
+        rtol=1e-10,
+        atol=1e-10,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_is_as_before(name):
     model, (tokens, _) = MODELS[name](), batch()
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
+    settings = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(tokens),
+    }
     expected = model(tokens).logits, model.eval().generate(tokens, **settings)
     keys, signature = list(model.state_dict()), inspect.signature(model.forward)
     replace_lm_head(model)
-    torch.testing.assert_close((model(tokens).logits, model.generate(tokens, **settings)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        (model(tokens).logits, model.generate(tokens, **settings)), expected, rtol=0, atol=0
+    )
     assert list(model.state_dict()) == keys
     assert inspect.signature(model.forward) == signature
     assert type(model).__name__ == type(MODELS[name]()).__name__
 
 
 def own_loss():
-    return DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels[:, 1:] != -100).sum())
+    return DataParallelCriterion(
+        lambda output, labels: output.loss,
+        weight=lambda output, labels: (labels[:, 1:] != -100).sum(),
+    )
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
@@ -128,7 +162,12 @@ def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
     replace_lm_head(model)
     with simulate(2) as cluster:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = TrainStep(DataParallelModel(model, cluster.devices), own_loss(), optimizer, micro_batch_size=micro_batch_size)
+        step = TrainStep(
+            DataParallelModel(model, cluster.devices),
+            own_loss(),
+            optimizer,
+            micro_batch_size=micro_batch_size,
+        )
         found = step({"input_ids": tokens, "labels": labels}, labels).cpu()
         model.cpu()
         torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
@@ -149,13 +188,19 @@ def test_ranks_equal_the_plain_model(rank, name):
     assert_same_gradients(gradients(model), expected)
 
 
-@pytest.mark.parametrize("changes", [["checkpoint", "replace"], ["replace", "checkpoint"], ["replace"]], ids=" and ".join)
+@pytest.mark.parametrize(
+    "changes", [["checkpoint", "replace"], ["replace", "checkpoint"], ["replace"]], ids=" and ".join
+)
 def test_other_savings_apply_too(changes):
     model, (tokens, labels) = llama(), batch()
     loss, expected = expected_of(model, tokens, labels)
     for change in changes:
         {"checkpoint": savings.checkpoint_activations, "replace": replace_lm_head}[change](model)
-    with contextlib.nullcontext() if "checkpoint" in changes else savings.offload_activations(min_bytes=1):
+    with (
+        contextlib.nullcontext()
+        if "checkpoint" in changes
+        else savings.offload_activations(min_bytes=1)
+    ):
         outputs = DataParallelModel(model, ["cpu"] * 2)(tokens, labels=labels)
         assert [output.logits for output in outputs] == [None, None]
         found = own_loss()(outputs, labels)
@@ -173,25 +218,38 @@ def test_other_savings_apply_too(changes):
     ],
 )
 def test_models_that_change_their_logits_are_refused(config, kind, settings):
-    model, (tokens, labels) = build(getattr(transformers, config)(**SIZES | settings), getattr(transformers, kind)), batch()
+    model, (tokens, labels) = (
+        build(getattr(transformers, config)(**SIZES | settings), getattr(transformers, kind)),
+        batch(),
+    )
     replace_lm_head(model)
-    with pytest.raises(TypeError, match=f"{kind} changes its logits between the head and the loss.*leave out replace_lm_head"):
+    with pytest.raises(
+        TypeError,
+        match=f"{kind} changes its logits between the head and the loss.*leave out replace_lm_head",
+    ):
         model(tokens, labels=labels)
     assert model(tokens).logits.shape == (*tokens.shape, WORDS)
 
 
 def test_other_models_are_refused():
-    with pytest.raises(TypeError, match="Linear.forward does not call self.loss_function, expected a causal language model"):
+    with pytest.raises(
+        TypeError,
+        match="Linear.forward does not call self.loss_function, expected a causal language model",
+    ):
         replace_lm_head(torch.nn.Linear(2, 2))
     model = llama()
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(TypeError, match="the head of LlamaForCausalLM is a torch.*Sequential, expected nn.Linear"):
+    with pytest.raises(
+        TypeError, match="the head of LlamaForCausalLM is a torch.*Sequential, expected nn.Linear"
+    ):
         replace_lm_head(model)
     model = llama()
     replace_lm_head(model)
     model.loss_function = F.cross_entropy
     tokens, labels = batch()
-    with pytest.raises(TypeError, match="the loss function of LlamaForCausalLM is .*expected ForCausalLMLoss"):
+    with pytest.raises(
+        TypeError, match="the loss function of LlamaForCausalLM is .*expected ForCausalLMLoss"
+    ):
         model(tokens, labels=labels)
 
 
@@ -207,10 +265,16 @@ PEFT = {
 def adapted(settings, *, first=False):
     """Returns Phi in a ``PeftModel``, with all adapters drawn anew."""
     peft = pytest.importorskip("peft")
-    model = phi(tie_word_embeddings=not settings.keys().isdisjoint(("ensure_weight_tying", "trainable_token_indices")))
+    model = phi(
+        tie_word_embeddings=not settings.keys().isdisjoint(
+            ("ensure_weight_tying", "trainable_token_indices")
+        )
+    )
     if first:
         replace_lm_head(model)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **settings})).double()
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **settings})
+    ).double()
     numbers = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -218,7 +282,9 @@ def adapted(settings, *, first=False):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft 0.21 reads it
 @pytest.mark.parametrize("name", [*PEFT])
 @pytest.mark.parametrize("first", [False, slow(True)], ids=["after", "before"])
 def test_models_of_peft_equal_the_plain_model(name, first):
@@ -227,9 +293,15 @@ def test_models_of_peft_equal_the_plain_model(name, first):
     model = adapted(PEFT[name], first=first)
     replace_lm_head(model)
     assert model(tokens, labels=labels).logits is None
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
-    step = TrainStep(DataParallelModel(model, ["cpu"] * 2), own_loss(), optimizer, micro_batch_size=1)
-    torch.testing.assert_close(step({"input_ids": tokens, "labels": labels}, labels), loss, rtol=1e-10, atol=1e-10)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0
+    )
+    step = TrainStep(
+        DataParallelModel(model, ["cpu"] * 2), own_loss(), optimizer, micro_batch_size=1
+    )
+    torch.testing.assert_close(
+        step({"input_ids": tokens, "labels": labels}, labels), loss, rtol=1e-10, atol=1e-10
+    )
     assert_same_gradients(gradients(model), expected)
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=0, atol=0)
     with model.disable_adapter():  # the head is the original one
@@ -238,7 +310,9 @@ def test_models_of_peft_equal_the_plain_model(name, first):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft 0.21 reads it
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [

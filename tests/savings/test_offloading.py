@@ -27,7 +27,14 @@ def offload_checkpointed(net):
     return OFFLOAD
 
 
-WAYS = list(itertools.product([1, 2], ["residual", "convolutions", "encoder"], [offload, offload_checkpointed], [False, True]))
+WAYS = list(
+    itertools.product(
+        [1, 2],
+        ["residual", "convolutions", "encoder"],
+        [offload, offload_checkpointed],
+        [False, True],
+    )
+)
 IN_ALL_RUNS = [(1, name, offload, True) for name in ("residual", "convolutions", "encoder")]
 IN_ALL_RUNS += [(1, "residual", offload, False), (2, "residual", offload_checkpointed, True)]
 
@@ -44,7 +51,11 @@ def deep_net():
 
 
 def step_of(net):
-    return TrainStep(DataParallelModel(net), DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(net.parameters(), lr=0.1))
+    return TrainStep(
+        DataParallelModel(net),
+        DataParallelCriterion(nn.MSELoss()),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
 
 
 def test_the_host_never_waits_with_all_savings():
@@ -153,7 +164,10 @@ def differentiate(net, x, hidden, loss):
     yield from gradients(net)
 
 
-@pytest.mark.parametrize(("inside", "stream"), [(False, "other"), (True, "default"), slow(False, "default"), slow(True, "other")])
+@pytest.mark.parametrize(
+    ("inside", "stream"),
+    [(False, "other"), (True, "default"), slow(False, "default"), slow(True, "other")],
+)
 def test_double_backward_retained_graphs_and_parts_of_graphs(double, inside, stream):
     x = torch.randn(5, 256)
     expected = all_gradients(deep_net(), x, None)
@@ -187,19 +201,27 @@ def test_use_on_two_streams(double):
         net.zero_grad()
         hidden = net[:8](x)
         (3 * (net[8:](hidden).sum() + (hidden * hidden.tanh()).sum())).backward()
-        assert_same_gradients([each.cpu() for each in found], [each.cpu() for each in gradients(net)])
+        assert_same_gradients(
+            [each.cpu() for each in found], [each.cpu() for each in gradients(net)]
+        )
 
 
 @pytest.mark.parametrize("what", ["activation", "parameter", "small activation"])
 def test_writes_in_place_to_saved_tensors_raise_an_error(what):
     with simulate(1, strict=False):
-        linear, x = nn.Linear(64, 64).to("sim:0"), torch.ones(64, 64, device="sim:0", requires_grad=True)
+        linear, x = (
+            nn.Linear(64, 64).to("sim:0"),
+            torch.ones(64, 64, device="sim:0", requires_grad=True),
+        )
         with savings.offload_activations(min_bytes=MIB if what == "small activation" else 1):
             hidden = linear(x).tanh()
             loss = hidden.square().sum()
             with torch.no_grad():
                 (linear.weight if what == "parameter" else hidden).add_(1)
-        with pytest.raises(RuntimeError, match=r"shape \(64, 64\) that the backward needs was modified by an in-place"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"shape \(64, 64\) that the backward needs was modified by an in-place",
+        ):
             loss.backward()
 
 

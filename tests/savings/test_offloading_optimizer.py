@@ -39,11 +39,15 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.2),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
-    "groups": lambda parameters: torch.optim.Adam([{"params": parameters[:1], "lr": 0.3}, {"params": parameters[1:]}], lr=0.1),
+    "groups": lambda parameters: torch.optim.Adam(
+        [{"params": parameters[:1], "lr": 0.3}, {"params": parameters[1:]}], lr=0.1
+    ),
 }
 
 
-def train(net, make, batches, device="cpu", *, decay=0.5, offloaded=False, devices=None, **settings):
+def train(
+    net, make, batches, device="cpu", *, decay=0.5, offloaded=False, devices=None, **settings
+):
     """Trains with clipping and a scheduler. Returns the optimizer."""
     net.to(device)
     optimizer = make(list(net.parameters()))
@@ -51,7 +55,13 @@ def train(net, make, batches, device="cpu", *, decay=0.5, offloaded=False, devic
         savings.offload_optimizer(optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     model = DataParallelModel(net, devices or [device])
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, max_grad_norm=0.3, **settings)
+    step = TrainStep(
+        model,
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        optimizer,
+        max_grad_norm=0.3,
+        **settings,
+    )
     for inputs, targets in batches:
         step(inputs, targets)
         scheduler.step()
@@ -59,7 +69,9 @@ def train(net, make, batches, device="cpu", *, decay=0.5, offloaded=False, devic
 
 
 def assert_equal_states(first, second):
-    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=2e-6, check_device=False)
+    torch.testing.assert_close(
+        first.state_dict(), second.state_dict(), rtol=0, atol=2e-6, check_device=False
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -68,12 +80,31 @@ def test_updates_and_state_are_those_of_the_plain_optimizer(name):
     reference = train(plain, OPTIMIZERS[name], batches())
     with simulate(2):
         devices = ["sim:0", "sim:1"]
-        optimizer = train(net, OPTIMIZERS[name], batches(), "sim:0", offloaded=True, devices=devices, micro_batch_size=2)
-        assert {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]} == {"sim"}
-        tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        optimizer = train(
+            net,
+            OPTIMIZERS[name],
+            batches(),
+            "sim:0",
+            offloaded=True,
+            devices=devices,
+            micro_batch_size=2,
+        )
+        assert {
+            parameter.device.type
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        } == {"sim"}
+        tensors = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
         assert_equal_states(optimizer, reference)
-        torch.testing.assert_close(list(net.parameters()), list(plain.parameters()), check_device=False, rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            list(net.parameters()), list(plain.parameters()), check_device=False, rtol=0, atol=2e-6
+        )
         del optimizer, net
 
 
@@ -120,9 +151,16 @@ def test_parameters_without_gradients_stay_and_written_ones_count():
 def test_devices_hold_no_state_and_an_estimate_knows_it():
     torch.manual_seed(0)
     net, batch = nn.Linear(1024, 1024), (torch.zeros(4, 1024), torch.zeros(4, 1024))
-    estimate = memory.estimate(net, nn.MSELoss(), *batch, device_kind="sim", savings="offload_optimizer")
+    estimate = memory.estimate(
+        net, nn.MSELoss(), *batch, device_kind="sim", savings="offload_optimizer"
+    )
     plain = memory.estimate(net, nn.MSELoss(), *batch, device_kind="sim")
-    assert plain.parts[0]["optimizer state"] >= 2 * 4 * 1024 * KIB > estimate.parts[0]["optimizer state"] == 0
+    assert (
+        plain.parts[0]["optimizer state"]
+        >= 2 * 4 * 1024 * KIB
+        > estimate.parts[0]["optimizer state"]
+        == 0
+    )
     with simulate(1) as cluster:
         model, criterion = DataParallelModel(net.to("sim:0")), DataParallelCriterion(nn.MSELoss())
         step = TrainStep(model, criterion, torch.optim.AdamW(net.parameters()))
@@ -142,7 +180,9 @@ def test_a_plan_for_one_device_chooses_it_and_runs():
         return nn.Sequential(nn.Linear(512, 512))
 
     batch = torch.zeros(16, 512), torch.zeros(16, 512)
-    plan = memory.plan(make(), nn.MSELoss(), *batch, batch_size=16, capacity="2.8MiB", device_kind="sim")
+    plan = memory.plan(
+        make(), nn.MSELoss(), *batch, batch_size=16, capacity="2.8MiB", device_kind="sim"
+    )
     assert plan.chosen.savings == ("offload_optimizer",)
     assert plan.chosen.exact
     assert plan.chosen.traffic == 3 * 4 * (512 * 512 + 512)
@@ -152,7 +192,13 @@ def test_a_plan_for_one_device_chooses_it_and_runs():
         *_, step = plan.apply(net, nn.MSELoss(), lr=0.1)
         for _ in range(2):
             step(*batch)
-        names = {"nn": nn, "module": make(), "criterion": nn.MSELoss(), "inputs": batch[0], "targets": batch[1]}
+        names = {
+            "nn": nn,
+            "module": make(),
+            "criterion": nn.MSELoss(),
+            "inputs": batch[0],
+            "targets": batch[1],
+        }
         del net, step, _
         exec("\n".join(plan.lines), names)
         del names
@@ -180,7 +226,10 @@ def test_ranks_of_ddp_are_updated_with_reduced_gradients():
 def test_shards_are_refused(rank):
     with simulate(2):
         model = parallelize(make_net(), strategy="fsdp")
-        with pytest.raises(TypeError, match="shards of FSDP2, expected whole ones: the ranks share the state already"):
+        with pytest.raises(
+            TypeError,
+            match="shards of FSDP2, expected whole ones: the ranks share the state already",
+        ):
             savings.offload_optimizer(torch.optim.AdamW(model.parameters()))
 
 
@@ -189,11 +238,15 @@ def test_a_closure_and_other_optimizers_are_refused():
         net = make_net().to("sim:0")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         savings.offload_optimizer(optimizer)
-        with pytest.raises(TypeError, match="step.. got a closure, whose backward .* expected step"):
+        with pytest.raises(
+            TypeError, match="step.. got a closure, whose backward .* expected step"
+        ):
             optimizer.step(lambda: 0.0)
         with pytest.raises(ValueError, match="on the host already, expected one call"):
             savings.offload_optimizer(optimizer)
         balanced = BalancedOptimizer(DataParallelModel(net), torch.optim.SGD, lr=0.1)
-        with pytest.raises(TypeError, match="of type BalancedOptimizer, expected an optimizer of whole parameters"):
+        with pytest.raises(
+            TypeError, match="of type BalancedOptimizer, expected an optimizer of whole parameters"
+        ):
             savings.offload_optimizer(balanced)
         del net, optimizer, balanced

@@ -8,10 +8,26 @@ from helpers.scripts import run, train
 
 @pytest.mark.slow
 def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
-    flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500, "--table"]
-    output, lines, summary = train(tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png")
+    flags = [
+        "--simulate",
+        4,
+        "--memory",
+        "2GiB",
+        "--steps",
+        3,
+        "--batch-size",
+        8,
+        "--vocabulary",
+        500,
+        "--table",
+    ]
+    output, lines, summary = train(
+        tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png"
+    )
     assert summary["devices"] == [f"sim:{index}" for index in range(4)]
-    assert output.startswith("LanguageModel, 0.5 M parameters; 8 rows per update, AdamW, fp32; simulated GPUs: 3 updates\n")
+    assert output.startswith(
+        "LanguageModel, 0.5 M parameters; 8 rows per update, AdamW, fp32; simulated GPUs: 3 updates\n"
+    )
     assert output.splitlines()[-1].startswith(f"wrote {tmp_path}/plots/peak.png, ")
     table = [line for line in output.splitlines() if line.lstrip().startswith("sim:")]
     assert [line.split()[0] for line in table] == summary["devices"]
@@ -36,20 +52,35 @@ def rows_of(output):
     """Returns the lines of the table: name, difference, losses, hottest and mean in MiB."""
     rows = []
     for line in output.splitlines():
-        match = re.fullmatch(r"(\S.*GPUs?)((?: +\d+\.\d{6})+) +([\de.+-]*) +([\d.]+) MiB +([\d.]+) MiB", line)
+        match = re.fullmatch(
+            r"(\S.*GPUs?)((?: +\d+\.\d{6})+) +([\de.+-]*) +([\d.]+) MiB +([\d.]+) MiB", line
+        )
         if match:
             name, losses, difference, hottest, mean = match.groups()
-            rows.append((name, difference, [*map(float, losses.split())], float(hottest), float(mean)))
+            rows.append(
+                (name, difference, [*map(float, losses.split())], float(hottest), float(mean))
+            )
     return rows
 
 
 def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_path):
-    done = run("--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16", "--out", tmp_path)
+    done = run(
+        "--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16", "--out", tmp_path
+    )
     output, errors = done.stdout, done.stderr.splitlines()
-    assert [line.partition(": loss")[0] for line in errors if line.startswith("step ")] == ["step 1/2", "step 2/2"]
-    assert [line for line in errors if line.startswith("plain")] == [f"plain PyTorch on {n} x sim: 2 steps" for n in (1, 2)]
+    assert [line.partition(": loss")[0] for line in errors if line.startswith("step ")] == [
+        "step 1/2",
+        "step 2/2",
+    ]
+    assert [line for line in errors if line.startswith("plain")] == [
+        f"plain PyTorch on {n} x sim: 2 steps" for n in (1, 2)
+    ]
     assert "\r" not in done.stderr
-    assert [row[0] for row in rows_of(output)] == ["plain PyTorch, 1 GPU", "nn.DataParallel, 2 GPUs", "balanced_parallel, 2 GPUs"]
+    assert [row[0] for row in rows_of(output)] == [
+        "plain PyTorch, 1 GPU",
+        "nn.DataParallel, 2 GPUs",
+        "balanced_parallel, 2 GPUs",
+    ]
     assert "sim:0" not in output
     assert len(output.splitlines()) == 10
     assert not output.endswith("\n\n")
@@ -57,8 +88,24 @@ def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_pa
 
 @pytest.mark.slow
 def test_missing_compiler_falls_back_to_cpu_replicas(tmp_path):
-    flags = ["--simulate", 3, "--task", "digits", "--steps", 2, "--plot", tmp_path / "peak.png", "--out", tmp_path / "run"]
-    nowhere = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "CXX": ""}
+    flags = [
+        "--simulate",
+        3,
+        "--task",
+        "digits",
+        "--steps",
+        2,
+        "--plot",
+        tmp_path / "peak.png",
+        "--out",
+        tmp_path / "run",
+    ]
+    nowhere = {
+        "PATH": str(tmp_path),
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path),
+        "CXX": "",
+    }
     done = run(*flags, **nowhere)
     assert done.returncode == 0, done.stderr
     assert "found no compiler" in done.stdout
@@ -67,5 +114,15 @@ def test_missing_compiler_falls_back_to_cpu_replicas(tmp_path):
     assert plain[2] == pytest.approx(balanced[2], rel=1e-4)
     assert plain[3] > balanced[3] >= balanced[4]
     assert (tmp_path / "peak.png").exists()
-    done = run("--simulate", 3, "--memory", "1GiB", "--task", "digits", "--out", tmp_path / "run", **nowhere)
+    done = run(
+        "--simulate",
+        3,
+        "--memory",
+        "1GiB",
+        "--task",
+        "digits",
+        "--out",
+        tmp_path / "run",
+        **nowhere,
+    )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

@@ -9,7 +9,14 @@ from helpers.scripts import SCRIPT
 
 
 def gpu_page(out, *flags):
-    settings = "-p", "no:cacheprovider", "-n", "0", "-W", "ignore:Module already imported"  # by run_script
+    settings = (
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "-W",
+        "ignore:Module already imported",
+    )  # by run_script
     done = run_script(SCRIPT.with_name("gpu_page.py"), "--out", out, *settings, *flags)
     assert out.exists(), done.stdout + done.stderr
     return done, out.read_text()
@@ -21,7 +28,9 @@ def test_the_page_has_numbers_limits_and_versions(tmp_path):
     assert "- simulated devices: no GPU was used" in page
     assert re.search(r"- torch 2\.\S+, Python 3\.", page)
     assert re.search(r"- commit \w+, 20\d\d-\d\d-\d\d \d\d:\d\d UTC", page)
-    assert re.search(r"replicas on one device share .* \(limit 1\.15\); .* \| passed +\| \d+\.\d", page)
+    assert re.search(
+        r"replicas on one device share .* \(limit 1\.15\); .* \| passed +\| \d+\.\d", page
+    )
     assert page.count("| updates never wait[") >= 12
 
 

@@ -22,7 +22,10 @@ def error_of_rank(rank, words_of_last_rank):
     parallelize(torch.nn.Linear(1, 1), torch.nn.MSELoss(), ["cpu"])  # starts the process group
     tasks = runpy.run_path(str(SCRIPT.with_name("tasks.py")))
     words = torch.arange(12).view(4, 3)
-    rows = tasks["Rows"](words, words if rank < dist.get_world_size() - 1 else torch.tensor(words_of_last_rank).view(4, 3))
+    rows = tasks["Rows"](
+        words,
+        words if rank < dist.get_world_size() - 1 else torch.tensor(words_of_last_rank).view(4, 3),
+    )
     try:
         tasks["check_same_data"](tasks["Task"]("text", torch.nn.Linear(1, 1), rows, rows, 0.1))
     except ValueError as error:
@@ -34,7 +37,10 @@ def test_data_of_the_ranks_are_compared():
     assert run_ranks(3, error_of_rank, list(range(12))) == [None] * 3
     (error,) = set(run_ranks(3, error_of_rank, list(range(1, 13))))
     assert error.startswith("the data differ, expected the same on all hosts: ")
-    digests = [part.split(" on rank ")[0] for part in error.partition("hosts: ")[2].partition(";")[0].split(", ")]
+    digests = [
+        part.split(" on rank ")[0]
+        for part in error.partition("hosts: ")[2].partition(";")[0].split(", ")
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 

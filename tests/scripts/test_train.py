@@ -33,7 +33,9 @@ def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_
         assert validation[name] == pytest.approx(validation["one"], rel=1e-4)
         assert states[name].keys() == states["one"].keys()
         for tensor, other in zip(states[name].values(), states["one"].values(), strict=True):
-            torch.testing.assert_close(tensor, other, rtol=0, atol=0.04)  # 12 steps of Adam move an element by 0.036 at most
+            torch.testing.assert_close(
+                tensor, other, rtol=0, atol=0.04
+            )  # 12 steps of Adam move an element by 0.036 at most
 
 
 @pytest.mark.parametrize("task", [["digits"], slow(["text", "--vocabulary", 500])])
@@ -67,7 +69,18 @@ def test_losses_with_dropout_are_equal_in_all_layouts(tmp_path, task):
 def test_bits_are_equal_in_all_layouts(tmp_path, monkeypatch, task, layouts):
     """Batches of 60 rows end with a smaller micro-batch. The number of threads is that of ranks, whatever the machine has."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    flags = ["--task", *task, "--steps", 4, "--batch-size", 60, "--dropout", 0.1, "--reproducible", "bits"]
+    flags = [
+        "--task",
+        *task,
+        "--steps",
+        4,
+        "--batch-size",
+        60,
+        "--dropout",
+        0.1,
+        "--reproducible",
+        "bits",
+    ]
     found = {
         "one": (["--devices", "cpu"], 1),
         "replicas": (["--devices", "cpu,cpu,cpu"], 1),
@@ -102,7 +115,18 @@ def test_digits_task_reaches_95_percent_accuracy(tmp_path):
 def test_custom_text_with_a_short_last_batch_and_simulated_gpus_of_all_ranks(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
-    flags = ["--data", text, "--steps", 6, "--batch-size", 13, "--precision", "bf16", "--workers", 1]  # 35 rows, two epochs
+    flags = [
+        "--data",
+        text,
+        "--steps",
+        6,
+        "--batch-size",
+        13,
+        "--precision",
+        "bf16",
+        "--workers",
+        1,
+    ]  # 35 rows, two epochs
     _, lines, summary = train(tmp_path / "run", *flags, "--devices", "cpu,cpu")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert summary["validation_loss"] < summary["baseline_loss"]
@@ -116,7 +140,18 @@ def test_custom_text_with_a_short_last_batch_and_simulated_gpus_of_all_ranks(tmp
 def test_out_of_memory_prints_one_line_and_the_table_if_asked(tmp_path, table):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
-    flags = ["--simulate", 2, "--memory", "4MiB", "--micro-batch-size", 12, "--steps", 2, "--data", text]
+    flags = [
+        "--simulate",
+        2,
+        "--memory",
+        "4MiB",
+        "--micro-batch-size",
+        12,
+        "--steps",
+        2,
+        "--data",
+        text,
+    ]
     done = run(*flags, *table, "--out", tmp_path)
     assert done.returncode == 1
     assert ("optimizer state" in done.stdout) == bool(table)
@@ -128,9 +163,13 @@ def test_out_of_memory_prints_one_line_and_the_table_if_asked(tmp_path, table):
 def test_a_run_out_of_memory_goes_on_in_smaller_micro_batches(tmp_path):
     flags = ["--task", "digits", "--simulate", 2, "--batch-size", 256, "--steps", 3]
     _, expected, whole = train(tmp_path / "whole", *flags)
-    done = run("--out", tmp_path / "small", *flags, "--memory", f"{max(whole['peak_bytes']) * 2 // 3}B")
+    done = run(
+        "--out", tmp_path / "small", *flags, "--memory", f"{max(whole['peak_bytes']) * 2 // 3}B"
+    )
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()
+    ]
     size = json.loads((tmp_path / "small" / "summary.json").read_text())["micro_batch_size"]
     assert whole["micro_batch_size"] is None
     assert size in (64, 32, 16)
@@ -141,7 +180,18 @@ def test_a_run_out_of_memory_goes_on_in_smaller_micro_batches(tmp_path):
 
 
 def test_a_loss_that_is_nan_ends_the_run(tmp_path):
-    done = run("--task", "digits", "--steps", 6, "--learning-rate", 1e30, "--devices", "cpu", "--out", tmp_path)
+    done = run(
+        "--task",
+        "digits",
+        "--steps",
+        6,
+        "--learning-rate",
+        1e30,
+        "--devices",
+        "cpu",
+        "--out",
+        tmp_path,
+    )
     assert done.returncode == 1
     assert done.stderr == (
         "train.py: error: the loss of step 2 is nan: begin anew with a smaller --learning-rate or --precision fp32, or go on "
@@ -155,13 +205,25 @@ def test_a_loss_that_is_nan_ends_the_run(tmp_path):
 def test_plan_is_printed_without_training_also_where_the_script_is_copied(tmp_path):
     for name in ("train.py", "tasks.py", "comparison.py"):
         (tmp_path / name).write_text(SCRIPT.with_name(name).read_text())
-    flags = ["--plan", "--simulate", 2, "--memory", "3MiB", "--task", "digits", "--out", tmp_path / "nothing"]
+    flags = [
+        "--plan",
+        "--simulate",
+        2,
+        "--memory",
+        "3MiB",
+        "--task",
+        "digits",
+        "--out",
+        tmp_path / "nothing",
+    ]
     done = run_script(tmp_path / "train.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "rows per update on 2 x sim with 3.00 MiB" in done.stdout
     assert done.stdout.startswith("fits: yes, ")
     assert not (tmp_path / "nothing").exists()
     (tmp_path / "comparison.py").unlink()  # for --simulate alone
-    done = run_script(tmp_path / "train.py", "--task", "digits", "--steps", 2, "--out", tmp_path / "out")
+    done = run_script(
+        tmp_path / "train.py", "--task", "digits", "--steps", 2, "--out", tmp_path / "out"
+    )
     assert done.returncode == 0, done.stderr
     assert len(SCRIPT.read_text().splitlines()) <= 203

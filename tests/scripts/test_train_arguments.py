@@ -6,24 +6,42 @@ import pytest
 from helpers.scripts import SCRIPT, run
 
 BAD_INPUT = [
-    (["--batch-size", "0"], "argument --batch-size: '0' was given, expected a whole number of at least 1"),
+    (
+        ["--batch-size", "0"],
+        "argument --batch-size: '0' was given, expected a whole number of at least 1",
+    ),
     (["--steps", "many"], "argument --steps: 'many' was given"),
     (["--micro-batch-size", "-1"], "argument --micro-batch-size"),
     (["--task", "digits", "--learning-rate", "nan"], "Invalid learning rate: nan"),
-    (["--task", "digits", "--dropout", "2"], "dropout probability has to be between 0 and 1, but got 2.0"),
-    (["--workers", "-1"], "argument --workers: '-1' was given, expected a whole number of at least 0"),
+    (
+        ["--task", "digits", "--dropout", "2"],
+        "dropout probability has to be between 0 and 1, but got 2.0",
+    ),
+    (
+        ["--workers", "-1"],
+        "argument --workers: '-1' was given, expected a whole number of at least 0",
+    ),
     (["--task", "digits", "--devices", "cpu,cuda:99"], "there is no device 'cuda:99'"),
     (["--data", "/no/such/file"], "No such file or directory: '/no/such/file'"),
-    (["--data", str(SCRIPT), "--vocabulary", "100000"], "a vocabulary of 100000 is larger than the text"),
+    (
+        ["--data", str(SCRIPT), "--vocabulary", "100000"],
+        "a vocabulary of 100000 is larger than the text",
+    ),
     (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
     (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
     (["--precision", "int8"], "invalid choice: 'int8'"),
     (["--reproducible", "rows"], "argument --reproducible: invalid choice: 'rows'"),
-    (["--task", "digits", "--reproducible", "bits", "--micro-batch-size", "auto"], "micro_batch_size='auto', expected a number"),
+    (
+        ["--task", "digits", "--reproducible", "bits", "--micro-batch-size", "auto"],
+        "micro_batch_size='auto', expected a number",
+    ),
     (["--memory", "1GiB"], "expected --simulate N beside them"),
     (["--table"], "expected --simulate N beside them"),
     (["--plan", "--simulate", "2", "--task", "digits"], "expected a size, as '24GiB'"),
-    (["--task", "digits", "--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is not a memory size"),
+    (
+        ["--task", "digits", "--simulate", "2", "--memory", "3 parsecs"],
+        "'3 parsecs' is not a memory size",
+    ),
 ]
 
 
@@ -36,7 +54,9 @@ def test_invalid_arguments_print_one_line(flags, message, tmp_path):
     assert message in done.stderr
 
 
-def test_devices_that_are_not_there_are_refused_after_the_title_and_help_prints_the_defaults(tmp_path):
+def test_devices_that_are_not_there_are_refused_after_the_title_and_help_prints_the_defaults(
+    tmp_path,
+):
     done = run("--out", tmp_path, "--task", "digits", "--simulate", "2", "--devices", "sim:2")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "there is no device 'sim:2': this machine has 2 sim devices" in done.stderr
@@ -52,5 +72,7 @@ def test_missing_matplotlib_is_named_with_the_command(monkeypatch):
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     flags = train.make_parser().parse_args(["--simulate", "2", "--plot", "x.png"])
-    with pytest.raises(ImportError, match="--plot needs the package matplotlib: pip install matplotlib"):
+    with pytest.raises(
+        ImportError, match="--plot needs the package matplotlib: pip install matplotlib"
+    ):
         comparison.Comparison(None, flags, None)

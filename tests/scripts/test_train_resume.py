@@ -31,7 +31,9 @@ def lines_of(out):
 
 def run_fault(place, step, out):
     """Runs until a fault that ``benchmarks/faults`` injects."""
-    return run_script(FAULTS, out / "faults", f"{place}:0:{step}", SCRIPT, "--out", out, *FLAGS, "--resume")
+    return run_script(
+        FAULTS, out / "faults", f"{place}:0:{step}", SCRIPT, "--out", out, *FLAGS, "--resume"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,9 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.parametrize(("place", "step"), [("between", 15), slow("checkpoint", 3), slow("checkpoint-complete", 4)])
+@pytest.mark.parametrize(
+    ("place", "step"), [("between", 15), slow("checkpoint", 3), slow("checkpoint-complete", 4)]
+)
 def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, place, step):
     done = run_fault(place, step, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -80,9 +84,14 @@ def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_pa
 def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
     signalled(signal.SIGTERM, 3, *ranks_of(SCRIPT, "--out", tmp_path, *FLAGS), send=os.kill)
     saved = [int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()]
-    assert len(lines_of(tmp_path)) == max(saved)  # the ranks may have passed step 4, whose checkpoint stays
+    assert len(lines_of(tmp_path)) == max(
+        saved
+    )  # the ranks may have passed step 4, whose checkpoint stays
     train(tmp_path, *FLAGS, "--resume")  # in one process
-    losses = [[json.loads(line).get("loss", 0.0) for line in lines] for lines in (lines_of(tmp_path), undisturbed)]
+    losses = [
+        [json.loads(line).get("loss", 0.0) for line in lines]
+        for lines in (lines_of(tmp_path), undisturbed)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -118,20 +127,30 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_their_fold
         (path / "checkpoint.json").write_text("")
     for _ in range(2):
         done = run("--out", tmp_path, *FLAGS[:2], "--steps", 8, "--resume")
-        assert (done.returncode, done.stderr.count("\n")) == (2, 3)  # each run warns of the damage, in two lines
+        assert (done.returncode, done.stderr.count("\n")) == (
+            2,
+            3,
+        )  # each run warns of the damage, in two lines
         assert "are damaged (step-00000004): begin anew in another folder" in done.stderr
         assert lines_of(tmp_path) == lines
 
 
 def test_ctrl_c_without_checkpoints_says_in_one_line_that_nothing_was_saved(tmp_path):
     """It was a traceback."""
-    _, done = signalled(signal.SIGINT, 1, SCRIPT, "--out", tmp_path, "--task", "digits", "--steps", 10**6)
-    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C: nothing was saved, except by --checkpoint-every\n")
+    _, done = signalled(
+        signal.SIGINT, 1, SCRIPT, "--out", tmp_path, "--task", "digits", "--steps", 10**6
+    )
+    assert (done.returncode, done.stderr) == (
+        130,
+        "stopped by Ctrl-C: nothing was saved, except by --checkpoint-every\n",
+    )
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
-    session, _ = signalled(signal.SIGINT, 3, *ranks_of(SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1))
+    session, _ = signalled(
+        signal.SIGINT, 3, *ranks_of(SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1)
+    )
     deadline = time.monotonic() + 10
     while processes_of(session) and time.monotonic() < deadline:
         time.sleep(0.1)

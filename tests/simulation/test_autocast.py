@@ -11,7 +11,10 @@ CASTS = {  # dtypes of CUDA under bfloat16: https://docs.pytorch.org/docs/stable
     "linear": (lambda x: F.linear(x, x), torch.bfloat16),
     "matmul": (lambda x: x @ x, torch.bfloat16),
     "conv": (lambda x: F.conv1d(x[None], x[None]), torch.bfloat16),
-    "attention": (lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]), torch.bfloat16),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+        torch.bfloat16,
+    ),
     "baddbmm": (lambda x: torch.baddbmm(x[None], x[None], x[None]), torch.bfloat16),
     "softmax": (lambda x: x.bfloat16().softmax(1), torch.float32),
     "layer norm": (lambda x: F.layer_norm(x.bfloat16(), (4,)), torch.float32),
@@ -41,7 +44,10 @@ def test_autocast_of_the_cpu_does_not_apply_and_unsafe_losses_raise_an_error():
         x = torch.rand(4, 4, device="sim:0")
         with torch.autocast("cpu", torch.bfloat16):
             assert (x @ x).dtype == torch.float32
-        with torch.autocast("sim", torch.float16), pytest.raises(RuntimeError, match="unsafe to autocast"):
+        with (
+            torch.autocast("sim", torch.float16),
+            pytest.raises(RuntimeError, match="unsafe to autocast"),
+        ):
             F.binary_cross_entropy(x, x)
 
 

@@ -25,7 +25,10 @@ def test_devices_exist_inside_the_block_only():
         assert cluster.devices == [torch.device("sim", index) for index in range(3)]
         assert torch.accelerator.current_accelerator(check_available=True) == torch.device("sim")
         assert (torch.accelerator.device_count(), torch.sim.device_count()) == (3, 3)
-        with pytest.raises(RuntimeError, match="invalid device ordinal: there is no sim:3, the cluster has sim:0 to sim:2"):
+        with pytest.raises(
+            RuntimeError,
+            match="invalid device ordinal: there is no sim:3, the cluster has sim:0 to sim:2",
+        ):
             torch.ones(1, device="sim:3")
         with torch.accelerator.device_index(2):
             assert torch.ones(1, device="sim").device == torch.device("sim:2")
@@ -42,7 +45,13 @@ def test_the_table_and_all_numbers_are_readable_after_the_block():
     assert str(cluster) == inside
     assert (cluster.live, cluster.peak, cluster.moved, cluster.categories(1)) == expected
     lines = inside.splitlines()
-    assert re.split(r"\s{2,}", lines[0].strip())[:5] == ["device", "memory", "now", "peak", "parameters"]
+    assert re.split(r"\s{2,}", lines[0].strip())[:5] == [
+        "device",
+        "memory",
+        "now",
+        "peak",
+        "parameters",
+    ]
     assert re.split(r"\s{2,}", lines[3].strip())[:4] == ["sim:1", "1.00 GiB", "0 B", "4.00 MiB"]
     with pytest.raises(RuntimeError, match="peaks can be read, expected changes inside of it"):
         cluster.reset_peak()
@@ -58,7 +67,10 @@ def test_the_table_and_all_numbers_are_readable_after_the_block():
         ((True,), "devices=True, expected an integer"),
         ((65,), "from 1 to 64"),
         ((2, ["1GiB"]), "memory has 1 entries for 2 devices"),
-        ((2, "24 gigs"), "'24 gigs' is not a memory size, expected a positive number of bytes, or text with a unit"),
+        (
+            (2, "24 gigs"),
+            "'24 gigs' is not a memory size, expected a positive number of bytes, or text with a unit",
+        ),
         ((2, -1), "-1 is not a memory size"),
         ((2, 1.5), "1.5 is not a memory size"),
         ((2, {"sim:0": 1, "sim:1": 2}), "{'sim:0': 1, 'sim:1': 2} is not a memory size"),
@@ -97,18 +109,35 @@ def public_and_private_names(module):
 
 def test_the_end_of_the_block_removes_patches_hooks_and_devices():
     net = nn.Linear(2, 2)
-    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute for this module
+    optimizer = importlib.import_module(
+        "torch.optim.optimizer"
+    )  # torch.optim has no attribute for this module
     with simulate(1):
         pass  # makes the changes that torch cannot undo
-    places = [torch, torch._C, torch.Tensor, nn.Module, nn.parallel.comm, torch.cuda.nccl, nn.modules.module, optimizer]
+    places = [
+        torch,
+        torch._C,
+        torch.Tensor,
+        nn.Module,
+        nn.parallel.comm,
+        torch.cuda.nccl,
+        nn.modules.module,
+        optimizer,
+    ]
     names = [public_and_private_names(place) for place in places]
-    hooks = len(nn.modules.module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks)
+    hooks = (
+        len(nn.modules.module._global_forward_pre_hooks),
+        len(optimizer._global_optimizer_pre_hooks),
+    )
     modules, state, nccl = set(sys.modules), torch.get_rng_state(), torch.cuda.nccl.is_available
     with simulate(2):
         torch.rand(3, device="sim:1")
         assert nn.DataParallel(net.to("sim:0"))(torch.ones(2, 2)).shape == (2, 2)
     assert [public_and_private_names(place) for place in places] == names
-    assert hooks == (len(nn.modules.module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks))
+    assert hooks == (
+        len(nn.modules.module._global_forward_pre_hooks),
+        len(optimizer._global_optimizer_pre_hooks),
+    )
     assert set(sys.modules) - modules <= {name for name in sys.modules if name.startswith("torch.")}
     assert torch.cuda.nccl.is_available is nccl
     assert torch.get_rng_state().equal(state)
@@ -151,8 +180,15 @@ print(x.grad.tolist())
 
 
 def test_clusters_work_after_a_backward_and_in_forked_processes():
-    quiet = ["-W", "error", "-W", "ignore:The AccumulateGrad node's stream:UserWarning"]  # as in pyproject.toml
-    done = subprocess.run([sys.executable, *quiet, "-c", LATE], capture_output=True, text=True, timeout=200)
+    quiet = [
+        "-W",
+        "error",
+        "-W",
+        "ignore:The AccumulateGrad node's stream:UserWarning",
+    ]  # as in pyproject.toml
+    done = subprocess.run(
+        [sys.executable, *quiet, "-c", LATE], capture_output=True, text=True, timeout=200
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[4.0, 4.0, 4.0]\n", "")
 
 
@@ -164,7 +200,10 @@ def test_a_capacity_that_nothing_reaches_is_as_none():
 
 
 def test_other_wrong_arguments_are_named():
-    with pytest.raises(TypeError, match="strict='no', expected True or False"), simulate(1, strict="no"):
+    with (
+        pytest.raises(TypeError, match="strict='no', expected True or False"),
+        simulate(1, strict="no"),
+    ):
         pass
     message = r"fail_allocation\(.*\), expected 1 for the next allocation, or a larger number"
     with simulate(1) as cluster:
@@ -179,6 +218,8 @@ def test_nn_data_parallel_runs_in_clusters_of_different_sizes():
     for devices in (2, 4, 3):
         with simulate(devices) as cluster:
             assert nn.DataParallel(net.to("sim:0"))(torch.ones(8, 2)).shape == (8, 2)
-            assert cluster.categories(1)["parameters"] >= sum(parameter.nbytes for parameter in net.parameters())
+            assert cluster.categories(1)["parameters"] >= sum(
+                parameter.nbytes for parameter in net.parameters()
+            )
         net.cpu()
     assert nn.parallel._functions._streams is None

@@ -22,11 +22,20 @@ def test_categories_of_the_peak_add_up_to_it():
         size = sum(-(-parameter.nbytes // 512) * 512 for parameter in net.parameters())
         adam_step(cluster, net, rows=2)
         parts = cluster.categories(0)
-        assert list(parts) == ["parameters", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
+        assert list(parts) == [
+            "parameters",
+            "gradients",
+            "optimizer state",
+            "inputs",
+            "activations",
+            "temporaries",
+        ]
         assert sum(parts.values()) == cluster.peak[0]
         assert (parts["parameters"], parts["inputs"]) == (size, 2 * 64 * 4)
         assert parts["gradients"] == size
-        assert 2 * size <= parts["optimizer state"] <= 2 * size + 4 * 512  # and a step count per parameter
+        assert (
+            2 * size <= parts["optimizer state"] <= 2 * size + 4 * 512
+        )  # and a step count per parameter
         adam_step(cluster, net, rows=8192)
         parts = cluster.categories(0)  # now the peak is in the backward
         assert parts["activations"] >= 8192 * 1024 * 4
@@ -36,7 +45,11 @@ def test_categories_of_the_peak_add_up_to_it():
 
 def test_categories_without_an_optimizer_have_gradients_and_frozen_parameters():
     with simulate(1) as cluster:
-        net = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)).requires_grad_(False).to("sim:0")
+        net = (
+            nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512))
+            .requires_grad_(False)
+            .to("sim:0")
+        )
         head = nn.Linear(512, 2048, bias=False).to("sim:0")
         inputs = torch.ones(2, 512).to("sim:0")
         head(net(inputs)).sum().backward()
@@ -65,5 +78,7 @@ def test_recomputed_activations_have_the_category_activations():
 
     with simulate(1) as cluster:
         net = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 4)).to("sim:0")
-        checkpoint(net, torch.ones(512, 64, requires_grad=True).to("sim:0"), use_reentrant=False).sum().backward()
+        checkpoint(
+            net, torch.ones(512, 64, requires_grad=True).to("sim:0"), use_reentrant=False
+        ).sum().backward()
         assert cluster.categories(0)["activations"] >= 512 * 2048 * 4

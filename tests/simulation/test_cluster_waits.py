@@ -17,34 +17,67 @@ WAITS = {
     "item": ("item", lambda x: x[0, 0].item()),
     "if": ("item", lambda x: 1 if x[0, 0] > 0 else 2),
     "allclose": ("item", lambda x: torch.allclose(x, x)),
-    "an index that is a number": ("item", lambda x: x[torch.ones((), dtype=torch.long, device=x.device)]),
+    "an index that is a number": (
+        "item",
+        lambda x: x[torch.ones((), dtype=torch.long, device=x.device)],
+    ),
     "full of a number on the device": ("item", lambda x: torch.full((2,), x[0, 0])),
     "masked_fill with a number on the device": ("item", lambda x: x.masked_fill(x > 0, x[0, 0])),
     "tolist": ("copy to the host", lambda x: x.tolist()),
     "to cpu": ("copy to the host", lambda x: x.to("cpu", torch.float64)),
-    "into pinned memory, blocking": ("copy to the host", lambda x: torch.empty(4, 4, pin_memory=True).copy_(x)),
-    "into pageable memory": ("pageable copy to the host", lambda x: torch.empty(4, 4).copy_(x, non_blocking=True)),
+    "into pinned memory, blocking": (
+        "copy to the host",
+        lambda x: torch.empty(4, 4, pin_memory=True).copy_(x),
+    ),
+    "into pageable memory": (
+        "pageable copy to the host",
+        lambda x: torch.empty(4, 4).copy_(x, non_blocking=True),
+    ),
     "from the host": ("copy from the host", lambda x: torch.ones(4).to(x.device)),
-    "from pinned memory, blocking": ("copy from the host", lambda x: torch.ones(4).pin_memory().to(x.device)),
+    "from pinned memory, blocking": (
+        "copy from the host",
+        lambda x: torch.ones(4).pin_memory().to(x.device),
+    ),
     "tensor": ("copy from the host", lambda x: torch.tensor(2.0, device=x.device)),
     "copy_": ("copy from the host", lambda x: x.copy_(torch.tensor(1.0))),
     "an index on the host": ("copy from the host", lambda x: x[torch.tensor([0, 2])]),
-    "assigning to an index on the host": ("copy from the host", lambda x: x.index_put_((torch.tensor([0, 2]),), x[0] + 1)),
-    "where with a number on the host": ("copy from the host", lambda x: torch.where(x > 0, x, torch.tensor(2.0))),
-    "pageable": ("pageable copy from the host", lambda x: torch.ones(4).to(x.device, non_blocking=True)),
+    "assigning to an index on the host": (
+        "copy from the host",
+        lambda x: x.index_put_((torch.tensor([0, 2]),), x[0] + 1),
+    ),
+    "where with a number on the host": (
+        "copy from the host",
+        lambda x: torch.where(x > 0, x, torch.tensor(2.0)),
+    ),
+    "pageable": (
+        "pageable copy from the host",
+        lambda x: torch.ones(4).to(x.device, non_blocking=True),
+    ),
     "pinned columns": (
         "pageable copy from the host",
         lambda x: torch.ones(4, 4).pin_memory()[:, :2].to(x.device, non_blocking=True),
     ),
     "nonzero": ("nonzero", lambda x: x.nonzero()),
     "mask": ("boolean mask", lambda x: x[x > 0]),
-    "assigning to a mask": ("boolean mask", lambda x: x.index_put_((x[:, 0] > -9,), torch.ones(4, 4, device=x.device))),
+    "assigning to a mask": (
+        "boolean mask",
+        lambda x: x.index_put_((x[:, 0] > -9,), torch.ones(4, 4, device=x.device)),
+    ),
     "unique": ("_unique2", lambda x: x.unique()),
     "equal": ("equal", lambda x: torch.equal(x, x)),
-    "repeat_interleave": ("repeat_interleave", lambda x: x[:3].repeat_interleave(LENGTHS.to("cpu").to(x.device), 0)),
+    "repeat_interleave": (
+        "repeat_interleave",
+        lambda x: x[:3].repeat_interleave(LENGTHS.to("cpu").to(x.device), 0),
+    ),
     "synchronize": ("synchronize", lambda x: torch.accelerator.synchronize(x.device)),
-    "synchronize a stream": ("synchronize", lambda x: torch.accelerator.current_stream(x.device).synchronize()),
-    "synchronize an event": ("synchronize", lambda x: torch.accelerator.current_stream(x.device).record_event().synchronize()),
+    "synchronize a stream": (
+        "synchronize",
+        lambda x: torch.accelerator.current_stream(x.device).synchronize(),
+    ),
+    "synchronize an event": (
+        "synchronize",
+        lambda x: torch.accelerator.current_stream(x.device).record_event().synchronize(),
+    ),
 }
 
 
@@ -78,8 +111,12 @@ NO_WAITS = {
     "another device": lambda x: x.to("sim:0").to("sim:1", non_blocking=True),
     "pinned": lambda x: torch.ones(4).pin_memory().to(x.device, non_blocking=True),
     "pinned rows": lambda x: torch.ones(8, 4).pin_memory()[2:4].to(x.device, non_blocking=True),
-    "pinned, transposed": lambda x: torch.ones(8, 4).pin_memory().t().to(x.device, non_blocking=True),
-    "pinned, cast": lambda x: torch.ones(8, 4).pin_memory().to(x.device, torch.float64, non_blocking=True),
+    "pinned, transposed": lambda x: (
+        torch.ones(8, 4).pin_memory().t().to(x.device, non_blocking=True)
+    ),
+    "pinned, cast": lambda x: (
+        torch.ones(8, 4).pin_memory().to(x.device, torch.float64, non_blocking=True)
+    ),
     "nothing": lambda x: torch.ones(0).to(x.device),
     "to the host": lambda x: x.to("cpu", non_blocking=True),  # torch pins the result
     "events": lambda x: torch.accelerator.current_stream(x.device).record_event().query(),
@@ -105,12 +142,21 @@ def test_the_first_wait_raises_where_waits_are_forbidden():
             place = f"{__file__}:{inspect.currentframe().f_lineno + 2}"
             with pytest.raises(RuntimeError, match="forbidding_waits") as caught:
                 x.sum().item()
-        assert f"item on sim:0 in {place}. To avoid it, keep the number in a tensor" in str(caught.value)
+        assert f"item on sim:0 in {place}. To avoid it, keep the number in a tensor" in str(
+            caught.value
+        )
         assert x.sum().item() == 4
         assert [wait.kind for wait in cluster.waits] == ["item", "item"]
-        with pytest.raises(RuntimeError, match="nonzero on sim:0.*use an operator whose result"), cluster.forbidding_waits():
+        with (
+            pytest.raises(RuntimeError, match="nonzero on sim:0.*use an operator whose result"),
+            cluster.forbidding_waits(),
+        ):
             x.nonzero()
-    with pytest.raises(RuntimeError, match="pin the memory"), simulate(1) as cluster, cluster.forbidding_waits():
+    with (
+        pytest.raises(RuntimeError, match="pin the memory"),
+        simulate(1) as cluster,
+        cluster.forbidding_waits(),
+    ):
         torch.ones(3).to("sim:0", non_blocking=True)
     assert str(cluster.waits[0]).startswith("pageable copy from the host on sim:0 in ")
 
@@ -148,7 +194,10 @@ def test_waits_in_a_backward():
         assert (up.kind, up.file) == ("copy from the host", __file__)
         assert (down.kind, down.file, down.line) == ("copy to the host", "backward", 0)
         y = host.to("sim:1").sum()
-        with pytest.raises(RuntimeError, match="copy to the host on sim:1 in backward"), cluster.forbidding_waits():
+        with (
+            pytest.raises(RuntimeError, match="copy to the host on sim:1 in backward"),
+            cluster.forbidding_waits(),
+        ):
             y.backward()
         assert x.grad.sum().item() == 4
 

@@ -31,17 +31,23 @@ def test_concurrent_loads_compile_once(tmp_path, monkeypatch):
 def test_a_missing_compiler_raises_an_error_with_the_packages_to_install(monkeypatch):
     monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
     with pytest.raises(
-        RuntimeError, match=r"found no compiler \(looked for c\+\+, g\+\+, clang\+\+\): install one, with 'apt install g\+\+'"
+        RuntimeError,
+        match=r"found no compiler \(looked for c\+\+, g\+\+, clang\+\+\): install one, with 'apt install g\+\+'",
     ):
         compilation.find_compiler()
 
 
 def test_a_failing_compiler_raises_an_error_with_its_message(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\ncat > /dev/null\necho 'x.cpp:1: error: no such thing' >&2\nexit 3\n")
+    compiler.write_text(
+        "#!/bin/sh\ncat > /dev/null\necho 'x.cpp:1: error: no such thing' >&2\nexit 3\n"
+    )
     compiler.chmod(0o755)
     monkeypatch.setattr(compilation, "find_compiler", lambda: str(compiler))
-    with pytest.raises(RuntimeError, match=r"(?s)could not compile.*exit status 3.*C\+\+20.*x.cpp:1: error: no such thing"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)could not compile.*exit status 3.*C\+\+20.*x.cpp:1: error: no such thing",
+    ):
         compilation.build(tmp_path / "simulation.so")
     assert list(tmp_path.iterdir()) == [compiler]
 
@@ -55,7 +61,9 @@ def test_processes_without_a_writable_home_share_a_folder_of_their_user(monkeypa
     assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
     assert compilation.cache_folder() == folder
-    monkeypatch.setattr(compilation.os, "getuid", lambda: 12345)  # a folder of this name that another user has made
+    monkeypatch.setattr(
+        compilation.os, "getuid", lambda: 12345
+    )  # a folder of this name that another user has made
     (tmp_path / "balanced_parallel-12345").mkdir()
     other = compilation.cache_folder()
     assert other.parent == tmp_path
@@ -107,7 +115,9 @@ def test_a_folder_that_others_could_write_is_not_used(tmp_path, monkeypatch, exp
     assert compilation.cache_folder() not in (expected, folder)
 
 
-@pytest.mark.parametrize("make", [lambda path, target: path.symlink_to(target), lambda path, target: path.write_text("")])
+@pytest.mark.parametrize(
+    "make", [lambda path, target: path.symlink_to(target), lambda path, target: path.write_text("")]
+)
 def test_a_link_or_a_file_in_the_temporary_folder_is_not_used(tmp_path, monkeypatch, make):
     monkeypatch.setattr(compilation.Path, "home", lambda: tmp_path / "file")
     (tmp_path / "file").write_text("")

@@ -22,7 +22,9 @@ def test_learned_bias_of_attention_gets_its_gradient():
 
     def gradient(device):
         query_there, bias_there = query.to(device), bias.to(device).requires_grad_()
-        F.scaled_dot_product_attention(query_there, query_there, query_there, attn_mask=bias_there).pow(2).sum().backward()
+        F.scaled_dot_product_attention(
+            query_there, query_there, query_there, attn_mask=bias_there
+        ).pow(2).sum().backward()
         return bias_there.grad
 
     with simulate(1):
@@ -53,7 +55,10 @@ def test_checkpointing_repeats_the_random_numbers_of_dropout(use_reentrant):
         plain = torch.autograd.grad(net(inputs).pow(2).sum(), net.parameters())
         torch.sim.set_rng_state(state, 1)
         checkpoint(net, inputs, use_reentrant=use_reentrant).pow(2).sum().backward()
-        assert all(parameter.grad.equal(other) for parameter, other in zip(net.parameters(), plain, strict=True))
+        assert all(
+            parameter.grad.equal(other)
+            for parameter, other in zip(net.parameters(), plain, strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])

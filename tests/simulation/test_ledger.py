@@ -32,7 +32,13 @@ def test_allocations_are_rounded_up_to_512_bytes(count):
 def test_views_and_aliases_add_no_bytes_and_storages_are_freed():
     with simulate(1) as cluster:
         whole = floats(1, "sim:0")
-        pieces = [whole.view(2, -1), whole[5:], whole.detach(), whole.reshape(4, -1).t(), whole.view(torch.int32)]
+        pieces = [
+            whole.view(2, -1),
+            whole[5:],
+            whole.detach(),
+            whole.reshape(4, -1).t(),
+            whole.view(torch.int32),
+        ]
         assert cluster.live == [MIB]
         del whole
         assert cluster.live == [MIB]
@@ -91,7 +97,9 @@ def test_allocations_above_the_capacity_raise_and_earlier_tensors_stay_valid():
         with pytest.raises(torch.OutOfMemoryError, match="GPU 0"):
             kept.sqrt()
         assert kept.eq(7).all()
-        assert cluster.live[0] == 3 * MIB < cluster.peak[0] < 4 * MIB  # the booleans of the comparison fit
+        assert (
+            cluster.live[0] == 3 * MIB < cluster.peak[0] < 4 * MIB
+        )  # the booleans of the comparison fit
         assert torch.accelerator.get_memory_info("sim:0") == (MIB, 4 * MIB)
         fits = floats(1, "sim:0")
         assert len({fits.device, floats(8, "sim:1").device}) == 2
@@ -142,7 +150,9 @@ def test_the_allocation_that_is_asked_to_fail_raises_an_error_and_those_after_it
     with simulate(2) as cluster:
         cluster.fail_allocation(3)
         before, kept = cluster.allocations, [floats(1, "sim:0"), floats(1, "sim:1")]
-        with pytest.raises(torch.OutOfMemoryError, match=r"sim out of memory\. Tried to allocate 1024\.00 KiB"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"sim out of memory\. Tried to allocate 1024\.00 KiB"
+        ):
             floats(1, "sim:1")
         assert (cluster.live, cluster.allocations - before) == ([MIB, MIB], 3)
         kept.append(floats(1, "sim:1"))
@@ -162,7 +172,9 @@ def test_tensors_can_be_copied_saved_and_printed():
         file.seek(0)
         assert torch.load(file, map_location="cpu")["weight"].equal(net.weight.cpu())
         assert pickle.loads(pickle.dumps(net.weight.data)).device == torch.device("sim:1")
-        assert torch.ones(2).pin_memory().to("sim:0", non_blocking=True).device == torch.device("sim:0")
+        assert torch.ones(2).pin_memory().to("sim:0", non_blocking=True).device == torch.device(
+            "sim:0"
+        )
 
 
 def test_moving_a_module_keeps_tied_parameters():

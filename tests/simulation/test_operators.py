@@ -40,7 +40,9 @@ class Mixer(nn.Module):
 NETWORKS = {
     "linear": lambda: nn.Linear(72, 5),
     "conv": image(lambda: nn.Conv2d(2, 4, 3, padding=1)),
-    "grouped, strided, dilated conv": image(lambda: nn.Conv2d(2, 4, 3, stride=2, dilation=2, groups=2, padding=2)),
+    "grouped, strided, dilated conv": image(
+        lambda: nn.Conv2d(2, 4, 3, stride=2, dilation=2, groups=2, padding=2)
+    ),
     "transposed conv": image(lambda: nn.ConvTranspose2d(2, 3, 3, stride=2)),
     "conv1d": text(lambda: nn.Conv1d(9, 4, 3)),
     "conv3d": lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 6, 6)), nn.Conv3d(1, 2, 2)),
@@ -49,13 +51,21 @@ NETWORKS = {
     "group norm": image(lambda: nn.GroupNorm(2, 2)),
     "layer norm": lambda: nn.LayerNorm(72),
     "rms norm": lambda: nn.RMSNorm(72),
-    "pooling": image(lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2))),
+    "pooling": image(
+        lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2))
+    ),
     "upsampling": image(lambda: nn.Upsample(scale_factor=2, mode="bilinear")),
-    "activations": lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.ReLU(), nn.Softplus(), nn.PReLU(), nn.LogSoftmax(1)),
+    "activations": lambda: nn.Sequential(
+        nn.GELU(), nn.SiLU(), nn.ReLU(), nn.Softplus(), nn.PReLU(), nn.LogSoftmax(1)
+    ),
     "embedding": lambda: Embedded(nn.Embedding, padding_idx=3),
     "embedding bag": lambda: Embedded(nn.EmbeddingBag, mode="mean"),
     "attention": text(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
-    "encoder": text(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)),
+    "encoder": text(
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2
+        )
+    ),
     "lstm": text(lambda: nn.LSTM(8, 3, 2, bidirectional=True, batch_first=True)),
     "gru": text(lambda: nn.GRU(8, 3, 2, batch_first=True)),
     "gru without bias": text(lambda: nn.GRU(8, 3, bias=False)),
@@ -69,7 +79,9 @@ def run(net, inputs):
     inputs = inputs.detach().requires_grad_()
     outputs = net(inputs)
     first = outputs[0] if isinstance(outputs, tuple) else outputs
-    gradients = torch.autograd.grad(first.pow(2).sum(), [inputs, *net.parameters()], allow_unused=True)
+    gradients = torch.autograd.grad(
+        first.pow(2).sum(), [inputs, *net.parameters()], allow_unused=True
+    )
     return [first.detach(), *gradients, *net.buffers()]
 
 
@@ -87,11 +99,26 @@ def test_networks_give_the_results_of_the_cpu(name, training):
             if one is not None:
                 torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
         with torch.no_grad():
-            evaluated = net.eval()(inputs.to("sim:1"))  # the fast path of nn.TransformerEncoderLayer
-        assert (evaluated[0] if isinstance(evaluated, tuple) else evaluated).device == torch.device("sim:1")
+            evaluated = net.eval()(
+                inputs.to("sim:1")
+            )  # the fast path of nn.TransformerEncoderLayer
+        assert (evaluated[0] if isinstance(evaluated, tuple) else evaluated).device == torch.device(
+            "sim:1"
+        )
 
 
-PLAIN = ["AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adafactor", "LBFGS"]
+PLAIN = [
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+    "LBFGS",
+]
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "nesterov": True},
     "Adam": {"amsgrad": True},
@@ -99,7 +126,9 @@ OPTIMIZERS = {
 } | {name: {} for name in PLAIN}
 
 
-@pytest.mark.parametrize("way", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    "way", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}], ids=str
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_give_the_results_of_the_cpu(name, way):
     try:
@@ -132,7 +161,10 @@ def test_optimizers_give_the_results_of_the_cpu(name, way):
 def test_gradient_scaler_scales_unscales_and_skips_steps():
     with simulate(1):
         net = nn.Linear(4, 4).to("sim:0")
-        optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("sim", init_scale=1024.0)
+        optimizer, scaler = (
+            torch.optim.SGD(net.parameters(), 0.1),
+            torch.amp.GradScaler("sim", init_scale=1024.0),
+        )
         before = net.weight.clone()
         for bad in (False, True):
             optimizer.zero_grad()
@@ -172,11 +204,14 @@ def test_missing_operators_raise_an_error_with_name_and_fix():
     with simulate(1):
         x = torch.ones(3, device="sim:0")
         with pytest.raises(
-            NotImplementedError, match=r"'aten::_to_sparse' has none.*torch.library.impl\('aten::_to_sparse', 'PrivateUse1'\)"
+            NotImplementedError,
+            match=r"'aten::_to_sparse' has none.*torch.library.impl\('aten::_to_sparse', 'PrivateUse1'\)",
         ):
             x.to_sparse()
         with pytest.raises(NotImplementedError, match=r"aten::_cudnn_init_dropout_state"):
-            torch.ops.aten._cudnn_init_dropout_state(0.1, True, 0, dtype=torch.uint8, device="sim:0")
+            torch.ops.aten._cudnn_init_dropout_state(
+                0.1, True, 0, dtype=torch.uint8, device="sim:0"
+            )
 
 
 def test_missing_operators_can_be_added_with_torch_library():
@@ -184,7 +219,11 @@ def test_missing_operators_can_be_added_with_torch_library():
         x = torch.ones(3, device="sim:0")
         with pytest.raises(NotImplementedError, match="batch_norm_stats"):
             torch.batch_norm_stats(x[None], 1e-5)
-        library.impl("batch_norm_stats", lambda x, eps: (x.mean(0), (x.var(0, correction=0) + eps).rsqrt()), "PrivateUse1")
+        library.impl(
+            "batch_norm_stats",
+            lambda x, eps: (x.mean(0), (x.var(0, correction=0) + eps).rsqrt()),
+            "PrivateUse1",
+        )
         assert torch.batch_norm_stats(torch.stack([x, x]), 1.0)[1].eq(1).all()
 
 

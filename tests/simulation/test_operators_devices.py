@@ -18,7 +18,9 @@ WRONG_PLACES = {
     "masked_fill": lambda x: x.masked_fill(torch.ones(4, 4, dtype=torch.bool), 0),
     "batch_norm": lambda x: nn.BatchNorm1d(4)(x),
     "conv": lambda x: nn.Conv1d(1, 1, 2)(x[:, None]),
-    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None].cpu()),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(
+        x[None], x[None], x[None].cpu()
+    ),
     "lstm": lambda x: nn.LSTM(4, 4)(x),
     "foreach": lambda x: torch._foreach_add([x, x], [x, x.cpu()]),
     "number in a product": lambda x: x @ torch.tensor(1.0).expand(4),
@@ -41,7 +43,13 @@ def test_combinations_of_devices_that_cuda_accepts_are_accepted():
     with simulate(2):
         x = torch.randn(4, 4, device="sim:1")
         number = torch.tensor(2.0)
-        for allowed in (x * number, number + x, x.clamp(min=number), torch.where(x > 0, x, number), x[torch.tensor([0, 2])]):
+        for allowed in (
+            x * number,
+            number + x,
+            x.clamp(min=number),
+            torch.where(x > 0, x, number),
+            x[torch.tensor([0, 2])],
+        ):
             assert allowed.device == torch.device("sim:1")
         rows = torch.arange(4, device="sim:1")  # torch has no tag on these as elementwise operators
         assert (rows // 2).tolist() == (rows // torch.tensor(2)).tolist() == [0, 0, 1, 1]
@@ -55,7 +63,10 @@ def test_combinations_of_devices_that_cuda_accepts_are_accepted():
 def test_strict_false_copies_and_warns():
     with simulate(2, strict=False) as cluster:
         x = torch.ones(4, 4, device="sim:1")
-        with pytest.warns(UserWarning, match="got mat2 is on cpu, different from other tensors on sim:1.*not strict"):
+        with pytest.warns(
+            UserWarning,
+            match="got mat2 is on cpu, different from other tensors on sim:1.*not strict",
+        ):
             y = x @ torch.ones(4, 4)
         assert y.device == torch.device("sim:1")
         assert y.eq(4).all()

@@ -6,7 +6,14 @@ import warnings
 import pytest
 import torch
 from helpers.ddp import WAYS, Chosen, assert_update, cut_over_ranks, make_update
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    CLASSES,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
 from torch import nn
@@ -25,7 +32,9 @@ def test_accumulation_and_synchronizing_forward_compile_the_same_graphs(rank):
 
     net = nn.Sequential(*[nn.Linear(1700, 1700) for _ in range(3)])  # 33 MiB in several buckets
     model, criterion = parallelize(torch.compile(net, backend=backend), nn.MSELoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
     step.add(torch.randn(2, 1700), torch.randn(2, 1700))
     count = len(graphs)
     assert count > 1, "the graph is not split at the buckets"
@@ -40,16 +49,24 @@ def test_accumulation_keeps_one_copy_of_the_gradients(rank):
     """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
     net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
     model, criterion = parallelize(net, nn.MSELoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
     step(torch.randn(6, 500), torch.randn(6, 500))
     buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         for _ in range(3):
             step.add(torch.randn(2, 500), torch.randn(2, 500))
-            assert {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()} == buckets
+            assert {
+                parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()
+            } == buckets
         step.apply()
     now = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
@@ -61,7 +78,9 @@ def test_a_start_and_two_updates_print_no_warnings_of_torch(rank):
     with warnings.catch_warnings(action="error"):
         for strategy in ("ddp", "fsdp"):
             model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy=strategy)
-            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+            step = TrainStep(
+                model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+            )
             for rows in (4, 5 * rank):
                 step(torch.randn(rows, 4), class_targets(rows))
 
@@ -128,11 +147,15 @@ class Recomputed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.last = (nn.Linear(4, size).double() for size in (4, 4, CLASSES))
+        self.first, self.middle, self.last = (
+            nn.Linear(4, size).double() for size in (4, 4, CLASSES)
+        )
         self.use_reentrant = use_reentrant
 
     def forward(self, inputs):
-        return self.last(checkpoint(self.middle, self.first(inputs), use_reentrant=self.use_reentrant))
+        return self.last(
+            checkpoint(self.middle, self.first(inputs), use_reentrant=self.use_reentrant)
+        )
 
 
 @on_ranks(2)
@@ -161,7 +184,10 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.last = nn.Embedding(11, 4, sparse=True).double(), nn.Linear(4, CLASSES).double()
+        self.embedding, self.last = (
+            nn.Embedding(11, 4, sparse=True).double(),
+            nn.Linear(4, CLASSES).double(),
+        )
 
     def forward(self, inputs):
         return self.last(self.embedding(inputs).mean(1))
@@ -176,10 +202,14 @@ def test_sparse_gradients_with_ranks_without_rows(rank):
     for way in WAYS:
         model, update = make_update(way, Words(), nn.CrossEntropyLoss())
         for _ in range(3):
-            torch.testing.assert_close(update(*(cut_over_ranks(each, sizes, rank) for each in batch)), loss)
+            torch.testing.assert_close(
+                update(*(cut_over_ranks(each, sizes, rank) for each in batch)), loss
+            )
             sparse, *others = gradients(model.module)
             assert sparse.is_sparse
-            assert_same_gradients([sparse.to_dense(), *others], [expected[0].to_dense(), *expected[1:]])
+            assert_same_gradients(
+                [sparse.to_dense(), *others], [expected[0].to_dense(), *expected[1:]]
+            )
 
 
 def quantize(state, bucket):
@@ -187,7 +217,11 @@ def quantize(state, bucket):
     buffer = bucket.buffer()
     unit = buffer.abs().max() / 127
     buffer.copy_((buffer / unit).round() * unit if unit else buffer)
-    return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0] / 2)
+    return (
+        torch.distributed.all_reduce(buffer, async_op=True)
+        .get_future()
+        .then(lambda future: future.value()[0] / 2)
+    )
 
 
 @on_ranks(2)
@@ -207,7 +241,10 @@ def test_comm_hook_buckets_contain_only_gradients(rank):
 
 def check_powersgd(rank):
     """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts those of the next bucket."""
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        PowerSGDState,
+        powerSGD_hook,
+    )
 
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
@@ -228,7 +265,13 @@ class Strict(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3), nn.BatchNorm2d(3), nn.Dropout(0.0), nn.Flatten())
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 3, 3),
+            nn.InstanceNorm2d(3),
+            nn.BatchNorm2d(3),
+            nn.Dropout(0.0),
+            nn.Flatten(),
+        )
         self.last = nn.Linear(12, 2)
         self.never = nn.Linear(2, 2)
         self.register_buffer("forwards", torch.zeros(()))
@@ -252,7 +295,11 @@ def check_loop(rank, first_is_empty, method):
         torch.manual_seed(10 + number)
         x, targets = torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(2, (6,))
         mine = slice(6, 6) if is_empty and rank else slice(0, 6)
-        outputs = model.call(method, x[mine]) if method else model(x[mine]).map(lambda output: output["logits"])
+        outputs = (
+            model.call(method, x[mine])
+            if method
+            else model(x[mine]).map(lambda output: output["logits"])
+        )
         assert list(outputs.sizes) == [len(x[mine])]
         loss = criterion(outputs, targets[mine])
         model.zero_grad()
@@ -262,7 +309,9 @@ def check_loop(rank, first_is_empty, method):
         expected.backward()
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
         assert_same_gradients(gradients(model.module), gradients(plain))
-        assert gather(outputs.map(lambda output: output.detach())).shape == ((6, 2) if is_empty else (12, 2))
+        assert gather(outputs.map(lambda output: output.detach())).shape == (
+            (6, 2) if is_empty else (12, 2)
+        )
     with torch.no_grad():
         assert gather(model(x[mine]).map(lambda output: output["logits"])).shape == (6, 2)
     return model.module.forwards.item(), torch.get_rng_state().tolist()
@@ -271,7 +320,9 @@ def check_loop(rank, first_is_empty, method):
 @pytest.mark.parametrize("method", [None, "features"])
 @pytest.mark.parametrize("first_is_empty", [False, True])
 def test_rank_without_rows_takes_part_in_a_loop_by_hand(first_is_empty, method):
-    (forwards, random_numbers), others = run_ranks(2, check_loop, first_is_empty, method, timeout=60)
+    (forwards, random_numbers), others = run_ranks(
+        2, check_loop, first_is_empty, method, timeout=60
+    )
     assert forwards == 4
     assert others[1] == random_numbers
 
@@ -302,7 +353,11 @@ class Changing(nn.Module):
 def exchanges_of(work):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         work()
-    return sum(event.count for event in profiler.key_averages() if event.key in ("gloo:all_reduce", "gloo:all_gather"))
+    return sum(
+        event.count
+        for event in profiler.key_averages()
+        if event.key in ("gloo:all_reduce", "gloo:all_gather")
+    )
 
 
 def check_exchanges(rank):
@@ -311,7 +366,9 @@ def check_exchanges(rank):
     by_hand = nn.parallel.DistributedDataParallel(copy.deepcopy(net))
     model, criterion = parallelize(net, nn.MSELoss())
     assert not model.find_unused_parameters  # torch would warn of it
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
     inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
 
     def update_by_hand():
@@ -319,7 +376,9 @@ def check_exchanges(rank):
             nn.functional.mse_loss(by_hand(inputs[:2]), targets[:2]).backward()
         nn.functional.mse_loss(by_hand(inputs[2:]), targets[2:]).backward()
 
-    counts = [exchanges_of(update_by_hand) for _ in range(2)]  # the reducer builds its buckets again after the first
+    counts = [
+        exchanges_of(update_by_hand) for _ in range(2)
+    ]  # the reducer builds its buckets again after the first
     for users in ([0, 1], [0, 1], [1], []):
         net.uses_second = rank in users
         counts.append(exchanges_of(lambda: step(inputs, targets)))
@@ -329,7 +388,12 @@ def check_exchanges(rank):
 
 def test_update_adds_one_small_exchange_to_plain_ddp_and_another_for_unused_parameters():
     """Loss, weight, and whether the backward of a rank has failed; then the parameters that no rank has used."""
-    assert run_ranks(2, check_exchanges)[0] == [1, 2, 3, 3]  # the other rank does not always wait for the last
+    assert run_ranks(2, check_exchanges)[0] == [
+        1,
+        2,
+        3,
+        3,
+    ]  # the other rank does not always wait for the last
 
 
 @on_ranks(2)
@@ -339,7 +403,9 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
     net = Changing()
     plain = copy.deepcopy(net)
     model, criterion = parallelize(net, nn.MSELoss())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)  # an unused parameter with a zero would decay
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, weight_decay=0.1
+    )  # an unused parameter with a zero would decay
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
     inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
@@ -354,7 +420,9 @@ def test_unused_parameters_are_known_in_a_step_and_in_a_loop_in_turn(rank):
         for module in (net, plain):
             module.first.bias.requires_grad_(number < 2)  # the first loop gives it no hook
         update(inputs, targets) if update is step else update()
-        assert all((weight.grad is None) == (not net.uses_second) for weight in net.second.parameters()), number
+        assert all(
+            (weight.grad is None) == (not net.uses_second) for weight in net.second.parameters()
+        ), number
         by_hand.zero_grad()
         nn.functional.mse_loss(plain(inputs), targets).backward()
         by_hand.step()

@@ -22,7 +22,9 @@ class Centred(nn.Module):
         output = self.layer(inputs)
         total, count = output.sum(0), output.new_tensor(float(len(output)))
         if dist.is_initialized() and self.training:
-            total, count = (torch.distributed.nn.functional.all_reduce(part) for part in (total, count))
+            total, count = (
+                torch.distributed.nn.functional.all_reduce(part) for part in (total, count)
+            )
         return output - total / count
 
 
@@ -32,12 +34,15 @@ def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused(r
     net = Centred().double()
     plain = copy.deepcopy(net).eval()  # whose mean is that of its rows
     model, criterion = parallelize(net, nn.MSELoss(), strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=3)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=3
+    )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 3).double()
     mine = slice(0, 3) if rank == 0 else slice(3, 6)
     with pytest.warns(
-        UserWarning, match="the module communicates with the other ranks itself .allreduce_.*as many micro-batches"
+        UserWarning,
+        match="the module communicates with the other ranks itself .allreduce_.*as many micro-batches",
     ):
         losses = [step(inputs[mine], targets[mine])]
     losses.append(step(inputs[mine], targets[mine]))
@@ -47,7 +52,10 @@ def test_own_collective_of_a_module_is_told_and_a_rank_without_rows_is_refused(r
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
-    with pytest.raises(RuntimeError, match="this rank has no rows, and the module communicates with the other ranks itself"):
+    with pytest.raises(
+        RuntimeError,
+        match="this rank has no rows, and the module communicates with the other ranks itself",
+    ):
         model(inputs[:0])
     net.eval()
     assert model(inputs[:0]).gather().shape == (0, 3)  # this mode has no collective

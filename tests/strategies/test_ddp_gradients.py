@@ -33,7 +33,9 @@ def test_gradients_of_unregistered_parameters_raise_an_error(rank):
         _, update = make_update(way, module, nn.CrossEntropyLoss())
         update(inputs, targets)
         module.first.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"first\.weight requires a gradient.*call parallelize again"):
+        with pytest.raises(
+            ValueError, match=r"first\.weight requires a gradient.*call parallelize again"
+        ):
             update(inputs, targets)
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))
     model, criterion = parallelize(
@@ -42,7 +44,9 @@ def test_gradients_of_unregistered_parameters_raise_an_error(rank):
         weight=lambda output, target: len(target),
     )
     step = TrainStep(model, criterion, torch.optim.SGD([*model.parameters(), scale], lr=0.1))
-    with pytest.raises(ValueError, match=r"shape \(\).*make it part of the module or of the criterion"):
+    with pytest.raises(
+        ValueError, match=r"shape \(\).*make it part of the module or of the criterion"
+    ):
         step(inputs, targets)
 
 
@@ -58,9 +62,13 @@ def test_loss_is_on_its_way_to_the_host_before_the_last_backward(rank):
     ranks.start_copy = noted
     try:
         net = build_net()
-        net[2].register_forward_hook(lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None)
+        net[2].register_forward_hook(
+            lambda *of: of[2].register_hook(lambda gradient: events.append("backward")) and None
+        )
         model, criterion = parallelize(net, nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+        )
         step(torch.randn(4, 4), class_targets(4))
     finally:
         ranks.start_copy = start_copy
@@ -75,7 +83,9 @@ def check_losses(rank, sizes, micro_batch_size, names):
         make_criterion, kind = LOSSES[name]
         torch.manual_seed(0)
         criterion, inputs = make_criterion(), torch.randn(rows, 4)
-        targets = make_targets(kind, rows, ignored=sizes[0])  # with class targets, the first rank counts nothing
+        targets = make_targets(
+            kind, rows, ignored=sizes[0]
+        )  # with class targets, the first rank counts nothing
         plain = OnTop(name)
         loss, expected = plain_program(plain, criterion, inputs, targets)
         my_inputs = cut_over_ranks(inputs, sizes, rank)
@@ -96,8 +106,20 @@ def check_losses(rank, sizes, micro_batch_size, names):
 
 
 ALL = [*LOSSES]
-FEW = ["CrossEntropyLoss, weight, smoothing", "MSELoss, sum", "GaussianNLLLoss", "CTCLoss", "AdaptiveLogSoftmaxWithLoss"]
-CASES = [([4, 5], None, ALL), ([1, 6], 2, ALL), ([5, 0, 2], None, ALL), ([5, 0, 2], 2, ALL), ([5, 0, 2], 2, FEW)]
+FEW = [
+    "CrossEntropyLoss, weight, smoothing",
+    "MSELoss, sum",
+    "GaussianNLLLoss",
+    "CTCLoss",
+    "AdaptiveLogSoftmaxWithLoss",
+]
+CASES = [
+    ([4, 5], None, ALL),
+    ([1, 6], 2, ALL),
+    ([5, 0, 2], None, ALL),
+    ([5, 0, 2], 2, ALL),
+    ([5, 0, 2], 2, FEW),
+]
 
 
 @pytest.mark.parametrize(("sizes", "micro_batch_size", "names"), slow_but(CASES, CASES[-1]))
@@ -113,7 +135,9 @@ def test_gradients_of_parameters_without_an_optimizer_are_exact(rank):
     batch = torch.randn(7, 4), class_targets(7)
     expected = plain_program(build_net(), torch.nn.CrossEntropyLoss(), *batch)
     model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(list(model.parameters())[1:], lr=0.1), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(list(model.parameters())[1:], lr=0.1), micro_batch_size=2
+    )
     for _ in range(3):  # the reducer makes its buckets anew after the first
         model.module.load_state_dict(build_net().state_dict())
         assert_update(step, model.module, batch, [4, 3], rank, expected)
@@ -129,8 +153,12 @@ def test_parameter_captured_by_the_criterion_gets_an_exact_gradient(double):
 
     _, expected = plain_program(net, criterion, inputs, targets)
     expected, scale.grad = [*expected, scale.grad], None
-    model, parallel = parallelize(net, criterion, ["cpu"], weight=lambda output, target: len(target))
-    step = TrainStep(model, parallel, torch.optim.SGD([*net.parameters(), scale], lr=0.0), micro_batch_size=3)
+    model, parallel = parallelize(
+        net, criterion, ["cpu"], weight=lambda output, target: len(target)
+    )
+    step = TrainStep(
+        model, parallel, torch.optim.SGD([*net.parameters(), scale], lr=0.0), micro_batch_size=3
+    )
     step(inputs, targets)
     assert_same_gradients([*gradients(net), scale.grad], expected)
 
@@ -156,7 +184,10 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.scale = nn.Linear(4, 6).double(), nn.Parameter(torch.full((6,), 2.0, dtype=torch.float64))
+        self.layer, self.scale = (
+            nn.Linear(4, 6).double(),
+            nn.Parameter(torch.full((6,), 2.0, dtype=torch.float64)),
+        )
 
     def forward(self, inputs):
         hidden = self.layer(inputs)
@@ -203,10 +234,14 @@ def test_first_backward_may_fail_anywhere(rank, place, frozen):
     elif place == "module":
         net[1].register_full_backward_hook(fail)
     else:
-        net.register_forward_hook(lambda *of: of[2].requires_grad and of[2].register_hook(fail) and None)
+        net.register_forward_hook(
+            lambda *of: of[2].requires_grad and of[2].register_hook(fail) and None
+        )
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
     inputs, targets = torch.randn(5, 4), class_targets(5)
-    with pytest.raises((ValueError, RuntimeError), match="this rank fails" if rank == 0 else "1 of 2 ranks failed"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match="this rank fails" if rank == 0 else "1 of 2 ranks failed"
+    ):
         step(inputs, targets)
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
     for _ in range(3):
@@ -223,7 +258,9 @@ def test_parameters_have_no_hooks(rank):
         for _ in range(2):
             update(inputs, targets)
         assert all(parameter._backward_hooks is None for parameter in model.parameters())
-        assert all(parameter._post_accumulate_grad_hooks is None for parameter in model.parameters())
+        assert all(
+            parameter._post_accumulate_grad_hooks is None for parameter in model.parameters()
+        )
 
 
 @on_ranks(2)
@@ -234,15 +271,28 @@ def test_gradients_do_not_depend_on_the_previous_update(rank):
     model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
     found = []
     for before, rows in ((None, 11), (3, 11), (11, 11), (20, 11), (None, 16), (16, 16)):
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=4)
+        step = TrainStep(
+            model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=4
+        )
         if before is not None:
             step(inputs[-before:], targets[-before:])
         with Calls(torch.ops.aten._foreach_mul_.Scalar) as multiplications:
             step(inputs[-rows:], targets[-rows:])
         found.append((gradients(model.module), multiplications.seen))
-    assert all(torch.equal(one, other) for some, _ in found[1:4] for one, other in zip(found[0][0], some, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for some, _ in found[1:4]
+        for one, other in zip(found[0][0], some, strict=True)
+    )
     assert all(map(torch.equal, found[4][0], found[5][0]))
-    assert [seen for _, seen in found] == [1, 1, 1, 1, 1, 0]  # nothing is left to divide where both weigh the same power of two
+    assert [seen for _, seen in found] == [
+        1,
+        1,
+        1,
+        1,
+        1,
+        0,
+    ]  # nothing is left to divide where both weigh the same power of two
 
 
 def check_chosen(rank):
@@ -258,11 +308,15 @@ def check_chosen(rank):
                 total = total + nn.functional.cross_entropy(plain(some), wanted, reduction="sum")
             (total / 6).backward()
             model.module.chosen = chosen[rank]
-            torch.testing.assert_close(update(*halves[rank]), (total / 6).detach(), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                update(*halves[rank]), (total / 6).detach(), rtol=1e-10, atol=1e-10
+            )
             assert_same_gradients(gradients(model.module), gradients(plain))
 
 
-@pytest.mark.parametrize("debug", ["OFF", "INFO"])  # whose errors have names too, which may be numbers
+@pytest.mark.parametrize(
+    "debug", ["OFF", "INFO"]
+)  # whose errors have names too, which may be numbers
 def test_unused_parameters_may_differ_between_ranks_and_steps(monkeypatch, debug):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", debug)
     run_ranks(2, check_chosen, fresh=debug == "INFO")
@@ -279,7 +333,9 @@ def test_second_loss_may_use_parameters_that_the_criterion_does_not_use(rank):
         loss = criterion(model(inputs), targets) + model.module.branches[1].weight.sum()
         loss.backward()
         assert model.module.first.weight.grad.any()
-        torch.testing.assert_close(model.module.branches[1].weight.grad, torch.ones(CLASSES, CLASSES, dtype=torch.float64))
+        torch.testing.assert_close(
+            model.module.branches[1].weight.grad, torch.ones(CLASSES, CLASSES, dtype=torch.float64)
+        )
 
 
 @on_ranks(2)
@@ -291,5 +347,12 @@ def test_layers_may_be_frozen_and_unfrozen(rank):
         for frozen in (False, True, True, False):
             for net in (plain, model.module):
                 net.first.requires_grad_(not frozen)
-            assert_update(update, model.module, batch, [2, 4], rank, plain_program(plain, nn.CrossEntropyLoss(), *batch))
+            assert_update(
+                update,
+                model.module,
+                batch,
+                [2, 4],
+                rank,
+                plain_program(plain, nn.CrossEntropyLoss(), *batch),
+            )
             assert [p.requires_grad for p in model.module.first.parameters()] == [not frozen] * 2

@@ -56,7 +56,9 @@ def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts(rank):
     assert model.module.head.weight.device_mesh.shape == (2, 2)
     assert model.module.blocks[0].linear1.weight.to_local().shape == (8, 8)
     expected = plain_program(Language(), nn.CrossEntropyLoss(), *batch)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
+    )
     for sizes in ([4, 0, 3, 2], [1, 1, 6, 1]):
         assert_update(step, model.module, batch, sizes, rank, expected)
 
@@ -89,7 +91,9 @@ def test_evaluation_and_other_methods_of_ranks_without_rows(rank):
         for parameter in net.parameters():
             parameter.add_(rank)
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
-    assert_same_gradients([one.full_tensor() for one in model.parameters()], list(build_net().parameters()))
+    assert_same_gradients(
+        [one.full_tensor() for one in model.parameters()], list(build_net().parameters())
+    )
     inputs, targets = torch.randn(7, 4), class_targets(7)
     inputs = inputs.clone()
     torch.distributed.broadcast(inputs, 0)
@@ -101,7 +105,9 @@ def test_evaluation_and_other_methods_of_ranks_without_rows(rank):
         language(language_batch()[0])
     with warnings.catch_warnings(action="error"):  # FSDP2 warns of outputs that are views
         gather(language(language_batch()[0])).sum().backward()
-    assert all(hasattr(one, "full_tensor") for one in language.parameters())  # those of the root too
+    assert all(
+        hasattr(one, "full_tensor") for one in language.parameters()
+    )  # those of the root too
     plain = build_net()
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -118,10 +124,20 @@ def check_precision(rank):
     words, targets = language_batch()
     plain = Language()
     loss, _ = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
-    model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), precision="bf16", strategy="fsdp")
+    model, criterion = parallelize(
+        Language(), nn.CrossEntropyLoss(), precision="bf16", strategy="fsdp"
+    )
     seen = []
-    model.module.blocks[0].linear1.register_forward_hook(lambda layer, given, output: seen.append(layer.weight.dtype))
-    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), precision="bf16", micro_batch_size=2)
+    model.module.blocks[0].linear1.register_forward_hook(
+        lambda layer, given, output: seen.append(layer.weight.dtype)
+    )
+    step = TrainStep(
+        model,
+        criterion,
+        torch.optim.AdamW(model.parameters()),
+        precision="bf16",
+        micro_batch_size=2,
+    )
     found = step(words.split([2, 7])[rank], targets.split([2, 7])[rank])
     torch.testing.assert_close(found, loss, rtol=2e-2, atol=2e-2)
     assert set(seen) == {torch.bfloat16}  # all-gathered
@@ -160,7 +176,12 @@ def check_optimizer(rank):
             step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), other, rtol=1e-8, atol=1e-10)
-    return sum(value.to_local().nbytes for values in optimizer.state.values() for value in values.values() if value.dim())
+    return sum(
+        value.to_local().nbytes
+        for values in optimizer.state.values()
+        for value in values.values()
+        if value.dim()
+    )
 
 
 def test_optimizer_state_is_sharded_and_moves_to_the_plain_optimizer():
@@ -180,9 +201,17 @@ def test_shards_equal_the_plain_program(rank, way):
     words, targets = language_batch()
     batches = {"counted": (words, targets), "some": (words, targets.clone())}
     batches["some"][1][:4] = -100
-    expected = {kind: plain_program(Language(), nn.CrossEntropyLoss(), *batch) for kind, batch in batches.items()}
+    expected = {
+        kind: plain_program(Language(), nn.CrossEntropyLoss(), *batch)
+        for kind, batch in batches.items()
+    }
     model, update = make_update(way, Language(), nn.CrossEntropyLoss(), strategy="fsdp")
-    for sizes, kind in (([4, 5], "counted"), ([0, 9], "counted"), ([4, 5], "some"), ([8, 1], "counted")):
+    for sizes, kind in (
+        ([4, 5], "counted"),
+        ([0, 9], "counted"),
+        ([4, 5], "some"),
+        ([8, 1], "counted"),
+    ):
         assert_update(update, model.module, batches[kind], sizes, rank, expected[kind])
     assert model.module.never.weight.grad is None
     assert len(model.units) == 4
@@ -214,7 +243,9 @@ class Poisoned(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 5))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 5)
+        )
         self.layers[1].p = 0.0
 
     def forward(self, inputs):
@@ -260,12 +291,20 @@ def test_gradients_in_float16_have_one_divisor_on_all_ranks(rank):
     plain = build_net()
     _, expected = plain_program(plain, nn.CrossEntropyLoss(reduction="mean"), inputs, targets)
     model, criterion = shard(build_net(), nn.CrossEntropyLoss(), precision="fp16")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), precision="fp16", micro_batch_size=3)
+    step = TrainStep(
+        model,
+        criterion,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        precision="fp16",
+        micro_batch_size=3,
+    )
     for _ in range(2):
         step(inputs.split([31, 9])[rank], targets.split([31, 9])[rank])
         for one, other in zip(whole_gradients(model.module), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
-    _, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs[-2:], targets[-2:])  # lighter than the window before
+    _, expected = plain_program(
+        plain, nn.CrossEntropyLoss(), inputs[-2:], targets[-2:]
+    )  # lighter than the window before
     if rank == 0:
         step.add(inputs[-2:], targets[-2:])
     step.apply()
@@ -278,7 +317,9 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     inputs, targets = torch.randn(4, 4), class_targets(4)
     net = build_net()
     model, criterion = shard(net, nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size="auto")
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size="auto"
+    )
     fails = True
 
     def fail(module, given):
@@ -286,7 +327,10 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
             raise torch.OutOfMemoryError("too large")
 
     net[2].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="other ranks wait for its shards.*give micro_batch_size a smaller number"):
+    with pytest.raises(
+        RuntimeError,
+        match="other ranks wait for its shards.*give micro_batch_size a smaller number",
+    ):
         step(inputs, targets)
     fails = False
     plain = build_net()
@@ -295,13 +339,19 @@ def test_failures_have_clear_errors_and_the_step_can_be_repeated(rank):
     assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
 
     stranger = nn.Parameter(torch.ones(()))
-    model, criterion = shard(build_net(), lambda output, target: (output * stranger).mean(), weight=lambda output, target: 1)
+    model, criterion = shard(
+        build_net(),
+        lambda output, target: (output * stranger).mean(),
+        weight=lambda output, target: 1,
+    )
     step = TrainStep(model, criterion, torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
     with pytest.raises(ValueError, match=r"shape \(\).*make it part of the module"):
         step(inputs, targets)
 
     model.module[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"0\.weight has requires_grad=False, but True when parallelize sharded it"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight has requires_grad=False, but True when parallelize sharded it"
+    ):
         model(inputs)
     with torch.no_grad():
         model(inputs)
@@ -344,7 +394,9 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(4)
+        )
 
     def forward(self, inputs):
         outputs = inputs.new_zeros(len(inputs), 5)
@@ -397,4 +449,7 @@ def test_blocks_that_change_on_one_rank_never_train_on_mixed_parameters(rank):
             step(inputs, targets)
     with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout|closed"):
         step(inputs, targets)
-    assert all(torch.equal(one.to_local(), other) for one, other in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(one.to_local(), other)
+        for one, other in zip(net.parameters(), before, strict=True)
+    )

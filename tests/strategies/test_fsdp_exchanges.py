@@ -20,7 +20,11 @@ def words_of(work):
     """Returns the collectives of the hosts: those besides the all-gathers of parameters and the reductions of gradients."""
     gather = mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object)
     add = mock.patch.object(collectives, "sum_numbers", wraps=collectives.sum_numbers)
-    with gather as gathered, add as added, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with (
+        gather as gathered,
+        add as added,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+    ):
         work()
     # key_averages() reads stacks too, which rarely raises "cannot create std::vector" (torch 2.13, events of gloo's threads).
     events = profiler.profiler.kineto_results.events()
@@ -29,7 +33,20 @@ def words_of(work):
 
 
 # rows of each rank: alike, as many micro-batches on each, fewer on one, more on one, fewer on both, none on one
-SIZES = [[4, 4], [4, 4], [4, 3], [4, 1], [4, 4], [4, 9], [10, 9], [2, 1], [2, 1], [2, 1], [0, 4], [0, 4]]
+SIZES = [
+    [4, 4],
+    [4, 4],
+    [4, 3],
+    [4, 1],
+    [4, 4],
+    [4, 9],
+    [10, 9],
+    [2, 1],
+    [2, 1],
+    [2, 1],
+    [0, 4],
+    [0, 4],
+]
 
 
 def check_words(rank, precision, all_sizes):
@@ -37,8 +54,16 @@ def check_words(rank, precision, all_sizes):
         torch.set_default_dtype(torch.float64)
     tolerance = 1e-10 if precision == "fp32" else 2e-2
     plain, counts = build_net(), []
-    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), precision=precision, strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), precision=precision, micro_batch_size=2)
+    model, criterion = parallelize(
+        build_net(), nn.CrossEntropyLoss(), precision=precision, strategy="fsdp"
+    )
+    step = TrainStep(
+        model,
+        criterion,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        precision=precision,
+        micro_batch_size=2,
+    )
     before = collectives._updates
     for number, sizes in enumerate(all_sizes):
         torch.manual_seed(number)
@@ -71,7 +96,11 @@ def test_more_micro_batches_in_float16():
 def reductions_of(work):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         work()
-    return sum(event.count for event in profiler.key_averages() if event.key == "c10d::_reduce_scatter_base_")
+    return sum(
+        event.count
+        for event in profiler.key_averages()
+        if event.key == "c10d::_reduce_scatter_base_"
+    )
 
 
 class Branches(nn.Module):
@@ -110,8 +139,12 @@ def check_whole_gradients(rank, precision):
     mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
     plain = Branches()
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
-    model, criterion = parallelize(Branches(), nn.CrossEntropyLoss(), precision=precision, strategy="fsdp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    model, criterion = parallelize(
+        Branches(), nn.CrossEntropyLoss(), precision=precision, strategy="fsdp"
+    )
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
+    )
     tolerance = 1e-5 if precision == "fp32" else 5e-2
     counts, fails = [], False
 

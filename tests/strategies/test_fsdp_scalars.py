@@ -67,8 +67,12 @@ def plain(updates=3, *, optimizer=torch.optim.AdamW, max_grad_norm=None, times=1
 
 def shard(rank):
     torch.manual_seed(rank)  # Ranks begin with the values of rank 0.
-    model, split = parallelize(Pairs(), DataParallelCriterion(nn.CrossEntropyLoss()), ["cpu"], strategy="fsdp")
-    assert {name for name, value in model.module.named_parameters() if not hasattr(value, "full_tensor")} == {
+    model, split = parallelize(
+        Pairs(), DataParallelCriterion(nn.CrossEntropyLoss()), ["cpu"], strategy="fsdp"
+    )
+    assert {
+        name for name, value in model.module.named_parameters() if not hasattr(value, "full_tensor")
+    } == {
         "temperature",
         "blocks.0.scale",
         "blocks.1.scale",
@@ -79,11 +83,19 @@ def shard(rank):
 
 
 def assert_same(model, expected):
-    for (name, found), (_, value) in zip(model.module.named_parameters(), expected.named_parameters(), strict=True):
-        torch.testing.assert_close(whole(found), value, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, found), (_, value) in zip(
+        model.module.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            whole(found), value, msg=lambda text, name=name: f"{name}: {text}"
+        )
         assert (found.grad is None) == (value.grad is None), name
         if value.grad is not None:
-            torch.testing.assert_close(whole(found.grad), value.grad, msg=lambda text, name=name: f"gradient of {name}: {text}")
+            torch.testing.assert_close(
+                whole(found.grad),
+                value.grad,
+                msg=lambda text, name=name: f"gradient of {name}: {text}",
+            )
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -136,12 +148,22 @@ def test_balanced_optimizers_update_them(rank, kind, optimizer):
 def test_scaled_gradients_of_float16_are_unscaled_once(rank):
     expected, _ = plain(1)
     model, criterion = shard(rank)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), precision="fp16", max_grad_norm=1e9)
+    step = TrainStep(
+        model,
+        criterion,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        precision="fp16",
+        max_grad_norm=1e9,
+    )
     for _ in range(5):  # The scale falls where gradients overflow.
         step(*rows_of(rank))
-    for (name, found), (_, value) in zip(model.module.named_parameters(), expected.named_parameters(), strict=True):
+    for (name, found), (_, value) in zip(
+        model.module.named_parameters(), expected.named_parameters(), strict=True
+    ):
         if value.grad is not None:
-            torch.testing.assert_close(whole(found.grad), value.grad, rtol=0.02, atol=2e-3, msg=name)
+            torch.testing.assert_close(
+                whole(found.grad), value.grad, rtol=0.02, atol=2e-3, msg=name
+            )
 
 
 def trained(rank, updates):

@@ -25,9 +25,13 @@ def test_shards_on_simulated_devices_equal_the_plain_program(rank):
     with simulate(2) as cluster:
         model, criterion = parallelize(build_net().double(), nn.CrossEntropyLoss(), strategy="fsdp")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        found = TrainStep(model, criterion, optimizer, micro_batch_size=2)(inputs[mine], targets[mine])
+        found = TrainStep(model, criterion, optimizer, micro_batch_size=2)(
+            inputs[mine], targets[mine]
+        )
         torch.testing.assert_close(found.cpu(), loss)
-        assert_same_gradients([parameter.grad.full_tensor().cpu() for parameter in model.parameters()], expected)
+        assert_same_gradients(
+            [parameter.grad.full_tensor().cpu() for parameter in model.parameters()], expected
+        )
         assert {str(parameter.device) for parameter in model.parameters()} == {f"sim:{rank}"}
         parts = cluster.categories(rank)
         assert min(parts["parameters"], parts["gradients"]) > 0
@@ -46,8 +50,15 @@ def peak_of(step, batch, cluster, rank):
 def peak_of_a_rank(rank, rows, precision, micro_batch_size, memory):
     build, batch = PROBLEMS["language model"]
     with simulate(2, memory=memory) as cluster:
-        model, criterion = parallelize(build(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision)
-        step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=micro_batch_size)
+        model, criterion = parallelize(
+            build(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision
+        )
+        step = TrainStep(
+            model,
+            criterion,
+            torch.optim.AdamW(model.parameters()),
+            micro_batch_size=micro_batch_size,
+        )
         return peak_of(step, batch(rows), cluster, rank)
 
 
@@ -61,11 +72,19 @@ ESTIMATES = [
 
 
 @pytest.mark.parametrize(("rows", "precision", "micro_batch_size", "whole", "limit"), ESTIMATES)
-def test_estimates_of_shards_equal_the_simulated_peak(rows, precision, micro_batch_size, whole, limit):
+def test_estimates_of_shards_equal_the_simulated_peak(
+    rows, precision, micro_batch_size, whole, limit
+):
     build, batch = PROBLEMS["language model"]
     found = max(run_ranks(2, peak_of_a_rank, rows, precision, micro_batch_size, limit))
-    settings = {"precision": precision, "micro_batch_size": micro_batch_size, "whole_gradients": whole}
-    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), **TWO_DEVICES, **settings)
+    settings = {
+        "precision": precision,
+        "micro_batch_size": micro_batch_size,
+        "whole_gradients": whole,
+    }
+    report = memory.estimate(
+        build(), nn.CrossEntropyLoss(), *batch(rows), **TWO_DEVICES, **settings
+    )
     assert report.allocated[0] == pytest.approx(found, abs=1024)
 
 
@@ -80,10 +99,16 @@ def peak_of_whole_parameters(rank, sizes):
         return peak_of(step, (torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1])), cluster, rank)
 
 
-@pytest.mark.parametrize("sizes", [slow([256] * 9), slow([256, 512, 256, 128, 1024]), [272, 256, 256, 256]])
+@pytest.mark.parametrize(
+    "sizes", [slow([256] * 9), slow([256, 512, 256, 128, 1024]), [272, 256, 256, 256]]
+)
 def test_estimates_of_whole_parameters_equal_the_simulated_peak(sizes):
     batch = torch.zeros(2, sizes[0]), torch.zeros(2, sizes[-1])
     settings = {"optimizer": torch.optim.Muon, "balanced_optimizer": True}
     report = memory.estimate(matrices(sizes), nn.MSELoss(), *batch, **TWO_DEVICES, **settings)
-    inputs = sum(tensor.nbytes for tensor in batch)  # which the simulated rank has released at its peak, the update
-    assert report.allocated[0] - inputs == pytest.approx(max(run_ranks(2, peak_of_whole_parameters, sizes)), abs=1024)
+    inputs = sum(
+        tensor.nbytes for tensor in batch
+    )  # which the simulated rank has released at its peak, the update
+    assert report.allocated[0] - inputs == pytest.approx(
+        max(run_ranks(2, peak_of_whole_parameters, sizes)), abs=1024
+    )

@@ -66,7 +66,10 @@ def test_environment_has_the_values_of_torchrun_or_is_none(environment):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"LOCAL_RANK": None, "MASTER_PORT": None}, "lacks LOCAL_RANK, MASTER_PORT: start the script with torchrun"),
+        (
+            {"LOCAL_RANK": None, "MASTER_PORT": None},
+            "lacks LOCAL_RANK, MASTER_PORT: start the script with torchrun",
+        ),
         ({"RANK": "one"}, "has RANK='one', .*expected integers"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http', expected integers"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999, expected 1 to 65535"),
@@ -83,8 +86,12 @@ def test_invalid_environment_raises_an_error(environment, changes, message):
 @pytest.mark.parametrize(
     "environment",
     [
-        TorchrunEnvironment(rank=1, world_size=2, local_rank=0, local_world_size=2),  # torchrun --virtual-local-rank
-        TorchrunEnvironment(rank=7, world_size=8, local_rank=3, local_world_size=4),  # Slurm, one GPU per task
+        TorchrunEnvironment(
+            rank=1, world_size=2, local_rank=0, local_world_size=2
+        ),  # torchrun --virtual-local-rank
+        TorchrunEnvironment(
+            rank=7, world_size=8, local_rank=3, local_world_size=4
+        ),  # Slurm, one GPU per task
     ],
 )
 @pytest.mark.parametrize("device_ids", [None, [0], ["sim:0"]])
@@ -107,9 +114,19 @@ def test_device_follows_the_local_rank():
 @pytest.mark.parametrize(
     ("rank", "ranks", "device_ids", "message"),
     [
-        (2, 3, ["cpu", "cpu"], r"started 3 processes on this machine for 2 devices \(cpu, cpu\).*lower --nproc-per-node"),
+        (
+            2,
+            3,
+            ["cpu", "cpu"],
+            r"started 3 processes on this machine for 2 devices \(cpu, cpu\).*lower --nproc-per-node",
+        ),
         (2, 4, None, r"4 processes .* for 2 devices \(sim:0, sim:1\), and this is LOCAL_RANK=2"),
-        (1, 2, [0], r"2 processes .* for 1 devices \(sim:0\), and this is LOCAL_RANK=1"),  # the ranks would share it
+        (
+            1,
+            2,
+            [0],
+            r"2 processes .* for 1 devices \(sim:0\), and this is LOCAL_RANK=1",
+        ),  # the ranks would share it
     ],
 )
 def test_fewer_devices_than_ranks_are_an_error_that_names_both(rank, ranks, device_ids, message):
@@ -128,11 +145,15 @@ def test_losses_on_two_hosts_equal_those_of_one_process(tmp_path):
     assert [host.returncode for host in hosts] == [0, 0], "\n".join(host.stderr for host in hosts)
     _, expected, one = train(tmp_path / "one", *flags)
     summary = json.loads((tmp_path / "hosts" / "summary.json").read_text())
-    lines = [json.loads(line) for line in (tmp_path / "hosts" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "hosts" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert summary["ranks"] == 4
     assert hosts[1].stdout == ""  # rank 0 prints, on the first host
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [line["loss"] for line in expected], rel=1e-5
+    )
     assert summary["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
 
 
@@ -142,11 +163,15 @@ def test_process_group_different_from_the_environment_raises_an_error(rank):
     model, _ = parallelize(build_net(), torch.nn.MSELoss())  # the running group fits: it is used
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
     os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = "5", "5"
-    with pytest.raises(ValueError, match="rank . of 2, but torchrun's environment says rank . of 5"):
+    with pytest.raises(
+        ValueError, match="rank . of 2, but torchrun's environment says rank . of 5"
+    ):
         parallelize(build_net(), torch.nn.MSELoss())
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
-    with pytest.raises(ValueError, match="2 ranks is running, but torchrun's environment is not there"):
+    with pytest.raises(
+        ValueError, match="2 ranks is running, but torchrun's environment is not there"
+    ):
         parallelize(build_net(), torch.nn.MSELoss())
     dist.destroy_process_group()
 
@@ -156,24 +181,49 @@ def test_process_group_different_from_the_environment_raises_an_error(rank):
     [
         (0, "127.0.0.1", True, "EADDRINUSE.* already in use", "port {port} must be free"),
         slow(0, "127.0.0.1", False, "1/2 clients joined", "all other ranks must be running"),
-        slow(1, "192.0.2.1", False, "client socket has", "rank 0 must be running, .* accept connections to port {port}"),
-        (1, "no-such-host.invalid", False, "client socket has", "rank 0 must be running, .* accept connections to port {port}"),
+        slow(
+            1,
+            "192.0.2.1",
+            False,
+            "client socket has",
+            "rank 0 must be running, .* accept connections to port {port}",
+        ),
+        (
+            1,
+            "no-such-host.invalid",
+            False,
+            "client socket has",
+            "rank 0 must be running, .* accept connections to port {port}",
+        ),
     ],
 )
-def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(monkeypatch, rank, address, in_use, cause, remedy):
+def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(
+    monkeypatch, rank, address, in_use, cause, remedy
+):
     with contextlib.closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         if not in_use:
             listener.close()
-        values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address}
+        values = {
+            "RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_ADDR": address,
+        }
         for name, value in (values | {"MASTER_PORT": port}).items():
             monkeypatch.setenv(name, str(value))
         start = time.monotonic()
         with pytest.raises(torch.distributed.DistError) as caught:
-            join_process_group(TorchrunEnvironment.detect(), torch.device("cpu"), timedelta(seconds=0.1))
+            join_process_group(
+                TorchrunEnvironment.detect(), torch.device("cpu"), timedelta(seconds=0.1)
+            )
     expected = f"rank {rank} of 2 could not join the process group at MASTER_ADDR={address}, MASTER_PORT={port}: "
-    assert re.match(f"{re.escape(expected)}.*{cause}.*{remedy.format(port=port)}.*GLOO_SOCKET_IFNAME[^\n]*$", str(caught.value))
+    assert re.match(
+        f"{re.escape(expected)}.*{cause}.*{remedy.format(port=port)}.*GLOO_SOCKET_IFNAME[^\n]*$",
+        str(caught.value),
+    )
     assert time.monotonic() - start < 30  # torch tries twice, and waits in between
 
 
@@ -232,12 +282,18 @@ step(torch.randn(2, 4), torch.randn(2, 3))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "how"), [("backward", "raise"), ("batch norm", "raise"), ("pending", "raise"), ("pending", "sys.exit")]
+    ("case", "how"),
+    [("backward", "raise"), ("batch norm", "raise"), ("pending", "raise"), ("pending", "sys.exit")],
 )
 def test_a_rank_that_fails_ends_the_job_within_ten_seconds(tmp_path, case, how):
     script, moment = tmp_path / "script.py", tmp_path / "moment"
     script.write_text(RESTARTED)
-    done = subprocess.run([*TORCHRUN, str(script), case, how, str(moment)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [*TORCHRUN, str(script), case, how, str(moment)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     ended = time.time()
     assert done.returncode != 0
     assert ("LookupError: this rank fails" in done.stderr) == (how == "raise"), done.stderr
@@ -258,7 +314,9 @@ def start(server, rank, ranks, seconds=20.0):
 def test_each_start_has_an_empty_store_that_its_ranks_share(server):
     for ranks in (2, 2, 1, 3):  # also with another number of ranks
         with ThreadPoolExecutor(ranks) as pool:
-            stores = list(pool.map(lambda rank, ranks=ranks: start(server, rank, ranks), range(ranks)))
+            stores = list(
+                pool.map(lambda rank, ranks=ranks: start(server, rank, ranks), range(ranks))
+            )
         assert not any(store.check(["address of 0"]) for store in stores)
         stores[0].set("address of 0", f"{ranks}")
         assert {store.get("address of 0") for store in stores} == {f"{ranks}".encode()}
@@ -286,7 +344,11 @@ def error_of_rank(rank, folder, change):
     calls, gather_objects = [], collectives.gather_objects
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-        patch.setattr(collectives, "gather_objects", lambda value, group=None: calls.append(value) or gather_objects(value))
+        patch.setattr(
+            collectives,
+            "gather_objects",
+            lambda value, group=None: calls.append(value) or gather_objects(value),
+        )
         if change == "torch" and rank == 2:
             patch.setattr(torch, "__version__", "2.11.0")
         if change == "package" and rank == 2:
@@ -324,18 +386,32 @@ def test_equal_ranks_agree_in_one_all_gather(hosts):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("code", "the script: {} on ranks 0, 1 and {} on rank 2".format(*(digest_of(text) for text in ("# train", "# changed")))),
+        (
+            "code",
+            "the script: {} on ranks 0, 1 and {} on rank 2".format(
+                *(digest_of(text) for text in ("# train", "# changed"))
+            ),
+        ),
         ("torch", f"torch: {re.escape(torch.__version__)} on ranks 0, 1 and 2.11.0 on rank 2"),
         ("package", "balanced_parallel: .* on ranks 0, 1 and 0.0.1 on rank 2"),
         (
             "shape",
             r"the first difference: 1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and 1.weight \[3, 3\] .* on rank 2",
         ),
-        ("frozen", r"0.weight \[3, 4\] torch.float32 trained on ranks 0, 1 and 0.weight \[3, 4\] torch.float32 on rank 2"),
-        ("missing", r"1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and nothing more on rank 2"),
+        (
+            "frozen",
+            r"0.weight \[3, 4\] torch.float32 trained on ranks 0, 1 and 0.weight \[3, 4\] torch.float32 on rank 2",
+        ),
+        (
+            "missing",
+            r"1.weight \[2, 3\] torch.float32 trained on ranks 0, 1 and nothing more on rank 2",
+        ),
     ],
 )
 def test_different_ranks_raise_one_error_on_all_of_them(hosts, change, message):
     errors = {error for error, _ in run_ranks(3, error_of_rank, hosts, change)}
     assert len(errors) == 1, errors
-    assert re.search(f"^the ranks differ, expected the same code, versions and settings on all hosts: .*{message}$", errors.pop())
+    assert re.search(
+        f"^the ranks differ, expected the same code, versions and settings on all hosts: .*{message}$",
+        errors.pop(),
+    )

@@ -21,7 +21,17 @@ from balanced_parallel import TrainStep, parallelize
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
 # 17, 17 and 1 row: one rank has none. With a larger learning rate, AdamW turns the rounding of two ranks and of one into 1e-4.
-FLAGS = ["--batch-size", 17, "--steps", 12, "--checkpoint-every", 2, "--resume", "--learning-rate", 3e-4]
+FLAGS = [
+    "--batch-size",
+    17,
+    "--steps",
+    12,
+    "--checkpoint-every",
+    2,
+    "--resume",
+    "--learning-rate",
+    3e-4,
+]
 STEPS = 12
 
 
@@ -56,12 +66,16 @@ def undisturbed(text, tmp_path_factory):
 
 
 @pytest.mark.slow  # the start after a fault is that of tests/scripts/test_train_resume.py, and has a store of its own
-def test_ranks_that_die_anywhere_are_restarted_and_nothing_is_lost_or_trained_twice(undisturbed, text, tmp_path):
+def test_ranks_that_die_anywhere_are_restarted_and_nothing_is_lost_or_trained_twice(
+    undisturbed, text, tmp_path
+):
     faults = ["forward:1:4", "backward:0:3", "checkpoint:1:2", "exchange:0:3", "loader:1:2"]
     flags = f"--max-restarts={len(faults)}", "--monitor-interval=0.1"
     done = run_torchrun(*flags, *program(",".join(faults), text, tmp_path))
     assert done.returncode == 0, done.stderr
-    assert [name[2:] for name in sorted(os.listdir(tmp_path / "faults"))] == [fault.split(":")[0] for fault in faults]
+    assert [name[2:] for name in sorted(os.listdir(tmp_path / "faults"))] == [
+        fault.split(":")[0] for fault in faults
+    ]
     assert "LookupError: the loader of this rank fails" in done.stderr
     assert lines_of(tmp_path) == undisturbed
 
@@ -110,15 +124,30 @@ def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     quick = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"]
-    launcher += ["--monitor-interval=0.1", f"--rdzv-id={port}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", quick]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=2",
+    ]
+    launcher += [
+        "--monitor-interval=0.1",
+        f"--rdzv-id={port}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        quick,
+    ]
     whole = list(map(str, [*launcher, *program("hang:1:7", text, tmp_path)]))
     hosts = [subprocess.Popen(whole, stderr=subprocess.PIPE, text=True)]
     try:
         wait_for_listener(port)  # the first has the store
         hosts.append(subprocess.Popen(whole, stderr=subprocess.DEVNULL))
         deadline, folder = time.monotonic() + 100, tmp_path / "faults"
-        while not folder.exists() or not (hanging := "".join(path.read_text() for path in folder.iterdir())):
+        while not folder.exists() or not (
+            hanging := "".join(path.read_text() for path in folder.iterdir())
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         hosts[1].kill()  # the whole host: torchrun and its rank

@@ -13,11 +13,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ddp import Chosen
-from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize, weighted_mean
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    parallelize,
+    weighted_mean,
+)
 from balanced_parallel.strategies import parallelize as strategy
 from balanced_parallel.strategies.ddp import DistributedModel
 from balanced_parallel.strategies.fsdp import ShardedModel
@@ -51,10 +64,14 @@ def test_gradients_of_a_method_besides_forward_are_reduced(rank):
     loss.backward()
     expected = gradients(module)
     module.zero_grad(set_to_none=True)
-    model, criterion = parallelize(module, DataParallelCriterion(nn.MSELoss()), in_dims={"scale": None})
+    model, criterion = parallelize(
+        module, DataParallelCriterion(nn.MSELoss()), in_dims={"scale": None}
+    )
     for _ in range(2):  # the reducer is left as it was
         model.zero_grad(set_to_none=True)
-        found = criterion(model.call("encode_image", my_rows(x, rank), scale), my_rows(target, rank))
+        found = criterion(
+            model.call("encode_image", my_rows(x, rank), scale), my_rows(target, rank)
+        )
         found.backward()
         torch.testing.assert_close(found.detach(), loss.detach())
         assert_same_gradients(gradients(module), expected)
@@ -65,7 +82,10 @@ def test_gradients_of_a_method_besides_forward_are_reduced(rank):
 @on_ranks(2)
 def test_error_for_a_method_of_the_module_names_call(rank, strategy):
     model = parallelize(TwoTowers(), strategy=strategy)
-    with pytest.raises(AttributeError, match=r"no attribute 'encode_image', which .*: write model.call\('encode_image', "):
+    with pytest.raises(
+        AttributeError,
+        match=r"no attribute 'encode_image', which .*: write model.call\('encode_image', ",
+    ):
         model.encode_image(torch.randn(2, 4), torch.ones(3))
     with pytest.raises(AttributeError, match="no attribute 'encode'$"):
         model.encode(torch.randn(2, 4))
@@ -119,7 +139,10 @@ def test_parallelize_without_a_criterion_returns_the_model():
 
 def two_means(output, target):
     some = target.sum(1) > 2.5
-    return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+    return {
+        "all": F.mse_loss(output, target),
+        "some": output[some].pow(2).sum() / some.sum().clamp(min=1),
+    }
 
 
 COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
@@ -131,9 +154,18 @@ def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micr
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x, target, module = torch.randn(9, 4), torch.rand(9, 5), build_net()
-    loss, expected = plain_program(module, lambda *arguments: sum(two_means(*arguments).values()), x, target)
-    model, criterion = parallelize(module, DataParallelCriterion(two_means, weight=COUNTS, minimum=1))
-    step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    loss, expected = plain_program(
+        module, lambda *arguments: sum(two_means(*arguments).values()), x, target
+    )
+    model, criterion = parallelize(
+        module, DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
+    )
+    step = TrainStep(
+        model,
+        criterion,
+        torch.optim.SGD(module.parameters(), lr=0.0),
+        micro_batch_size=micro_batch_size,
+    )
     mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
     for _ in range(2):
         found, outputs = step(mine, targets, return_outputs=True)
@@ -148,9 +180,15 @@ def test_several_means_are_divided_by_the_weights_of_all_ranks(rank, sizes, micr
 
 
 LOSSES = {
-    "of the model's own": lambda outputs, wanted: weighted_mean([nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]),
-    "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(gather(outputs), gather([wanted])),
-    "by hand": lambda outputs, wanted: nn.functional.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6,
+    "of the model's own": lambda outputs, wanted: weighted_mean(
+        [nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]
+    ),
+    "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(
+        gather(outputs), gather([wanted])
+    ),
+    "by hand": lambda outputs, wanted: (
+        nn.functional.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6
+    ),
 }
 
 
@@ -187,7 +225,9 @@ def test_loss_through_two_models_has_exact_gradients(rank):
 
 @on_ranks(2)
 def test_module_without_trainable_parameters_raises_an_error(rank):
-    with pytest.raises(ValueError, match="no parameter of the module requires a gradient, expected one at least"):
+    with pytest.raises(
+        ValueError, match="no parameter of the module requires a gradient, expected one at least"
+    ):
         parallelize(build_net().requires_grad_(False), torch.nn.CrossEntropyLoss())
 
 
@@ -198,7 +238,9 @@ METRIC_SIZES = [[3, 2], [1, 0]]  # rows of each rank in each batch
 def metric_of_the_page():
     """Returns the metric that the page defines, which sums over the ranks in compute()."""
     names = {"torch": torch}
-    (source,) = re.findall(r"^class Hits:.*?return whole\n", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (source,) = re.findall(
+        r"^class Hits:.*?return whole\n", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
     exec(compile(source, str(PAGE), "exec"), names)
     return names["Hits"]()
 
@@ -207,7 +249,11 @@ def batches():
     torch.manual_seed(0)
     net, x, targets = build_net(), torch.randn(6, 4), class_targets(6)
     predictions = net(x).argmax(1)
-    return net, list(zip(x.split([5, 1]), targets.split([5, 1]), strict=True)), [int((predictions == targets).sum()), 6]
+    return (
+        net,
+        list(zip(x.split([5, 1]), targets.split([5, 1]), strict=True)),
+        [int((predictions == targets).sum()), 6],
+    )
 
 
 def classes(output):
@@ -218,7 +264,11 @@ def classes(output):
 def test_metrics_count_every_row_once(rank):
     net, whole, expected = batches()
     model, _ = parallelize(net, nn.CrossEntropyLoss())
-    reducing, gathered, twice = metric_of_the_page(), torch.zeros(2, dtype=torch.long), metric_of_the_page()
+    reducing, gathered, twice = (
+        metric_of_the_page(),
+        torch.zeros(2, dtype=torch.long),
+        metric_of_the_page(),
+    )
     with torch.no_grad():
         for (x, targets), sizes in zip(whole, METRIC_SIZES, strict=True):
             x, targets = x.split(sizes)[rank], targets.split(sizes)[rank]
@@ -228,7 +278,9 @@ def test_metrics_count_every_row_once(rank):
             gathered += torch.stack([(predictions == labels).sum(), torch.tensor(len(labels))])
             twice.update(predictions, labels)
     assert reducing.compute().tolist() == gathered.tolist() == expected
-    assert twice.compute().tolist() == [2 * count for count in expected]  # the reason for outputs.on()
+    assert twice.compute().tolist() == [
+        2 * count for count in expected
+    ]  # the reason for outputs.on()
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -242,9 +294,14 @@ def test_the_same_lines_count_every_row_in_one_process(devices):
 
 def test_strategies_that_are_impossible_in_one_process_have_clear_errors():
     for name in ("ddp", "fsdp"):
-        with pytest.raises(ValueError, match=f"strategy='{name}' in one process, expected 'auto' or 'replicas'.*torchrun"):
+        with pytest.raises(
+            ValueError,
+            match=f"strategy='{name}' in one process, expected 'auto' or 'replicas'.*torchrun",
+        ):
             parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy=name)
-    with pytest.raises(ValueError, match="strategy='zero', expected one of 'auto', 'replicas', 'ddp', 'fsdp'"):
+    with pytest.raises(
+        ValueError, match="strategy='zero', expected one of 'auto', 'replicas', 'ddp', 'fsdp'"
+    ):
         parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="zero")
 
 
@@ -268,7 +325,9 @@ def check_auto(rank):
         strategy._log.removeHandler(handler)
         strategy.free_bytes = free_bytes
     assert found == [DistributedModel, ShardedModel]
-    with pytest.raises(ValueError, match="strategy='replicas' with 2 ranks, expected 'auto', 'ddp' or 'fsdp'"):
+    with pytest.raises(
+        ValueError, match="strategy='replicas' with 2 ranks, expected 'auto', 'ddp' or 'fsdp'"
+    ):
         parallelize(build_net(), nn.CrossEntropyLoss(), strategy="replicas")
     return lines
 
@@ -285,7 +344,9 @@ def test_auto_shards_a_model_that_is_too_large_for_one_device():
 @on_ranks(1)
 def test_one_rank_is_a_replica_with_every_strategy(rank):
     for name in ("auto", "replicas", "ddp", "fsdp"):  # one rank has nothing to share
-        assert isinstance(parallelize(build_net(), nn.CrossEntropyLoss(), strategy=name)[0], DataParallelModel)
+        assert isinstance(
+            parallelize(build_net(), nn.CrossEntropyLoss(), strategy=name)[0], DataParallelModel
+        )
 
 
 def replace_head(net):
@@ -312,7 +373,10 @@ def test_parameters_that_came_after_parallelize_are_refused_in_a_loop_by_hand(ra
             outputs = model(x)
         criterion(outputs, target).backward()
         change(net)
-        with pytest.raises(ValueError, match="the parameter [0-9]+.*(weight|bias|scale) came after parallelize, .*expected"):
+        with pytest.raises(
+            ValueError,
+            match="the parameter [0-9]+.*(weight|bias|scale) came after parallelize, .*expected",
+        ):
             model(x)
         with torch.no_grad():
             model(x)
@@ -328,5 +392,7 @@ def test_a_module_that_is_sharded_is_not_sharded_again(rank):
     net = build_net()
     parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")
     replace_head(net)
-    with pytest.raises(ValueError, match="the module was sharded before, .*expected one that is not sharded"):
+    with pytest.raises(
+        ValueError, match="the module was sharded before, .*expected one that is not sharded"
+    ):
         parallelize(net, nn.CrossEntropyLoss(), ["cpu"], strategy="fsdp")

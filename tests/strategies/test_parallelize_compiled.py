@@ -18,11 +18,20 @@ def check_ragged(rank, strategy, way, micro_batch_size):
     torch.set_default_dtype(torch.float64)
     try:
         net, graphs = build(), Graphs()
-        module = torch.compile(net, backend=graphs, dynamic=True) if way == "torch.compile(module)" else net
+        module = (
+            torch.compile(net, backend=graphs, dynamic=True)
+            if way == "torch.compile(module)"
+            else net
+        )
         model, criterion = parallelize(module, nn.CrossEntropyLoss(), strategy=strategy)
         if way == "model.compile()":
             model.compile(backend=graphs, dynamic=True)
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
+        step = TrainStep(
+            model,
+            criterion,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            micro_batch_size=micro_batch_size,
+        )
         losses = []
         for inputs, targets in batches(ROWS):
             cut = 2 * len(inputs) // 3

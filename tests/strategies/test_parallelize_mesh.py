@@ -36,7 +36,10 @@ def train(place, mesh, strategy):
     step = TrainStep(model, criterion, optimizer, micro_batch_size=3, max_grad_norm=1.0)
     inputs, targets = language_batch(10)
     if strategy == "ddp":
-        inputs, targets = torch.nn.functional.one_hot(inputs[:, 0] % 4, 4).double(), targets[:, 0] % 5
+        inputs, targets = (
+            torch.nn.functional.one_hot(inputs[:, 0] % 4, 4).double(),
+            targets[:, 0] % 5,
+        )
     inputs, targets = inputs.split(sizes)[place], targets.split(sizes)[place]
     losses = [step(inputs, targets).item() for _ in range(3)]
     for _ in range(2):
@@ -49,7 +52,9 @@ def train(place, mesh, strategy):
         outputs = gather(model.eval()(inputs))
     sampler = RankBatchSampler(range(10), 10)
     moments = [values["exp_avg"].tolist() for values in optimizer.state_dict()["state"].values()]
-    local = getattr(optimizer.shards.inner, "optim", optimizer)  # under DDP, of this rank's parameters
+    local = getattr(
+        optimizer.shards.inner, "optim", optimizer
+    )  # under DDP, of this rank's parameters
     owned = sum(tensor.numel() for values in local.state.values() for tensor in values.values())
     parameters = [whole(parameter).tolist() for parameter in model.parameters()]
     return losses, parameters, outputs.tolist(), [*sampler], moments, owned
@@ -60,11 +65,19 @@ def train_on_a_mesh(rank, strategy):
     result = train(rank // 2, mesh["data"], strategy)
     frozen = parallelize(nn.Linear(2, 2).requires_grad_(False))  # keeps the ranks
     assert frozen(torch.zeros(3, 2)).sizes == (3,)
-    with pytest.raises(ValueError, match=r"mesh= has the ranks \[.*\], and a model before has \[.*expected the same ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"mesh= has the ranks \[.*\], and a model before has \[.*expected the same ranks",
+    ):
         parallelize(nn.Linear(2, 2), mesh=mesh["copies"])
-    with pytest.raises(ValueError, match=r"mesh= has the dimensions \('data', 'copies'\), expected one, of the ranks"):
+    with pytest.raises(
+        ValueError,
+        match=r"mesh= has the dimensions \('data', 'copies'\), expected one, of the ranks",
+    ):
         parallelize(nn.Linear(2, 2), mesh=mesh, strategy="ddp")
-    with pytest.raises(ValueError, match="Checkpoints with mesh= of 2 of 4 ranks, expected all ranks"):
+    with pytest.raises(
+        ValueError, match="Checkpoints with mesh= of 2 of 4 ranks, expected all ranks"
+    ):
         Checkpoints("unused", model=nn.Linear(2, 2)).load_latest()
     return result
 
@@ -88,7 +101,9 @@ def test_a_mesh_may_have_copies_and_shards(rank):
     expected = plain_program(Language().double(), nn.CrossEntropyLoss(), *batch)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     for dimensions, strategy in ((mesh, "auto"), (init_device_mesh("cpu", (4,)), "auto")):
-        model, criterion = parallelize(Language().double(), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy)
+        model, criterion = parallelize(
+            Language().double(), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy
+        )
         assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
         step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
         assert_update(step, model.module, batch, [2] * 4, rank, expected)

@@ -115,8 +115,12 @@ def hessian_products(model, loss, x, other, y):
     parameters = parameters_of(model)
     value = loss(model(x), y)
     slopes = torch.autograd.grad(value, parameters, create_graph=True)
-    first = torch.autograd.grad(slopes, parameters, [slope.detach().sign() for slope in slopes], retain_graph=True)
-    second = torch.autograd.grad(sum(slope.pow(3).sum() for slope in slopes[1:]), parameters, retain_graph=True)
+    first = torch.autograd.grad(
+        slopes, parameters, [slope.detach().sign() for slope in slopes], retain_graph=True
+    )
+    second = torch.autograd.grad(
+        sum(slope.pow(3).sum() for slope in slopes[1:]), parameters, retain_graph=True
+    )
     value.backward()
     return [*first, *second]
 
@@ -164,7 +168,15 @@ def parameters_of(model):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(
-    "way", [adaptive_weight, gradient_of_a_gradient, hessian_products, some_accumulate, penalty_of_inputs, after_a_failure]
+    "way",
+    [
+        adaptive_weight,
+        gradient_of_a_gradient,
+        hessian_products,
+        some_accumulate,
+        penalty_of_inputs,
+        after_a_failure,
+    ],
 )
 def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
     assert run_ranks(2, check, way, "ddp", sizes) == [True, True]
@@ -174,7 +186,10 @@ def test_gradients_that_are_asked_for_are_those_of_all_rows(way, sizes):
 def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="fsdp")
     loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
-    with pytest.raises(RuntimeError, match=r"gradients of shards were asked for.*retain_graph=True\) and read parameter\.grad"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"gradients of shards were asked for.*retain_graph=True\) and read parameter\.grad",
+    ):
         torch.autograd.grad(loss, [*model.module.parameters()][-1:], retain_graph=True)
     with pytest.raises(RuntimeError, match="gradients of shards were asked for"):
         loss.backward(inputs=[*model.module.parameters()], retain_graph=True)
@@ -187,7 +202,10 @@ def test_gradients_of_shards_that_are_asked_for_raise_an_error(rank):
 def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy=strategy)
     loss = criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double())
-    with pytest.raises(RuntimeError, match=r"create_graph=True\) was called.*expected torch\.autograd\.grad\(loss, parameters"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"create_graph=True\) was called.*expected torch\.autograd\.grad\(loss, parameters",
+    ):
         loss.backward(create_graph=True)
 
 
@@ -196,8 +214,12 @@ def test_graphs_of_shared_gradients_raise_an_error(rank, strategy):
 def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, inputs_alone):
     torch.manual_seed(0)
     plain = nn.Linear(4, 3).double()
-    model, criterion = parallelize(copy.deepcopy(plain), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    model, criterion = parallelize(
+        copy.deepcopy(plain), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp"
+    )
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2
+    )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for rows in (7, 5, 1):
         inputs, targets = torch.randn(rows, 4).double(), torch.randint(3, (rows,))
@@ -210,7 +232,9 @@ def test_forward_by_hand_does_not_disturb_steps_with_other_micro_batches(rank, i
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
         optimizer.step()
-        torch.testing.assert_close(step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            step(inputs[part], targets[part]), loss.detach(), rtol=1e-10, atol=1e-12
+        )
     torch.testing.assert_close(model.module.weight, plain.weight, rtol=1e-10, atol=1e-12)
 
 
@@ -232,8 +256,15 @@ def test_outputs_past_the_model_raise_an_error(rank):
     net = Adapted()
     parallelize(net.adapter, nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
     outputs, criterion = net(inputs), DataParallelCriterion(nn.CrossEntropyLoss())
-    for call in (lambda: criterion([outputs], targets), lambda: weighted_mean([outputs.sum()], [3]), lambda: gather([outputs])):
-        with pytest.raises(ValueError, match=r"past the model that parallelize returned.*model\(inputs\).*model\.call"):
+    for call in (
+        lambda: criterion([outputs], targets),
+        lambda: weighted_mean([outputs.sum()], [3]),
+        lambda: gather([outputs]),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"past the model that parallelize returned.*model\(inputs\).*model\.call",
+        ):
             call()
     assert gather([outputs.detach()]).shape == (6, 5)
     model, criterion = parallelize(Adapted(), nn.CrossEntropyLoss(), ["cpu"], strategy="ddp")
@@ -259,9 +290,14 @@ class Scaled(nn.Module):
 def test_parameters_of_a_criterion_that_the_ranks_do_not_share_raise_an_error(rank, strategy):
     inputs, targets = torch.randn(3, 4).double(), torch.randn(3, 5).double()
     model = parallelize(build(), None, ["cpu"], strategy=strategy)
-    with pytest.raises(ValueError, match=r"parameter of shape \(\) to train, whose gradient the ranks would not share"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter of shape \(\) to train, whose gradient the ranks would not share",
+    ):
         DataParallelCriterion(Scaled().double())(model(inputs), targets)
-    DataParallelCriterion(Scaled().double().requires_grad_(False))(model(inputs), targets).backward()
+    DataParallelCriterion(Scaled().double().requires_grad_(False))(
+        model(inputs), targets
+    ).backward()
     model, criterion = parallelize(build(), Scaled().double(), ["cpu"], strategy=strategy)
     if strategy == "fsdp":
         with pytest.raises(ValueError, match="make it part of the module"):
@@ -291,8 +327,16 @@ def test_wrong_hooks_and_join_have_clear_errors(rank):
     model, criterion = parallelize(build(), nn.MSELoss(), ["cpu"], strategy="ddp")
     with pytest.raises(TypeError, match=r"hook='allreduce', expected a function \(state, bucket\)"):
         model.register_comm_hook(None, "allreduce")
-    with pytest.raises(NotImplementedError, match=r"join\(\) was called, expected batches without rows"), model.join():
+    with (
+        pytest.raises(
+            NotImplementedError, match=r"join\(\) was called, expected batches without rows"
+        ),
+        model.join(),
+    ):
         pass
     model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    with pytest.raises(TypeError, match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future"):
+    with pytest.raises(
+        TypeError,
+        match=r"the hook returned a tensor of shape \(.*expected a torch\.futures\.Future",
+    ):
         criterion(model(torch.randn(3, 4).double()), torch.randn(3, 5).double()).backward()

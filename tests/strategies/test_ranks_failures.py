@@ -43,10 +43,18 @@ def own_loss(output, values):
 
 
 def two_losses(output, values):
-    return {"first": nn.functional.mse_loss(output, values), "second": nn.functional.l1_loss(output, values)}
+    return {
+        "first": nn.functional.mse_loss(output, values),
+        "second": nn.functional.l1_loss(output, values),
+    }
 
 
-CRITERIA = {"known": nn.MSELoss, "own": lambda: own_loss, "several": lambda: two_losses, "dice": DiceLoss}
+CRITERIA = {
+    "known": nn.MSELoss,
+    "own": lambda: own_loss,
+    "several": lambda: two_losses,
+    "dice": DiceLoss,
+}
 
 
 class Injector(TorchDispatchMode):
@@ -78,9 +86,14 @@ class Injector(TorchDispatchMode):
         while frame is not None:
             code = frame.f_code
             if code.co_filename.startswith(PACKAGE):
-                lines.append(f"{code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno} {code.co_name}")
+                lines.append(
+                    f"{code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno} {code.co_name}"
+                )
             frame = frame.f_back
-        in_block = any("strategies/fsdp" in line and line.split()[-1] in ("_call", "run_backward") for line in lines)
+        in_block = any(
+            "strategies/fsdp" in line and line.split()[-1] in ("_call", "run_backward")
+            for line in lines
+        )
         is_exchange = "c10d" in str(function)
         in_reducer = lines[0].endswith(" rebuild_buckets") or (
             is_exchange and any(line.endswith(" run_backward") for line in lines)
@@ -94,7 +107,9 @@ class Injector(TorchDispatchMode):
 def batch(number, rank):
     generator = torch.Generator().manual_seed(number)
     rows = slice(0, 4) if rank == 0 else slice(4, 10)
-    return torch.randn(10, 7, generator=generator)[rows], torch.rand(10, 5, generator=generator)[rows]
+    return torch.randn(10, 7, generator=generator)[rows], torch.rand(10, 5, generator=generator)[
+        rows
+    ]
 
 
 def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
@@ -102,7 +117,14 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
     torch.manual_seed(0)
     model, criterion = parallelize(Net(), CRITERIA[loss](), ["cpu"], strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2, reproducible=reproducible, max_grad_norm=1.0)
+    step = TrainStep(
+        model,
+        criterion,
+        optimizer,
+        micro_batch_size=2,
+        reproducible=reproducible,
+        max_grad_norm=1.0,
+    )
     values, errors = [], []
     begin, check, run = Update.dropped_by_errors, Settings.check, ParameterUpdate.run
     share = RankModel.share_buffers
@@ -148,7 +170,10 @@ def train(rank, strategy, loss, reproducible, update, injector, monkeypatch):
                 values.append(step(*batch(number, rank)))
         except ValueError as error:
             return [], [*errors, str(error)]  # One rank alone has made the update, or not.
-    weights = [getattr(each, "full_tensor", lambda each=each: each)().detach().clone() for each in model.parameters()]
+    weights = [
+        getattr(each, "full_tensor", lambda each=each: each)().detach().clone()
+        for each in model.parameters()
+    ]
     return [*values, *weights], errors
 
 
@@ -171,7 +196,10 @@ def check_failures(rank, strategy, loss, reproducible, update, error):
         counts = [0, 0]
         dist.all_gather_object(counts, len(errors))
         assert counts in ([1, 1], [0, 0]), (place, errors)
-        assert all("injected" in error or "1 of 2 ranks" in error for error in errors), (place, errors)
+        assert all("injected" in error or "1 of 2 ranks" in error for error in errors), (
+            place,
+            errors,
+        )
         for tensor, undisturbed in zip(found, expected, strict=True):
             assert torch.allclose(tensor, undisturbed, rtol=tolerance, atol=tolerance), place
     return places[0]
@@ -193,6 +221,10 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("strategy", "loss", "reproducible", "update", "error"), TABLE)
-def test_a_failure_of_one_rank_is_told_wherever_it_is_and_the_step_is_repeated(strategy, loss, reproducible, update, error):
-    places, _ = run_ranks(2, check_failures, strategy, loss, reproducible, update, error, timeout=200)
+def test_a_failure_of_one_rank_is_told_wherever_it_is_and_the_step_is_repeated(
+    strategy, loss, reproducible, update, error
+):
+    places, _ = run_ranks(
+        2, check_failures, strategy, loss, reproducible, update, error, timeout=200
+    )
     assert len(places) > 8

@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, TrainStep, gather, parallelize, weighted_mean
+from balanced_parallel import (
+    AdditiveLoss,
+    DataParallelCriterion,
+    TrainStep,
+    gather,
+    parallelize,
+    weighted_mean,
+)
 from balanced_parallel.batch.outputs import PerReplica
 
 SIZES = [[2, 4], [6, 0], [0, 6]]
@@ -95,7 +102,10 @@ def unrolled(models, loss, x, y):
 
 FIRST = [saliency, attack, chain, targets, twice, each_row]
 SECOND = [forces, curvature, unrolled]
-PLAIN = {"mean": F.mse_loss, "root": lambda output, target: (output - target).pow(2).sum(0).sqrt().sum()}
+PLAIN = {
+    "mean": F.mse_loss,
+    "root": lambda output, target: (output - target).pow(2).sum(0).sqrt().sum(),
+}
 LOSSES = {
     "mean": lambda: DataParallelCriterion(nn.MSELoss()),
     "root": lambda: DataParallelCriterion(Root()),
@@ -125,7 +135,11 @@ def check(rank, way, strategy, name, sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["mean", "root", "whole"])
 @pytest.mark.parametrize(
-    ("way", "strategy"), [*((way, each) for way in FIRST for each in ("ddp", "fsdp")), *((way, "ddp") for way in SECOND)]
+    ("way", "strategy"),
+    [
+        *((way, each) for way in FIRST for each in ("ddp", "fsdp")),
+        *((way, "ddp") for way in SECOND),
+    ],
 )
 def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(way, strategy, name, sizes):
     run_ranks(2, check, way, strategy, name, sizes, timeout=30)
@@ -133,7 +147,9 @@ def test_gradients_of_inputs_are_those_of_the_loss_of_all_rows(way, strategy, na
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @on_ranks(2)
-def test_losses_of_gathered_outputs_and_of_weighted_means_have_the_same_gradients_of_inputs(rank, strategy):
+def test_losses_of_gathered_outputs_and_of_weighted_means_have_the_same_gradients_of_inputs(
+    rank, strategy
+):
     x, y = torch.randn(2, 5, 4).double().unbind()
     whole = x.clone().requires_grad_()
     F.mse_loss(build()(whole), y).backward()
@@ -165,7 +181,9 @@ def test_forces_of_a_forward_are_trained_by_steps(rank):
     plain = Forces()
     F.mse_loss(plain(x.clone().requires_grad_()), y).backward()
     model, criterion = parallelize(Forces(), nn.MSELoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=1)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=1
+    )
     part = x.split([2, 3])[rank].clone().requires_grad_()
     for _ in range(2):
         step(part, y.split([2, 3])[rank])

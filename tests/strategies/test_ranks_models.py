@@ -31,11 +31,19 @@ def apply(function, *outputs):
     """Applies a function to outputs of models, which are lists of one output on ranks."""
     if not isinstance(outputs[0], PerReplica):
         return function(*outputs)
-    return outputs[0].map(function) if len(outputs) == 1 else join(function, outputs[0].zip(*outputs[1:]))
+    return (
+        outputs[0].map(function)
+        if len(outputs) == 1
+        else join(function, outputs[0].zip(*outputs[1:]))
+    )
 
 
 def join(function, outputs):
-    return outputs.map(lambda pair: function(*pair), dim=0) if isinstance(outputs, PerReplica) else function(*outputs)
+    return (
+        outputs.map(lambda pair: function(*pair), dim=0)
+        if isinstance(outputs, PerReplica)
+        else function(*outputs)
+    )
 
 
 def cycle(a, b, loss, x, y):
@@ -74,7 +82,12 @@ def skipped(a, b, loss, x, y):
 def halves(a, b, loss, x, y):
     """The model runs all rows and some of them: the first row of the batch, which one rank has."""
     some = y[:, 0] == 1
-    return loss(a(x[some]), y[some]) + loss(a(x), y) + loss(b(apply(torch.tanh, a(x[some]))), y[some]) + loss(b(x), y)
+    return (
+        loss(a(x[some]), y[some])
+        + loss(a(x), y)
+        + loss(b(apply(torch.tanh, a(x[some]))), y[some])
+        + loss(b(x), y)
+    )
 
 
 def teacher(a, b, loss, x, y):
@@ -117,7 +130,10 @@ def train(program, models, loss, batches):
         value = program(*models, loss, x, y)
         value.backward()
         parameters = [parameter for model in flat(models) for parameter in model.parameters()]
-        results += [value.detach(), *(None if each.grad is None else whole(each.grad).clone() for each in parameters)]
+        results += [
+            value.detach(),
+            *(None if each.grad is None else whole(each.grad).clone() for each in parameters),
+        ]
     return results
 
 
@@ -132,7 +148,10 @@ def check(rank, program, strategy, sizes):
         else parallelize(models, None, ["cpu"], strategy=strategy)
         for models in PROGRAMS[program]()
     ]
-    parts = [[tensor.split(each)[rank] for tensor in batch] for batch, each in zip(batches, sizes, strict=True)]
+    parts = [
+        [tensor.split(each)[rank] for tensor in batch]
+        for batch, each in zip(batches, sizes, strict=True)
+    ]
     results = train(program, wrapped, DataParallelCriterion(nn.MSELoss()), parts)
     for result, value in zip(results, expected, strict=True):
         if value is None or result is None:
@@ -144,7 +163,14 @@ def check(rank, program, strategy, sizes):
 @pytest.mark.parametrize("sizes", [[[2, 2], [1, 0], [2, 1]], [[0, 2], [2, 2]]], ids=str)
 @pytest.mark.parametrize(
     ("program", "strategy"),
-    [(program, strategy) for program in PROGRAMS for strategy in ("ddp", "fsdp") if (program, strategy) != (penalty, "fsdp")],
+    [
+        (program, strategy)
+        for program in PROGRAMS
+        for strategy in ("ddp", "fsdp")
+        if (program, strategy) != (penalty, "fsdp")
+    ],
 )
-def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(program, strategy, sizes):
+def test_models_of_one_loss_with_a_rank_without_rows_equal_the_plain_program(
+    program, strategy, sizes
+):
     run_ranks(2, check, program, strategy, sizes, timeout=30)

@@ -32,7 +32,10 @@ class Net(nn.Module):
 
 
 def penalty(net):
-    return 0.1 * sum(parameter.square().sum() for parameter in net.parameters()) + net.embedding.norm(3) ** 3
+    return (
+        0.1 * sum(parameter.square().sum() for parameter in net.parameters())
+        + net.embedding.norm(3) ** 3
+    )
 
 
 def batch_of(net, *sizes):
@@ -61,11 +64,16 @@ def test_a_penalty_with_a_backward_of_its_own_equals_the_plain_program(rank):
             assert_gradients(model.module, plain)
             step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.0))
             for parameter in model.parameters():
-                parameter.register_hook(lambda gradient, parameter=parameter: gradient + parameter.detach())
+                parameter.register_hook(
+                    lambda gradient, parameter=parameter: gradient + parameter.detach()
+                )
             step(*rows)
             for each in plain.parameters():
                 each.grad = None
-            (nn.functional.mse_loss(plain(inputs), targets) + 5 * (penalty(plain) - plain.embedding.norm(3) ** 3)).backward()
+            (
+                nn.functional.mse_loss(plain(inputs), targets)
+                + 5 * (penalty(plain) - plain.embedding.norm(3) ** 3)
+            ).backward()
             assert_gradients(model.module, plain)
 
 
@@ -87,11 +95,18 @@ def test_a_penalty_of_gathered_parameters_counts_on_a_rank_without_rows(rank):
         early = sum(parameter.square().sum() for parameter in module.parameters())
         loss = criterion(model(rows[0]), rows[1])
         late = sum(parameter.square().sum() for parameter in module.parameters())
-        with pytest.raises(RuntimeError, match=r"a loss uses sharded parameters.*penalty\(model.module\).backward\(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"a loss uses sharded parameters.*penalty\(model.module\).backward\(\)",
+        ):
             (loss + (early if name == "before" else late)).backward()
     module = Net()
     _, criterion = model, criterion = parallelize(
-        module, lambda output, target: nn.functional.mse_loss(output, target) + module.blocks[0].weight.norm(), strategy="fsdp"
+        module,
+        lambda output, target: (
+            nn.functional.mse_loss(output, target) + module.blocks[0].weight.norm()
+        ),
+        strategy="fsdp",
     )
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(RuntimeError, match="a loss uses sharded parameters"):
@@ -144,7 +159,9 @@ def test_a_forward_that_writes_to_gathered_parameters_is_an_error(rank):
         for by_hand in (True, False):
             model, criterion = parallelize(bounded(spelling), nn.MSELoss(), strategy="fsdp")
             step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
-            with pytest.raises(RuntimeError, match=r"a forward writes to [13].weight, .*after the update"):
+            with pytest.raises(
+                RuntimeError, match=r"a forward writes to [13].weight, .*after the update"
+            ):
                 model(torch.ones(3, 4)) if by_hand else step(torch.ones(3, 4), torch.ones(3, 1))
     torch.manual_seed(1)
     inputs, targets = torch.randn(5, 4), torch.randn(5, 1)
@@ -202,7 +219,9 @@ class Counted(nn.Module):
 
 def counted():
     torch.manual_seed(0)
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), Counted(), nn.Linear(6, 1))
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), Counted(), nn.Linear(6, 1)
+    )
 
 
 @on_ranks(2)
@@ -216,10 +235,18 @@ def test_buffers_of_an_update_come_from_a_rank_with_rows(rank):
             plain = counted()
             model, criterion = parallelize(counted(), nn.MSELoss(), strategy=strategy)
             rows = 1 if way == "micro-batches" else None
-            step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=rows)
+            step = TrainStep(
+                model, criterion, torch.optim.SGD(model.parameters(), 0.1), micro_batch_size=rows
+            )
             optimizer = torch.optim.SGD(plain.parameters(), 0.1)
             torch.manual_seed(1)
-            for sizes in ([1, 2], [0, 3], [4, 0], [0, 2], [2, 3]):  # A number needs rows on each rank once.
+            for sizes in (
+                [1, 2],
+                [0, 3],
+                [4, 0],
+                [0, 2],
+                [2, 3],
+            ):  # A number needs rows on each rank once.
                 inputs, targets = torch.randn(sum(sizes), 4), torch.randn(sum(sizes), 1)
                 rows = inputs.split(sizes)[rank], targets.split(sizes)[rank]
                 expected = nn.functional.mse_loss(plain(inputs), targets)
@@ -253,7 +280,9 @@ class Chunks(nn.Module):
     def forward(self, inputs):
         if not self.size:
             chosen = inputs[:, 0] > 0
-            return self.norm(self.norm(inputs)).index_put((chosen,), self.norm(inputs[chosen]), accumulate=True)
+            return self.norm(self.norm(inputs)).index_put(
+                (chosen,), self.norm(inputs[chosen]), accumulate=True
+            )
         return torch.cat([self.norm(chunk) for chunk in inputs.split(self.size)])
 
 
@@ -268,12 +297,19 @@ def test_a_converted_batch_norm_of_chunks_is_an_error(rank):
         for strategy in STRATEGIES:
             nets = [nn.Sequential(nn.Linear(4, 4), Chunks(size)) for _ in range(2)]
             nets[0].load_state_dict(nets[1].state_dict())
-            model, criterion = parallelize(convert_sync_batchnorm(nets[0]), nn.MSELoss(), strategy=strategy)
+            model, criterion = parallelize(
+                convert_sync_batchnorm(nets[0]), nn.MSELoss(), strategy=strategy
+            )
             if size:
-                with pytest.raises(ValueError, match="called again in a forward of [56] rows, with 2 of them, expected all rows"):
+                with pytest.raises(
+                    ValueError,
+                    match="called again in a forward of [56] rows, with 2 of them, expected all rows",
+                ):
                     model(inputs[rows])
                 continue
-            nets[1].load_state_dict({name: whole(value) for name, value in nets[0].state_dict().items()})
+            nets[1].load_state_dict(
+                {name: whole(value) for name, value in nets[0].state_dict().items()}
+            )
             nn.functional.mse_loss(nets[1](inputs), targets).backward()
             criterion(model(inputs[rows]), targets[rows]).backward()
             assert_gradients(model.module, nets[1])
@@ -296,7 +332,9 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     for by_hand in (True, False):
         model, criterion = parallelize(Forces(), nn.MSELoss(), strategy="fsdp")
         step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
-        with pytest.raises(RuntimeError, match="gradients were asked for in a forward.* expected strategy='ddp'"):
+        with pytest.raises(
+            RuntimeError, match="gradients were asked for in a forward.* expected strategy='ddp'"
+        ):
             model(inputs) if by_hand else step(inputs, inputs)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
@@ -304,9 +342,14 @@ def test_errors_of_sharded_parameters_say_what_to_do(rank):
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(RuntimeError, match="FSDP state has already been lazily initialized for 2"):
         step(inputs, inputs)
-    for index in (0, 1):  # a block, and a layer of the root, which has its parameters whole between two forwards
+    for index in (
+        0,
+        1,
+    ):  # a block, and a layer of the root, which has its parameters whole between two forwards
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4))
+        net = nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4)
+        )
         model, criterion = parallelize(net, nn.MSELoss(), strategy="fsdp")
         model(inputs)
         model(inputs)
@@ -330,5 +373,7 @@ def test_another_state_on_one_rank_is_an_error(rank):
         step.load_state_dict(states[0])
         step(inputs, targets)
         step.load_state_dict(states[rank])
-        with pytest.raises(ValueError, match="number of updates of the loaded state: 1 on rank 0 and 2 on rank 1"):
+        with pytest.raises(
+            ValueError, match="number of updates of the loaded state: 1 on rank 0 and 2 on rank 1"
+        ):
             step(inputs, targets)

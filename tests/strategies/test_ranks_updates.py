@@ -10,7 +10,13 @@ from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow
 from torch import nn
 
-from balanced_parallel import DataParallelModel, TrainStep, convert_sync_batchnorm, parallelize, simulate
+from balanced_parallel import (
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    parallelize,
+    simulate,
+)
 
 STRATEGIES = ["ddp", "fsdp"]
 
@@ -34,11 +40,20 @@ class Partly(nn.Module):
 def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program(rank, strategy):
     """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
     torch.set_default_dtype(torch.float64)
-    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]  # window -> rank -> rows of its micro-batches
+    windows = [
+        [[3, 1], [4]],
+        [[], [2, 2, 3]],
+        [[1], [1, 1]],
+    ]  # window -> rank -> rows of its micro-batches
     plain = Partly()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
     model, criterion = parallelize(Partly(), nn.CrossEntropyLoss(), strategy=strategy)
-    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), max_grad_norm=0.3)
+    step = TrainStep(
+        model,
+        criterion,
+        torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
+        max_grad_norm=0.3,
+    )
     for number, window in enumerate(windows):
         sizes = [size for mine in window for size in mine]
         torch.manual_seed(number)
@@ -79,7 +94,10 @@ def test_zero_weight_on_all_ranks_skips_the_update(rank, strategy):
         assert step(torch.randn(3, 4), torch.full((3,), -100)).isnan()
         assert step(torch.randn(0, 4), torch.zeros(0, dtype=torch.long)).isnan()
     assert sum("nothing is updated" in str(warning.message) for warning in caught) == 2
-    assert all(torch.equal(one, whole(other)) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, whole(other))
+        for one, other in zip(before, model.parameters(), strict=True)
+    )
     assert not optimizer.state
 
 
@@ -95,7 +113,10 @@ def check_half(rank, strategy):
     before = [whole(parameter).detach().clone() for parameter in model.parameters()]
     step(torch.randn(2, 4), torch.full((2, 5), torch.inf if rank == 0 else 1.0))
     assert scaler.get_scale() == scale / 2
-    assert all(torch.equal(one, whole(other)) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, whole(other))
+        for one, other in zip(before, model.parameters(), strict=True)
+    )
     step(torch.randn(2 * rank, 4), torch.rand(2 * rank, 5))
     after = [whole(parameter) for parameter in model.parameters()]
     assert not torch.equal(before[0], after[0])
@@ -118,7 +139,9 @@ def build_with_batch_norm():
 def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
     plain, net = build_with_batch_norm(), convert_sync_batchnorm(build_with_batch_norm())
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy=strategy)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
+    )
     torch.manual_seed(1)
     inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
     mine = slice(0, 4) if rank == 0 else slice(0, 0)
@@ -135,16 +158,24 @@ def test_a_rank_that_counts_nothing_takes_part_in_batch_norm(rank, strategy):
 def test_replicas_of_one_process_are_refused_where_ranks_are_running(rank):
     model, criterion = parallelize(build_net(), nn.MSELoss())
     with pytest.raises(TypeError, match=r"2 ranks are running.*use parallelize"):
-        TrainStep(DataParallelModel(build_net(), ["cpu"]), criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+        TrainStep(
+            DataParallelModel(build_net(), ["cpu"]),
+            criterion,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        )
 
 
 def waits_of_a_step(rank, strategy, place, precision, weights=None, rows=(5, 3)):
     with simulate(2) as cluster:
         # FSDP2 casts parameters itself
         settings = {"precision": precision} if strategy == "fsdp" else {}
-        model, criterion = parallelize(build_net().float(), nn.CrossEntropyLoss(weights), strategy=strategy, **settings)
+        model, criterion = parallelize(
+            build_net().float(), nn.CrossEntropyLoss(weights), strategy=strategy, **settings
+        )
         optimizer = torch.optim.AdamW(model.parameters())
-        step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=0.1, precision=precision)
+        step = TrainStep(
+            model, criterion, optimizer, micro_batch_size=2, max_grad_norm=0.1, precision=precision
+        )
         inputs = torch.randn(rows[rank], 4, dtype=torch.float32).pin_memory()
         targets = class_targets(rows[rank], ignored=1).pin_memory()
         if place == "device":
@@ -176,7 +207,9 @@ WEIGHTS = torch.linspace(0.5, 2.0, 5)
 )
 def test_ranks_wait_for_no_device_but_for_the_scaler(strategy, precision, weights, place):
     for waits in run_ranks(2, waits_of_a_step, strategy, place, precision, weights):
-        assert ["item" in wait and "optimizers.py" in wait for wait in waits] == [True, True] * (precision == "fp16")
+        assert ["item" in wait and "optimizers.py" in wait for wait in waits] == [True, True] * (
+            precision == "fp16"
+        )
 
 
 def test_a_rank_with_fewer_rows_than_micro_batches_waits_for_no_device():

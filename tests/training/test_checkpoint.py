@@ -22,14 +22,23 @@ from balanced_parallel import (
 )
 
 GENERATORS = [torch.Generator().manual_seed(number) for number in range(8)]
-BATCHES = [(torch.randn(9, 4, generator=one, dtype=torch.float32), torch.arange(9) % 3) for one in GENERATORS]
+BATCHES = [
+    (torch.randn(9, 4, generator=one, dtype=torch.float32), torch.arange(9) % 3)
+    for one in GENERATORS
+]
 
 
 def make_step(devices=("cpu",), optimizer="balanced", dropout=0.3, **settings):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3))
-    model, criterion = DataParallelModel(net, list(devices)), DataParallelCriterion(nn.CrossEntropyLoss())
-    groups = [{"params": list(model.parameters())[:2], "weight_decay": 0.1}, {"params": list(model.parameters())[2:]}]
+    model, criterion = (
+        DataParallelModel(net, list(devices)),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+    )
+    groups = [
+        {"params": list(model.parameters())[:2], "weight_decay": 0.1},
+        {"params": list(model.parameters())[2:]},
+    ]
     if optimizer == "balanced":
         adam = BalancedOptimizer(model, torch.optim.AdamW, groups, lr=0.05)
     else:
@@ -99,7 +108,9 @@ def change(path):
 
 
 @pytest.mark.parametrize("harm", [truncate, change, Path.unlink])
-@pytest.mark.parametrize("name", ["checkpoint.json", "rank-00000.json", "shard-00001-model-00001-of-00001.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint.json", "rank-00000.json", "shard-00001-model-00001-of-00001.safetensors"]
+)
 def test_damaged_checkpoint_is_passed_over_with_a_warning(three, harm, name):
     harm(three / "step-00000003" / name)
     with pytest.warns(UserWarning, match="step-00000003 is damaged .*, and passed over"):
@@ -118,15 +129,20 @@ def test_full_disk_is_one_clear_error_and_leaves_the_last_good_checkpoint(three,
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     create_stream = FileSystem.create_stream
-    monkeypatch.setattr(FileSystem, "create_stream", lambda self, path, mode: create_stream(self, "/dev/full", mode))
+    monkeypatch.setattr(
+        FileSystem, "create_stream", lambda self, path, mode: create_stream(self, "/dev/full", mode)
+    )
     checkpoints = Checkpoints(three, step=make_step())
     checkpoints.save(4)
     message = (
-        rf"checkpoint at 4 in .* was not written \(rank 0: \[Errno {errno.ENOSPC}\] No space left .*; step-00000003 is the last"
+        rf"checkpoint at 4 in .* was not written \(rank 0: \[Errno {errno.ENOSPC}\] No space left .*; "
+        "step-00000003 is the last"
     )
     with pytest.raises(OSError, match=message):
         checkpoints.wait()
-    assert sorted(path.name for path in three.iterdir()) == [f"step-0000000{number}" for number in (1, 2, 3)]
+    assert sorted(path.name for path in three.iterdir()) == [
+        f"step-0000000{number}" for number in (1, 2, 3)
+    ]
     assert load(three, step=make_step()) == 3
 
 
@@ -149,9 +165,9 @@ def test_planted_pickle_does_not_run(three, tmp_path, with_digests):
     for name in [*names, ".metadata", "extra.pt", "extra.distcp"]:
         if with_digests and name in ("checkpoint.json", "rank-00000.json"):
             continue
-        torch.save(Bomb(planted), folder / name) if name.endswith("safetensors") else (folder / name).write_bytes(
-            pickle.dumps(Bomb(planted))
-        )
+        torch.save(Bomb(planted), folder / name) if name.endswith("safetensors") else (
+            folder / name
+        ).write_bytes(pickle.dumps(Bomb(planted)))
     if with_digests:  # as somebody who knows the format
         for name in ("rank-00000.json", "checkpoint.json"):
             entries = json.loads((folder / name).read_text())
@@ -170,7 +186,9 @@ def test_planted_pickle_does_not_run(three, tmp_path, with_digests):
 def test_states_that_cannot_be_saved_raise_an_error_that_names_the_place(tmp_path):
     part = Part()
     part.state = {"hooks": [print]}
-    with pytest.raises(TypeError, match=r"part/hooks/0 is a builtin_function_or_method, expected tensors, numbers"):
+    with pytest.raises(
+        TypeError, match=r"part/hooks/0 is a builtin_function_or_method, expected tensors, numbers"
+    ):
         save(tmp_path, 1, part=part)
     step = make_step()
     step.add(*BATCHES[0])
@@ -193,7 +211,9 @@ def test_state_of_other_parameters_raises_an_error():
 
 def test_limit_of_rows_is_not_taken_as_a_cost():
     cut = ByCost(lambda inputs: inputs[:, 0])
-    saved, same, by_cost = (make_step(micro_batch_size="auto", cut=each) for each in (None, None, cut))
+    saved, same, by_cost = (
+        make_step(micro_batch_size="auto", cut=each) for each in (None, None, cut)
+    )
     saved.micro_batch_size = 2
     for step in (same, by_cost):
         step.load_state_dict(saved.state_dict())

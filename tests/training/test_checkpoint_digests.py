@@ -39,7 +39,9 @@ def make_step(net, devices=("cpu",), *, criterion=Scaled, **settings):
 
 
 def digest_in(folder):
-    (line,) = (text for text in (folder / "checkpoint.json").read_text().splitlines() if '"digest"' in text)
+    (line,) = (
+        text for text in (folder / "checkpoint.json").read_text().splitlines() if '"digest"' in text
+    )
     found = json.loads((folder / "checkpoint.json").read_text())["digest"]
     assert json.dumps(found) in line  # It has a line of its own, for grep.
     return found
@@ -60,7 +62,10 @@ def test_a_digest_is_the_same_for_replicas_ranks_and_compiled_modules(tmp_path):
     expected, found = digests(tmp_path / "one", make_net())
     assert found == expected
     assert digests(tmp_path / "replicas", make_net(), ["cpu"] * 3) == (expected, expected)
-    assert digests(tmp_path / "compiled", torch.compile(make_net(), backend="eager")) == (expected, expected)
+    assert digests(tmp_path / "compiled", torch.compile(make_net(), backend="eager")) == (
+        expected,
+        expected,
+    )
     for ranks in (2, 3):
         found = run_ranks(ranks, digests_on_rank, tmp_path / f"{ranks} ranks", {"strategy": "ddp"})
         assert found == [(expected, expected)] * ranks
@@ -92,7 +97,9 @@ def change_criterion(net, step):
     step.criterion.module.scale.data *= 2
 
 
-@pytest.mark.parametrize("change", [change_bit, change_dtype, change_shape, swap_names, change_criterion])
+@pytest.mark.parametrize(
+    "change", [change_bit, change_dtype, change_shape, swap_names, change_criterion]
+)
 def test_each_change_of_a_parameter_changes_the_digest(change):
     net = make_net()
     step = make_step(net)

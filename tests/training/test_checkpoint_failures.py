@@ -34,7 +34,9 @@ print("the end")
 
 def test_failed_last_save_without_wait_ends_with_a_message_and_exit_code_1(tmp_path):
     """It ended with exit code 0, in silence."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path, "/dev/full"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path, "/dev/full"], capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert done.stdout == "the end\n"
     assert "OSError: the checkpoint at 1 in" in done.stderr
@@ -73,7 +75,9 @@ def test_ctrl_c_while_waiting_does_not_forget_the_write(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("begins", [True, False], ids=["after the write has begun", "before it begins"])
+@pytest.mark.parametrize(
+    "begins", [True, False], ids=["after the write has begun", "before it begins"]
+)
 def test_ctrl_c_before_a_write_is_recorded_does_not_forget_it(begins, tmp_path, monkeypatch):
     """The next save removed the files that were being written: the checkpoint was lost."""
     write, start = Slow(monkeypatch), checkpoint.async_save
@@ -125,17 +129,24 @@ def save_on_rank_0(rank, folder):
 def test_save_by_one_rank_alone_ends_after_the_timeout_of_the_group(tmp_path):
     """It waited for 30 minutes: a further group has torch's own timeout."""
     notes, _ = run_ranks(2, save_on_rank_0, tmp_path, fresh=True)
-    assert notes == ["Checkpoints: every rank must call save() and load_latest(), and at the same steps"]
+    assert notes == [
+        "Checkpoints: every rank must call save() and load_latest(), and at the same steps"
+    ]
 
 
 @on_ranks(2)
 def test_failure_of_one_rank_is_that_of_all(rank, tmp_path):
     model, _ = parallelize(nn.Linear(4, 3), nn.MSELoss())
     checkpoints = Checkpoints(tmp_path, net=model)
-    with pytest.raises(ValueError, match=r"ranks call save\(\) with \[1, 2\], expected the same number"):
+    with pytest.raises(
+        ValueError, match=r"ranks call save\(\) with \[1, 2\], expected the same number"
+    ):
         checkpoints.save(rank + 1)
     other = checkpoints.load_latest if rank else functools.partial(checkpoints.save, 1)
-    with pytest.raises(RuntimeError, match=r"save\(\) on rank 0 and load_latest\(\) on rank 1, expected the same call on all"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"save\(\) on rank 0 and load_latest\(\) on rank 1, expected the same call on all",
+    ):
         other()
     checkpoints.save(3)
     checkpoints.wait()
@@ -146,7 +157,10 @@ def test_failure_of_one_rank_is_that_of_all(rank, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(checkpoint.hashlib, "file_digest", fail)
-        with pytest.raises(OSError, match=r"could not be read \(rank 1: \[Errno 5\] Input/output error\): try again"):
+        with pytest.raises(
+            OSError,
+            match=r"could not be read \(rank 1: \[Errno 5\] Input/output error\): try again",
+        ):
             checkpoints.load_latest()
     assert checkpoints.load_latest() == 3
 
@@ -167,18 +181,43 @@ COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=2)
 @pytest.mark.parametrize(
     ("saved", "loaded", "error", "message"),
     [
-        ({"optimizer": torch.optim.SGD}, {}, ValueError, r"the state has the optimizers \['SGD'\], expected \['AdamW'\]"),
-        ({}, {"optimizer": torch.optim.Adam}, ValueError, r"the optimizers \['AdamW'\], expected \['Adam'\]"),
-        ({"scheduler": STEPPED}, {"scheduler": COSINE}, ValueError, r"the schedulers \['StepLR'\], expected \['CosineAnn"),
-        ({"width": 5}, {}, RuntimeError, r"weight of model was saved with shape \[5, 4\], expected \[3, 4\]"),
+        (
+            {"optimizer": torch.optim.SGD},
+            {},
+            ValueError,
+            r"the state has the optimizers \['SGD'\], expected \['AdamW'\]",
+        ),
+        (
+            {},
+            {"optimizer": torch.optim.Adam},
+            ValueError,
+            r"the optimizers \['AdamW'\], expected \['Adam'\]",
+        ),
+        (
+            {"scheduler": STEPPED},
+            {"scheduler": COSINE},
+            ValueError,
+            r"the schedulers \['StepLR'\], expected \['CosineAnn",
+        ),
+        (
+            {"width": 5},
+            {},
+            RuntimeError,
+            r"weight of model was saved with shape \[5, 4\], expected \[3, 4\]",
+        ),
     ],
     ids=["another optimizer", "its base class", "another scheduler", "another width"],
 )
-def test_state_of_another_program_is_refused_and_nothing_is_loaded(tmp_path, saved, loaded, error, message):
+def test_state_of_another_program_is_refused_and_nothing_is_loaded(
+    tmp_path, saved, loaded, error, message
+):
     """Another optimizer was a KeyError one step later."""
     save(tmp_path, 1, step=make_step(**saved), net=nn.Linear(2, 2))
     step, net = make_step(**loaded), nn.Linear(2, 2)
-    before = {name: tensor.clone() for name, tensor in {**step.model.state_dict(), **net.state_dict()}.items()}
+    before = {
+        name: tensor.clone()
+        for name, tensor in {**step.model.state_dict(), **net.state_dict()}.items()
+    }
     for parts in ({"net": net, "step": step}, {"step": step, "net": net}):
         with pytest.raises(error, match=message):
             load(tmp_path, **parts)
@@ -192,7 +231,10 @@ def test_part_that_was_not_saved_is_named_and_nothing_is_loaded(tmp_path):
     net, ema = nn.Linear(2, 2), nn.Linear(2, 2)
     save(tmp_path, 1, net=nn.Linear(2, 2), more=nn.Linear(2, 2))
     before = net.weight.clone()
-    with pytest.raises(ValueError, match=r"has the parts net, more, expected ema as well: load it into Checkpoints of the parts"):
+    with pytest.raises(
+        ValueError,
+        match=r"has the parts net, more, expected ema as well: load it into Checkpoints of the parts",
+    ):
         load(tmp_path, net=net, ema=ema)
     assert torch.equal(net.weight, before)
     assert load(tmp_path, net=net) == 1
@@ -203,17 +245,23 @@ def test_module_of_other_shapes_is_refused_and_nothing_is_loaded(tmp_path):
     save(tmp_path, 1, net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
     before = net[0].weight.clone()
-    with pytest.raises(RuntimeError, match=r"1.weight of net was saved with shape \[2, 2\], expected \[3, 2\]"):
+    with pytest.raises(
+        RuntimeError, match=r"1.weight of net was saved with shape \[2, 2\], expected \[3, 2\]"
+    ):
         load(tmp_path, net=net)
     with pytest.raises(
-        RuntimeError, match=r"the state of net has 4 entries, expected 2, and only one has 0.bias, .*: build model and optimizer"
+        RuntimeError,
+        match=r"the state of net has 4 entries, expected 2, and only one has 0.bias, .*: build model and optimizer",
     ):
         load(tmp_path, net=nn.Linear(2, 2))
     assert torch.equal(net[0].weight, before)
 
 
 def test_state_that_is_not_a_steps_is_refused():
-    with pytest.raises(ValueError, match=r"the state lacks criterion, .*weight_before, expected what a TrainStep's state_dict"):
+    with pytest.raises(
+        ValueError,
+        match=r"the state lacks criterion, .*weight_before, expected what a TrainStep's state_dict",
+    ):
         make_step().load_state_dict({})
 
 
@@ -221,12 +269,21 @@ def test_state_that_is_not_a_steps_is_refused():
 def test_ranks_that_see_different_folders_are_told(rank, tmp_path):
     """Rank 1 has a folder of its own, as on a disk of its host."""
     parallelize(nn.Linear(4, 3), strategy="ddp")
-    shared, alone = (Checkpoints(path, net=nn.Linear(4, 3)) for path in (tmp_path / "shared", tmp_path / f"alone{rank}"))
+    shared, alone = (
+        Checkpoints(path, net=nn.Linear(4, 3))
+        for path in (tmp_path / "shared", tmp_path / f"alone{rank}")
+    )
     alone.save(1)
-    with pytest.raises(OSError, match="rank 1 has written to another folder, expected one folder that all ranks see"):
+    with pytest.raises(
+        OSError,
+        match="rank 1 has written to another folder, expected one folder that all ranks see",
+    ):
         alone.wait()
     shared.save(1)
     shared.wait()
     other = shared if rank == 0 else alone
-    with pytest.raises(OSError, match="ranks see different checkpoints in .*: step-00000001 on rank 0 and none on rank 1$"):
+    with pytest.raises(
+        OSError,
+        match="ranks see different checkpoints in .*: step-00000001 on rank 0 and none on rank 1$",
+    ):
         other.load_latest()

@@ -22,7 +22,12 @@ CALLS = ("rename", "fsync", "mkdir", "unlink", "rmdir", "open")
 
 def save(folder, number, value=None, **settings):
     value = number if value is None else value
-    save_parts(folder, number, part=Part({"value": value, "tensor": torch.full((3,), float(value))}), **settings)
+    save_parts(
+        folder,
+        number,
+        part=Part({"value": value, "tensor": torch.full((3,), float(value))}),
+        **settings,
+    )
 
 
 def save_two(folder):
@@ -56,8 +61,12 @@ def save_until(folder, number, value, keep, limit):
     save(folder, number, value, keep=keep)
 
 
-@pytest.mark.parametrize(("number", "keep", "every"), [(2, 3, 6), (3, 1, 8), slow(2, 3, 1), slow(3, 1, 1)])
-def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(tmp_path, number, keep, every):
+@pytest.mark.parametrize(
+    ("number", "keep", "every"), [(2, 3, 6), (3, 1, 8), slow(2, 3, 1), slow(3, 1, 1)]
+)
+def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(
+    tmp_path, number, keep, every
+):
     """35 of 150 kills lost the checkpoint that was to be replaced."""
     outcomes = []
     for limit in range(1, 60, every):
@@ -88,7 +97,10 @@ def test_new_run_in_the_folder_of_another_is_refused_before_it_prunes(tmp_path):
     """Checkpoints of the new run were pruned at once, since their numbers were lower."""
     for number in (100, 200):
         save(tmp_path, number, keep=2)
-    with pytest.raises(ValueError, match=r"the number is 10, and .* has a checkpoint at 200, .* a new run a folder of its own"):
+    with pytest.raises(
+        ValueError,
+        match=r"the number is 10, and .* has a checkpoint at 200, .* a new run a folder of its own",
+    ):
         save(tmp_path, 10, keep=2)
     assert names(tmp_path) == ["step-00000100", "step-00000200"]
 
@@ -103,10 +115,14 @@ def test_damaged_checkpoint_is_passed_over_each_time_and_replaced_by_the_next_sa
         save(tmp_path, number)
     for value in (30, 31):
         damage(tmp_path, 3)
-        checkpoints = Checkpoints(tmp_path, part=Part({"value": value, "tensor": torch.full((3,), float(value))}), keep=2)
+        checkpoints = Checkpoints(
+            tmp_path, part=Part({"value": value, "tensor": torch.full((3,), float(value))}), keep=2
+        )
         with pytest.warns(UserWarning, match="step-00000003 is damaged"):
             assert checkpoints.load_latest() == 2
-        checkpoints.save(2)  # is not refused, and prunes no undamaged one in favour of the damaged one
+        checkpoints.save(
+            2
+        )  # is not refused, and prunes no undamaged one in favour of the damaged one
         checkpoints.wait()
         assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
         checkpoints.save(3)
@@ -130,7 +146,12 @@ def test_all_damaged_raises_at_each_start(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "place"),
-    [(errno.EIO, "lstat"), (errno.ESTALE, "file_digest"), (errno.EACCES, "listing"), (errno.EIO, "file_digest")],
+    [
+        (errno.EIO, "lstat"),
+        (errno.ESTALE, "file_digest"),
+        (errno.EACCES, "listing"),
+        (errno.EIO, "file_digest"),
+    ],
 )
 def test_file_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, code, place):
     """The good newest checkpoint was renamed for ever."""
@@ -176,7 +197,9 @@ def test_manifest_of_other_files_is_damage(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "harm", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "folder", "link"]
+    "harm",
+    [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)],
+    ids=["pipe", "folder", "link"],
 )
 def test_manifest_that_is_not_a_plain_file_is_damage(tmp_path, harm):
     save_two(tmp_path)
@@ -200,7 +223,9 @@ def test_file_that_the_manifest_does_not_list_is_not_loaded(tmp_path):
     edits = json.loads((folder / "checkpoint.json").read_text())
     del edits["files"][shard.name]
     (folder / "checkpoint.json").write_text(json.dumps(edits))
-    with pytest.raises(OSError, match=r"could not be read .*Missing key in checkpoint state_dict: part/tensor"):
+    with pytest.raises(
+        OSError, match=r"could not be read .*Missing key in checkpoint state_dict: part/tensor"
+    ):
         load(tmp_path)
 
 
@@ -217,7 +242,12 @@ def test_files_that_others_have_left_disturb_neither_saving_nor_loading(tmp_path
     for number in (2, 3, 7):
         save(tmp_path, number)
     assert load(tmp_path) == (7, 7)
-    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000007", "step-best.partial"]
+    assert names(tmp_path) == [
+        "step-00000002",
+        "step-00000003",
+        "step-00000007",
+        "step-best.partial",
+    ]
 
 
 def test_folder_that_is_read_only_loads_the_one_before_a_damaged_one(tmp_path, monkeypatch):
@@ -226,7 +256,9 @@ def test_folder_that_is_read_only_loads_the_one_before_a_damaged_one(tmp_path, m
     damage(tmp_path, 2)
 
     def refuse(*arguments, **kwargs):
-        raise OSError(errno.EROFS, "Read-only file system")  # as for root, who may write to a folder without permissions
+        raise OSError(
+            errno.EROFS, "Read-only file system"
+        )  # as for root, who may write to a folder without permissions
 
     for name in ("rename", "unlink", "mkdir", "rmdir"):
         monkeypatch.setattr(os, name, refuse)
@@ -241,5 +273,7 @@ def test_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatc
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.warns(UserWarning, match=r"step-00000001.removed could not be removed: .*Permission denied"):
+    with pytest.warns(
+        UserWarning, match=r"step-00000001.removed could not be removed: .*Permission denied"
+    ):
         checkpoint.remove(tmp_path / "step-00000001")

@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.exact import digest, each_leaf
-from helpers.problems import BODIES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    BODIES,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from helpers.steps import make_step
@@ -32,7 +39,10 @@ from balanced_parallel.training import exact
 
 ROWS, SIZE = 11, 2
 BITS = {"micro_batch_size": SIZE, "reproducible": "bits"}
-SHARES = {2: [0, 8, 11], 3: [0, 4, 4, 11]}  # where the rows of ranks begin and end; one of three has none
+SHARES = {
+    2: [0, 8, 11],
+    3: [0, 4, 4, 11],
+}  # where the rows of ranks begin and end; one of three has none
 
 
 def two_counts(output, labels, values):
@@ -45,7 +55,9 @@ def one_count(output, labels, values):
 
 def batch(ignored=4, rows=ROWS):
     """Returns rows whose first labels, those of two groups, do not count."""
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(3)), class_targets(rows, ignored)
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(3)), class_targets(
+        rows, ignored
+    )
 
 
 def bits_of(step, *values):
@@ -85,13 +97,19 @@ def check_values(rank, ranks, body, loss, devices=("cpu",)):
     targets = (labels, torch.randn(ROWS, 5)) if has_values else (labels,)
     expected_loss, expected = plain_program(plain, make_criterion(), inputs, targets)
     model, criterion = parallelize(module, criterion, list(devices))
-    step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), max_grad_norm=1e9, **BITS)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), max_grad_norm=1e9, **BITS
+    )
     rows = slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
     for _ in range(2):
         found = step(inputs[rows], tuple(target[rows] for target in targets))
         torch.testing.assert_close(found, expected_loss, rtol=1e-9, atol=1e-9)
         assert_same_gradients(gradients(module), expected, tolerance=1e-9)
-        norm = torch.stack([gradient.square().sum() for gradient in expected if gradient is not None]).sum().sqrt()
+        norm = (
+            torch.stack([gradient.square().sum() for gradient in expected if gradient is not None])
+            .sum()
+            .sqrt()
+        )
         torch.testing.assert_close(step.grad_norm, norm, rtol=1e-9, atol=1e-9)
 
 
@@ -101,7 +119,9 @@ def test_values_of_replicas_are_those_of_the_plain_program(count, body, loss):
     check_values(0, 1, body, loss, ["cpu"] * count)
 
 
-@pytest.mark.parametrize(("ranks", "loss"), slow_but([*itertools.product((2, 3), CRITERIA)], (3, "weights")))
+@pytest.mark.parametrize(
+    ("ranks", "loss"), slow_but([*itertools.product((2, 3), CRITERIA)], (3, "weights"))
+)
 def test_values_of_ranks_are_those_of_the_plain_program(ranks, loss):
     run_ranks(ranks, check_values, ranks, "sometimes", loss)
 
@@ -137,7 +157,9 @@ def check_unused(rank, ranks=1, devices=1):
     module, (inputs, labels) = Unused(), batch()
     before = module.never.weight.detach().clone()
     model, criterion = parallelize(module, nn.CrossEntropyLoss(), ["cpu"] * devices)
-    step = TrainStep(model, criterion, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5), **BITS)
+    step = TrainStep(
+        model, criterion, torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5), **BITS
+    )
     rows = slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
     step(inputs[rows], labels[rows])
     assert module.never.weight.grad is None
@@ -154,13 +176,22 @@ def test_outputs_are_those_of_each_group():
     step, (inputs, labels) = make_step(build_net(), devices=3, lr=0.0, **BITS), batch()
     _, outputs = step(inputs, labels, return_outputs=True)
     assert [len(output) for output in outputs] == [2, 2, 2, 2, 2, 1]
-    torch.testing.assert_close(torch.cat(list(outputs)), step.model.module(inputs).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat(list(outputs)), step.model.module(inputs).detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_without_the_setting_nothing_of_it_is_called():
     for value in (False, True):
-        step, seen = make_step(build_net(), micro_batch_size=2, max_grad_norm=1.0, reproducible=value), []
-        sys.setprofile(lambda frame, event, _, seen=seen: seen.append(frame.f_code) if event == "call" else None)
+        step, seen = (
+            make_step(build_net(), micro_batch_size=2, max_grad_norm=1.0, reproducible=value),
+            [],
+        )
+        sys.setprofile(
+            lambda frame, event, _, seen=seen: (
+                seen.append(frame.f_code) if event == "call" else None
+            )
+        )
         try:
             step(*batch())
         finally:
@@ -192,35 +223,58 @@ def sum_of(gradients, parts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sums_are_the_same_in_any_order_and_in_any_parts(dtype):
     numbers = range(30)
-    gradients = [(torch.randn(40, dtype=torch.float64) * 10.0 ** (number % 7 - 3)).to(dtype) for number in numbers]
+    gradients = [
+        (torch.randn(40, dtype=torch.float64) * 10.0 ** (number % 7 - 3)).to(dtype)
+        for number in numbers
+    ]
     expected = sum_of(gradients, [numbers])
     for _ in range(5):
         order = torch.randperm(len(numbers)).tolist()
         cut = int(torch.randint(len(numbers), ()))
         assert digest(sum_of(gradients, [order[:cut], order[cut:], []])) == digest(expected)
-    exactly = torch.tensor([math.fsum(column) for column in torch.stack(gradients).double().t().tolist()], dtype=torch.float64)
-    torch.testing.assert_close(expected, exactly.to(dtype), rtol=1e-7 if dtype == torch.float32 else 1e-10, atol=1e-10)
-    in_turn = [functools.reduce(torch.add, [gradients[number] for number in order]) for order in (numbers, [*numbers][::-1])]
+    exactly = torch.tensor(
+        [math.fsum(column) for column in torch.stack(gradients).double().t().tolist()],
+        dtype=torch.float64,
+    )
+    torch.testing.assert_close(
+        expected, exactly.to(dtype), rtol=1e-7 if dtype == torch.float32 else 1e-10, atol=1e-10
+    )
+    in_turn = [
+        functools.reduce(torch.add, [gradients[number] for number in order])
+        for order in (numbers, [*numbers][::-1])
+    ]
     assert digest(in_turn[0]) != digest(in_turn[1])  # a sum in floating point has an order
 
 
 def test_a_norm_is_the_same_for_any_cut_of_the_gradients():
-    whole = [torch.randn(size) * 10.0**size for size in (5, 3)] + [torch.randn(1001), torch.randn(40, 7)]
+    whole = [torch.randn(size) * 10.0**size for size in (5, 3)] + [
+        torch.randn(1001),
+        torch.randn(40, 7),
+    ]
 
     def norm_of(tensors):
         parameters = [nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
         for parameter, tensor in zip(parameters, tensors, strict=True):
             parameter.grad = tensor.clone()
         norm = exact.clip_exactly(parameters, 1.0)
-        return digest(norm), digest(torch.cat([parameter.grad.flatten() for parameter in parameters]).sort().values)
+        return digest(norm), digest(
+            torch.cat([parameter.grad.flatten() for parameter in parameters]).sort().values
+        )
 
-    cuts = [[part for tensor in whole for part in tensor.flatten().tensor_split(count)] for count in (1, 2, 3, 7)]
+    cuts = [
+        [part for tensor in whole for part in tensor.flatten().tensor_split(count)]
+        for count in (1, 2, 3, 7)
+    ]
     cuts.append(cuts[2][::-1])
     assert len({norm_of(cut) for cut in [whole, *cuts]}) == 1
-    torch.testing.assert_close(exact.clip_exactly([], 1.0), torch.tensor(0.0, dtype=torch.float64), check_dtype=False)
+    torch.testing.assert_close(
+        exact.clip_exactly([], 1.0), torch.tensor(0.0, dtype=torch.float64), check_dtype=False
+    )
     flat = torch.cat([tensor.flatten() for tensor in whole[2:]])
     others = [[flat], *([*flat.tensor_split(count)] for count in (2, 3, 5, 7, 11))]
-    assert len({digest(torch.nn.utils.get_total_norm(each)) for each in others}) > 1  # torch's norm depends on the cut
+    assert (
+        len({digest(torch.nn.utils.get_total_norm(each)) for each in others}) > 1
+    )  # torch's norm depends on the cut
 
 
 # Failures and values that are not finite
@@ -265,13 +319,17 @@ def fail_on_rank(rank, failing):
     net, (inputs, labels) = Failing(), batch()
     rows = slice(*SHARES[2][rank : rank + 2])
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS
+    )
     torch.manual_seed(7)
     if failing:
         net.left[0] = 3 if rank == 1 else 0
         with pytest.raises(RuntimeError, match="injected"):
             step(inputs[rows], labels[rows])
-    return bits_of(step, step(inputs[rows], labels[rows]), step.grad_norm, step(inputs[rows], labels[rows]))
+    return bits_of(
+        step, step(inputs[rows], labels[rows]), step.grad_norm, step(inputs[rows], labels[rows])
+    )
 
 
 def test_a_step_that_failed_on_one_rank_is_repeated_with_the_same_bits():
@@ -284,7 +342,9 @@ def run_not_finite(rank, ranks, value, devices, place):
     net, (inputs, labels) = build_net(), batch(0)
     inputs[place, 0] = value
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"] * devices)
-    step = TrainStep(model, criterion, torch.optim.AdamW(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS)
+    step = TrainStep(
+        model, criterion, torch.optim.AdamW(net.parameters(), lr=0.1), max_grad_norm=1.0, **BITS
+    )
     rows = slice(None) if ranks == 1 else slice(*SHARES[ranks][rank : rank + 2])
     return bits_of(step, step(inputs[rows], labels[rows]), step.grad_norm)
 
@@ -315,7 +375,12 @@ def test_a_scaler_skips_an_overflow_alike():
             model = DataParallelModel(net, [f"sim:{index}" for index in range(count)])
             optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
             step = TrainStep(
-                model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, precision="fp16", max_grad_norm=1.0, **BITS
+                model,
+                DataParallelCriterion(nn.CrossEntropyLoss()),
+                optimizer,
+                precision="fp16",
+                max_grad_norm=1.0,
+                **BITS,
             )
             inputs, labels = batch()
             values, scales = [], []
@@ -337,7 +402,9 @@ LOSSES = {
 }
 NUMBERS = torch.Generator().manual_seed(4)
 # A rank may import this after a function that has left another default.
-INPUTS, VALUES = (torch.randn(23, width, generator=NUMBERS, dtype=torch.float32) for width in (4, 5))
+INPUTS, VALUES = (
+    torch.randn(23, width, generator=NUMBERS, dtype=torch.float32) for width in (4, 5)
+)
 DATA = INPUTS, class_targets(23, 0), VALUES
 
 
@@ -357,7 +424,9 @@ def run_updates(step, numbers, loss, rank=0, ranks=1):
         rows = range(number, number + 3 + 5 * (number % 3))
         groups = -(-len(rows) // SIZE)
         mine = rows[rank * groups // ranks * SIZE : (rank + 1) * groups // ranks * SIZE]
-        targets = [part[list(mine)] for part in (DATA[1:] if LOSSES[loss][1] == "both" else DATA[1:2])]
+        targets = [
+            part[list(mine)] for part in (DATA[1:] if LOSSES[loss][1] == "both" else DATA[1:2])
+        ]
         found += [digest(step(DATA[0][list(mine)], tuple(targets))), digest(step.grad_norm)]
     return found
 
@@ -406,7 +475,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_the_same_bits(los
     for name, step in zip(("undisturbed", "moved"), steps, strict=True):
         Checkpoints(tmp_path / name, step=step).load_latest()
     expected, found = (dict(each_leaf(step.state_dict()["optimizers"])) for step in steps)
-    assert {name: digest(value) for name, value in found.items()} == {name: digest(value) for name, value in expected.items()}
+    assert {name: digest(value) for name, value in found.items()} == {
+        name: digest(value) for name, value in expected.items()
+    }
     assert bits_of(steps[0]) == bits_of(steps[1])
 
 
@@ -426,7 +497,10 @@ def refused(message, net=None, criterion=None, error=ValueError, rows=None, devi
 
 @pytest.mark.parametrize("size", [None, "auto"])
 def test_groups_without_a_number_of_rows_are_refused(size):
-    refused("reproducible='bits' with micro_batch_size=.*expected a number of rows", micro_batch_size=size)
+    refused(
+        "reproducible='bits' with micro_batch_size=.*expected a number of rows",
+        micro_batch_size=size,
+    )
 
 
 def test_a_number_of_rows_cannot_be_taken_away_later():
@@ -464,7 +538,9 @@ class Centered(nn.Module):
 
 
 def test_sums_over_all_rows_are_refused():
-    criterion = DataParallelCriterion(Centered(), weight=lambda output, labels: (labels != -100).sum())
+    criterion = DataParallelCriterion(
+        Centered(), weight=lambda output, labels: (labels != -100).sum()
+    )
     refused("sum_over_rows", criterion=criterion, error=(ValueError, RuntimeError))
 
 
@@ -488,12 +564,16 @@ def test_devices_of_several_kinds_are_refused():
         refused("expected devices of one kind", devices=["sim:0", "cpu"])
 
 
-@pytest.mark.parametrize(("dtype", "settings"), [(torch.float32, {"fused": True}), (torch.bfloat16, {})])
+@pytest.mark.parametrize(
+    ("dtype", "settings"), [(torch.float32, {"fused": True}), (torch.bfloat16, {})]
+)
 def test_slices_whose_rounding_depends_on_the_cut_are_refused(dtype, settings):
     with simulate(2):
         model = DataParallelModel(build_net().to(dtype), ["sim:0", "sim:1"])
         optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.1, **settings)
-        with pytest.raises(ValueError, match="fused or has 16-bit parameters.*expected shard='parameters'"):
+        with pytest.raises(
+            ValueError, match="fused or has 16-bit parameters.*expected shard='parameters'"
+        ):
             TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, **BITS)
 
 
@@ -508,7 +588,9 @@ def test_kernels_of_gpus_that_sum_in_any_order_are_refused(monkeypatch):
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 1, 2)])
 def test_rows_added_between_groups_are_refused(sizes):
     step = make_step(build_net(), **BITS)
-    *parts, (inputs, labels) = zip(*(each.split([*sizes, ROWS - sum(sizes)]) for each in batch()), strict=True)
+    *parts, (inputs, labels) = zip(
+        *(each.split([*sizes, ROWS - sum(sizes)]) for each in batch()), strict=True
+    )
     for part in parts[: len(sizes) - 1]:
         step.add(*part)
     with pytest.raises(ValueError, match="expected multiples of micro_batch_size=2"):
@@ -534,21 +616,33 @@ class TiedHead(nn.Module):
 def test_a_parameter_of_model_and_criterion_on_several_devices_is_refused():
     with simulate(2):
         net = build_net().to("sim:0")
-        criterion = DataParallelCriterion(TiedHead(net[0].weight), weight=lambda output, labels: (labels != -100).sum())
-        with pytest.raises(ValueError, match="a parameter that model and criterion share on several devices"):
-            TrainStep(DataParallelModel(net), criterion, torch.optim.SGD(net.parameters(), lr=0.1), **BITS)
+        criterion = DataParallelCriterion(
+            TiedHead(net[0].weight), weight=lambda output, labels: (labels != -100).sum()
+        )
+        with pytest.raises(
+            ValueError, match="a parameter that model and criterion share on several devices"
+        ):
+            TrainStep(
+                DataParallelModel(net), criterion, torch.optim.SGD(net.parameters(), lr=0.1), **BITS
+            )
 
 
 def test_a_state_of_other_groups_is_loaded_with_a_warning():
     state = make_step(build_net(), **BITS).state_dict()
     make_step(build_net(), devices=3, **BITS).load_state_dict(state)
-    with pytest.warns(UserWarning, match="goes on with .*size': 3.*, but the state was saved with .*size': 2"):
+    with pytest.warns(
+        UserWarning, match="goes on with .*size': 3.*, but the state was saved with .*size': 2"
+    ):
         make_step(build_net(), micro_batch_size=3, reproducible="bits").load_state_dict(state)
 
 
 def make_rank_step(**settings):
-    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), ["cpu"], strategy=settings.pop("strategy", "ddp"))
-    return TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **{**BITS, **settings})
+    model, criterion = parallelize(
+        build_net(), nn.CrossEntropyLoss(), ["cpu"], strategy=settings.pop("strategy", "ddp")
+    )
+    return TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), **{**BITS, **settings}
+    )
 
 
 def check_refusals_of_ranks(rank):
@@ -557,7 +651,10 @@ def check_refusals_of_ranks(rank):
         make_rank_step(strategy="fsdp")
     step = make_rank_step()
     rows = slice(0, 5) if rank == 0 else slice(5, 11)
-    with pytest.raises(ValueError, match=r"\[5, 6\] rows.*expected multiples of micro_batch_size=2.*RankBatchSampler"):
+    with pytest.raises(
+        ValueError,
+        match=r"\[5, 6\] rows.*expected multiples of micro_batch_size=2.*RankBatchSampler",
+    ):
         step(inputs[rows], labels[rows])
     rows = slice(0, 4) if rank == 0 else slice(4, 11)
     assert torch.isfinite(step(inputs[rows], labels[rows]))  # a refusal changes nothing

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from helpers.exact import Layout, differences, draw_layouts, draw_problem, train, train_all, train_values
+from helpers.exact import (
+    Layout,
+    differences,
+    draw_layouts,
+    draw_problem,
+    train,
+    train_all,
+    train_values,
+)
 from helpers.ranks import run_ranks
 from helpers.slow import slow
 
@@ -42,12 +50,22 @@ def check(seeds, replicas, ranks):
     """Compares layouts of each problem, ``replicas`` of one process and ``ranks`` of several, with one device."""
     problems = draw_problems(seeds)
     expected = {problem.seed: train(0, problem, ONE) for problem in problems}
-    cases = [(problem, layout) for problem in problems for layout in draw_layouts(problem, "replicas", 1 + replicas)[1:]]
+    cases = [
+        (problem, layout)
+        for problem in problems
+        for layout in draw_layouts(problem, "replicas", 1 + replicas)[1:]
+    ]
     counted, failures = compare(problems, cases, [train_all(0, cases)], expected)
-    everywhere = [(problem, layout) for problem in problems for layout in draw_layouts(problem, "ranks", ranks)]
+    everywhere = [
+        (problem, layout)
+        for problem in problems
+        for layout in draw_layouts(problem, "ranks", ranks)
+    ]
     for size in (2, 3):
         cases = [(problem, layout) for problem, layout in everywhere if layout.ranks == size]
-        count, others = compare(problems, cases, run_ranks(size, train_all, cases, timeout=600), expected)
+        count, others = compare(
+            problems, cases, run_ranks(size, train_all, cases, timeout=600), expected
+        )
         assert count, f"no layout of {size} ranks"
         counted += count
         failures += others
@@ -72,7 +90,9 @@ def test_many_layouts_have_the_same_bits(seeds):
 def test_simulated_devices_have_the_same_bits_among_each_other(seeds):
     failures = []
     for problem in draw_problems(seeds):
-        if problem.loss == "uncertainty":  # its parameters move with the last output, and a state would stay behind
+        if (
+            problem.loss == "uncertainty"
+        ):  # its parameters move with the last output, and a state would stay behind
             problem = problem._replace(optimizer="SGD")
         first, *others = draw_layouts(problem, "simulated", 3 if len(seeds) < 20 else 5)
         expected = train(0, problem, first)
@@ -93,22 +113,39 @@ def test_losses_and_norms_are_those_of_rows_without_exact_sums(seeds):
         found = train_values(0, problem, Layout(in_turn=(("cpu",) * 3,)))
         for name, value in found.items():
             if name.startswith(("loss", "grad_norm")):
-                torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-10, equal_nan=True, msg=f"{problem}: {name}")
+                torch.testing.assert_close(
+                    value,
+                    expected[name],
+                    rtol=1e-8,
+                    atol=1e-10,
+                    equal_nan=True,
+                    msg=f"{problem}: {name}",
+                )
                 compared += 1
     assert compared >= len(seeds) / 4
 
 
 def test_two_threads_have_the_same_bits_in_all_layouts():
-    problem = draw_problem(0, net="Bag", threads=2, width=128, rows=(40,), micro_batch_size=24, dtype=torch.float32)
+    problem = draw_problem(
+        0, net="Bag", threads=2, width=128, rows=(40,), micro_batch_size=24, dtype=torch.float32
+    )
     expected = train(0, problem, ONE)
     assert not differences(train(0, problem, Layout(in_turn=(("cpu",) * 3,))), expected)
-    assert differences(train(0, problem._replace(threads=1), ONE), expected)  # so the number of threads matters here
+    assert differences(
+        train(0, problem._replace(threads=1), ONE), expected
+    )  # so the number of threads matters here
 
 
 # Broken on purpose
 
 
-WIDE = {"net": "Perceptron", "loss": "cross entropy", "dtype": torch.float32, "precision": "fp32", "rows": (17, 13, 17)}
+WIDE = {
+    "net": "Perceptron",
+    "loss": "cross entropy",
+    "dtype": torch.float32,
+    "precision": "fp32",
+    "rows": (17, 13, 17),
+}
 
 
 def test_groups_of_another_size_have_other_bits():
@@ -119,7 +156,9 @@ def test_groups_of_another_size_have_other_bits():
 def bits_of_three(reproducible):
     """Returns what differs between three devices and one, of the same groups."""
     problem = draw_problem(0, **WIDE, micro_batch_size=2, reproducible=reproducible)
-    three, one = (Layout(in_turn=(devices,)) for devices in (("sim:0", "sim:1", "sim:2"), ("sim:0",)))
+    three, one = (
+        Layout(in_turn=(devices,)) for devices in (("sim:0", "sim:1", "sim:2"), ("sim:0",))
+    )
     return differences(train(0, problem, three), train(0, problem, one))
 
 
@@ -129,5 +168,7 @@ def test_without_the_setting_layouts_have_other_bits():
 
 def test_a_sum_of_groups_in_float32_has_other_bits(monkeypatch):
     assert not bits_of_three("bits")
-    monkeypatch.setattr(exact.ExactSum, "add", lambda self, gradient, *_: self._add(0, gradient.clone()))
+    monkeypatch.setattr(
+        exact.ExactSum, "add", lambda self, gradient, *_: self._add(0, gradient.clone())
+    )
     assert any("model" in name for name in bits_of_three("bits"))

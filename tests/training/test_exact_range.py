@@ -27,11 +27,20 @@ def column_updates(scales, reproducible, dtype=torch.float32, optimizer=torch.op
     net = nn.Linear(len(scales), 3, bias=False).to(dtype)
     nn.init.zeros_(net.weight)
     model, criterion = parallelize(net, nn.MSELoss(), ["cpu"] * 2)
-    step = TrainStep(model, criterion, optimizer(net.parameters(), lr=0.01), micro_batch_size=2, reproducible=reproducible)
+    step = TrainStep(
+        model,
+        criterion,
+        optimizer(net.parameters(), lr=0.01),
+        micro_batch_size=2,
+        reproducible=reproducible,
+    )
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         rows = torch.rand(ROWS, len(scales), generator=generator, dtype=torch.float64) + 0.5
-        step((rows * torch.tensor(scales, dtype=torch.float64)).to(dtype), torch.ones(ROWS, 3, dtype=dtype))
+        step(
+            (rows * torch.tensor(scales, dtype=torch.float64)).to(dtype),
+            torch.ones(ROWS, 3, dtype=dtype),
+        )
     return net.weight.detach()
 
 
@@ -51,7 +60,9 @@ def test_small_elements_beside_large_ones_are_trained(dtype, scales):
     for optimizer in (sgd,) if dtype == torch.float64 else (sgd, torch.optim.Adam):
         expected = column_updates(scales, False, dtype, optimizer)
         assert expected.all() or dtype == torch.float32
-        torch.testing.assert_close(column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            column_updates(scales, "bits", dtype, optimizer), expected, rtol=1e-3, atol=0
+        )
 
 
 def test_an_element_has_twelve_bits_at_least():
@@ -93,7 +104,10 @@ def test_parameters_in_half_precision_have_the_gradients_of_the_mean(dtype):
             net.weight.copy_(net.weight.to(dtype))
         net = net.to(kind)
         step = make_step(net, nn.MSELoss(), lr=0.0, max_grad_norm=500.0, **BITS)
-        inputs = torch.linspace(-1, 3, 4096 * 4, dtype=torch.float64).view(4096, 4).to(dtype).to(kind) * 16
+        inputs = (
+            torch.linspace(-1, 3, 4096 * 4, dtype=torch.float64).view(4096, 4).to(dtype).to(kind)
+            * 16
+        )
         step.micro_batch_size = 64
         step(inputs, torch.full((4096, 3), -64.0, dtype=kind))
         results.append((net.weight.grad.double(), step.grad_norm))
@@ -107,7 +121,9 @@ def train_with_an_empty_rank(rank):
     torch.manual_seed(0)
     net = nn.Linear(4, 5)
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16", **BITS)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), precision="fp16", **BITS
+    )
     rows = slice(0, 0 if rank else ROWS)
     losses = [step(*(part[rows] for part in batch())).item() for _ in range(3)]
     return losses, step.digest()
@@ -165,15 +181,29 @@ def fill(module, output):
         module.later = output.mean(0)
 
 
-WRITES = [write_with_gradients, write_data_with_gradients, write_from_four_rows, replace, register, fill]
+WRITES = [
+    write_with_gradients,
+    write_data_with_gradients,
+    write_from_four_rows,
+    replace,
+    register,
+    fill,
+]
 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_buffers_that_groups_write_are_refused(write):
     with simulate(3):
-        step = make_step(Writing(write), devices=["sim:0", "sim:1", "sim:2"], micro_batch_size=4, reproducible="bits")
+        step = make_step(
+            Writing(write),
+            devices=["sim:0", "sim:1", "sim:2"],
+            micro_batch_size=4,
+            reproducible="bits",
+        )
         before = [each.detach().clone() for each in step.model.parameters()]
-        with pytest.raises(ValueError, match="with a forward that writes the buffer (mean|first|later), expected"):
+        with pytest.raises(
+            ValueError, match="with a forward that writes the buffer (mean|first|later), expected"
+        ):
             step(*batch(14))
         assert all(map(torch.equal, before, step.model.parameters()))
 

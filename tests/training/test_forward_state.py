@@ -28,7 +28,12 @@ class Counting(nn.Module):
             self.scale = self.scale * 1.1
             self.forwards += 1
             self.temperature = max(0.5, self.temperature * 0.9)
-        return self.layer(x) * self.scale[0] / self.temperature / (1 + 0.1 * self.steps + 0.05 * self.forwards)
+        return (
+            self.layer(x)
+            * self.scale[0]
+            / self.temperature
+            / (1 + 0.1 * self.steps + 0.05 * self.forwards)
+        )
 
 
 class Annealed(nn.Module):
@@ -77,26 +82,36 @@ class Cached(nn.Module):
 
 NETS = {
     "counters": Counting,
-    "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)),
-    "spectral norm by hooks": lambda: nn.Sequential(spectral_norm(nn.Linear(4, 6)), nn.Tanh(), spectral_norm(nn.Linear(6, 3))),
+    "spectral norm": lambda: nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)
+    ),
+    "spectral norm by hooks": lambda: nn.Sequential(
+        spectral_norm(nn.Linear(4, 6)), nn.Tanh(), spectral_norm(nn.Linear(6, 3))
+    ),
     "caches and flags": Cached,
 }
 CRITERIA = {
     "mean": lambda: DataParallelCriterion(nn.MSELoss()),
     "annealed": lambda: DataParallelCriterion(Annealed()),
-    "all rows": lambda: DataParallelCriterion(lambda output, target: (output @ target.t()).logsumexp(1).mean(), whole=True),
+    "all rows": lambda: DataParallelCriterion(
+        lambda output, target: (output @ target.t()).logsumexp(1).mean(), whole=True
+    ),
 }
 
 
 def batches():
     generator = torch.Generator().manual_seed(1)
     for _ in range(UPDATES):
-        yield [torch.randn(ROWS, width, generator=generator, dtype=torch.float64) for width in (4, 3)]
+        yield [
+            torch.randn(ROWS, width, generator=generator, dtype=torch.float64) for width in (4, 3)
+        ]
 
 
 def train(net, criterion, devices, method, **settings):
     model = DataParallelModel(net, devices)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **settings)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), **settings
+    )
     losses = []
     for inputs, targets in batches():
         if method == "step":
@@ -121,7 +136,11 @@ def trained_plainly(net, criterion):
 
 
 @pytest.mark.parametrize("method", ["step", "add"])
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"micro_batch_size": 1}, {"reproducible": True, "micro_batch_size": 2}],
+    ids=str,
+)
 @pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("kind", NETS)
 def test_state_advances_once_per_update(kind, criterion, settings, method):
@@ -141,13 +160,18 @@ def test_state_advances_once_on_devices_with_copies():
     net, criterion = Counting().double(), CRITERIA["annealed"]().double()
     expected = trained_plainly(copy.deepcopy(net), copy.deepcopy(criterion.module))
     with simulate(3) as cluster:
-        result = train(net.to(cluster.devices[0]), criterion, cluster.devices, "step", micro_batch_size=1)
+        result = train(
+            net.to(cluster.devices[0]), criterion, cluster.devices, "step", micro_batch_size=1
+        )
     torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("method", ["step", "add"])
 def test_a_buffer_that_depends_on_the_rows_is_refused(method):
-    with pytest.raises(RuntimeError, match="the buffer mean has other values after the forward of another micro-batch"):
+    with pytest.raises(
+        RuntimeError,
+        match="the buffer mean has other values after the forward of another micro-batch",
+    ):
         train(RunningMean().double(), CRITERIA["mean"](), ["cpu"], method, micro_batch_size=2)
 
 

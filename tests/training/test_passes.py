@@ -35,10 +35,15 @@ from balanced_parallel import (
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("devices", "micro_batch_size", "adds"), [(1, None, None), (3, None, None), (1, 3, None), (3, 1, None), (2, 2, [4, 0, 6, 1])]
+    ("devices", "micro_batch_size", "adds"),
+    [(1, None, None), (3, None, None), (1, 3, None), (3, 1, None), (2, 2, [4, 0, 6, 1])],
 )
-def test_replicas_and_micro_batches_give_the_update_of_the_plain_program(kind, devices, micro_batch_size, adds):
-    assert_same_update(split_update(kind, ["cpu"] * devices, micro_batch_size, adds), plain_update(kind))
+def test_replicas_and_micro_batches_give_the_update_of_the_plain_program(
+    kind, devices, micro_batch_size, adds
+):
+    assert_same_update(
+        split_update(kind, ["cpu"] * devices, micro_batch_size, adds), plain_update(kind)
+    )
 
 
 RANKS = [
@@ -54,7 +59,8 @@ WAYS = [(kind, *way) for kind in ("pairs", "correlation") for way in RANKS]
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy", "sizes", "micro_batch_size", "way"), slow_but(WAYS, *WAYS[:4], *WAYS[8:11], WAYS[12])
+    ("kind", "strategy", "sizes", "micro_batch_size", "way"),
+    slow_but(WAYS, *WAYS[:4], *WAYS[8:11], WAYS[12]),
 )
 def test_ranks_give_the_update_of_the_plain_program(kind, strategy, sizes, micro_batch_size, way):
     for found in run_ranks(len(sizes), rank_update, kind, sizes, micro_batch_size, strategy, way):
@@ -66,7 +72,10 @@ def test_rows_that_are_cut_by_cost_keep_their_targets(kind):
     module, criterion, inputs, targets = coupled_problem(kind)
     cut = ByCost(
         lambda sample: float(1 + sample[1]),
-        collate=lambda samples: (torch.stack([row for row, _ in samples]), torch.tensor([label for _, label in samples])),
+        collate=lambda samples: (
+            torch.stack([row for row, _ in samples]),
+            torch.tensor([label for _, label in samples]),
+        ),
     )
     step = make_step(module, criterion, lr=0.0, micro_batch_size=2, cut=cut)
     loss = step(list(zip(inputs, targets.tolist(), strict=True)))
@@ -79,7 +88,9 @@ class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, CLASSES)).double()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, CLASSES)
+        ).double()
 
     def forward(self, inputs):
         return self.layers(inputs) * (1 + random.random())
@@ -91,7 +102,9 @@ def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
     plain, net = Noisy(), Noisy()
     for seed in range(2):
         torch.manual_seed(seed), random.seed(seed)
-        loss = criterion.module(torch.cat([plain(piece) for piece in inputs.split(4)]), targets)  # one graph of all micro-batches
+        loss = criterion.module(
+            torch.cat([plain(piece) for piece in inputs.split(4)]), targets
+        )  # one graph of all micro-batches
         plain.zero_grad()
         loss.backward()
         after = torch.rand(1), random.random()
@@ -116,9 +129,14 @@ def test_one_micro_batch_takes_one_pass(size, expected):
 
 
 SMALL = {
-    "all outputs": DataParallelCriterion(lambda output, target: 1e-7 * F.cross_entropy(output @ output.t(), target), whole=True),
+    "all outputs": DataParallelCriterion(
+        lambda output, target: 1e-7 * F.cross_entropy(output @ output.t(), target), whole=True
+    ),
     "sums": DataParallelCriterion(
-        AdditiveLoss(lambda output, target: output.float().exp().sum(0), lambda total: 1e-7 * total.log().sum())
+        AdditiveLoss(
+            lambda output, target: output.float().exp().sum(0),
+            lambda total: 1e-7 * total.log().sum(),
+        )
     ),
 }
 
@@ -132,20 +150,30 @@ def test_small_derivatives_do_not_underflow_in_float16(name, size):
         step = make_step(net, SMALL[name], lr=0.0, micro_batch_size=size, precision=precision)
         step(torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7))
         found[precision] = gradients(net)
-    assert_same_gradients([one * 1e7 for one in found["fp16"]], [one * 1e7 for one in found["fp32"]], tolerance=2e-2)
+    assert_same_gradients(
+        [one * 1e7 for one in found["fp16"]], [one * 1e7 for one in found["fp32"]], tolerance=2e-2
+    )
 
 
 def faulty_updates(rank, ranks, kind, faults):
     """Returns the second updates of some steps: of two undisturbed ones, and of those with one rank out of memory somewhere."""
     found = []
     with simulate(2) as cluster:
-        for size, fault, part in [(None, None, 0), (4, None, 0), *(("auto", *one) for one in faults)]:
+        for size, fault, part in [
+            (None, None, 0),
+            (4, None, 0),
+            *(("auto", *one) for one in faults),
+        ]:
             module, criterion, inputs, targets = coupled_problem(kind)
             if ranks == 1:
                 module.to("sim:0"), criterion.to("sim:0")
-            model, criterion = parallelize(module, criterion, cluster.devices if ranks == 1 else None)
+            model, criterion = parallelize(
+                module, criterion, cluster.devices if ranks == 1 else None
+            )
             parameters = [*model.parameters(), *criterion.parameters()]
-            step = TrainStep(model, criterion, torch.optim.SGD(parameters, 0.1), micro_batch_size=size)
+            step = TrainStep(
+                model, criterion, torch.optim.SGD(parameters, 0.1), micro_batch_size=size
+            )
             mine = slice(None) if ranks == 1 else [slice(7), slice(7, 11)][rank]
             step(inputs[mine], targets[mine])
             before = cluster.allocations
@@ -187,7 +215,9 @@ def test_a_window_without_rows_changes_nothing_and_one_failure_is_forgotten():
         step.state_dict()
     with pytest.raises(ValueError, match="the targets have 3 rows, but the inputs have 11"):
         step.apply()
-    assert_same_update((step(inputs, targets), gradients_of(module, criterion)), plain_update("dice"))
+    assert_same_update(
+        (step(inputs, targets), gradients_of(module, criterion)), plain_update("dice")
+    )
 
 
 class Scaled(nn.Linear):
@@ -206,7 +236,9 @@ def scaled_update(rank, scale):
     net, inputs = Scaled(scale), torch.randn(8, 4, dtype=torch.float64)
     targets = torch.randint(CLASSES, (8,))
     model, criterion = parallelize(net, DiceLoss(), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2
+    )
     half = slice(4 * rank, 4 * rank + 4)
     step(inputs[half], targets[half])
     net.scale.fill_(scale + rank)  # rank 1 has another one
@@ -222,7 +254,9 @@ def test_both_passes_have_the_buffers_of_rank_0_that_the_update_before_has_share
     loss = DiceLoss()(net(inputs), targets)
     loss.backward()
     for found in run_ranks(2, scaled_update, 3):
-        assert_same_update(found, (loss.detach(), gradients_of(net, DataParallelCriterion(DiceLoss()))))
+        assert_same_update(
+            found, (loss.detach(), gradients_of(net, DataParallelCriterion(DiceLoss())))
+        )
 
 
 class FullDevice(nn.Linear):
@@ -233,8 +267,12 @@ class FullDevice(nn.Linear):
 
 
 def memory_error(rank):
-    model, criterion = parallelize(FullDevice(4, CLASSES), DataParallelCriterion(DiceLoss(), whole=True), ["cpu"])
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size="auto")
+    model, criterion = parallelize(
+        FullDevice(4, CLASSES), DataParallelCriterion(DiceLoss(), whole=True), ["cpu"]
+    )
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size="auto"
+    )
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step(torch.randn(4, 4), torch.randint(CLASSES, (4,)))
     return str(caught.value)
@@ -242,5 +280,7 @@ def memory_error(rank):
 
 def test_errors_name_the_memory_of_another_rank():
     errors = run_ranks(2, memory_error)
-    for error, reason in zip(errors, ("the memory of rank 0 is full", "1 of 2 ranks ran out of memory"), strict=True):
+    for error, reason in zip(
+        errors, ("the memory of rank 0 is full", "1 of 2 ranks ran out of memory"), strict=True
+    ):
         assert error.startswith(f"one row per device does not fit: {reason}")

@@ -48,8 +48,14 @@ class Counting(nn.Module):
 
 def build(*more):
     torch.manual_seed(3)
-    norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()  # takes one row; DDP broadcasts its statistics
-    return nn.Sequential(nn.Linear(4, 6), *norm, nn.Dropout(0.3), *more, nn.Tanh(), nn.Linear(6, CLASSES))
+    norm = (
+        nn.Unflatten(1, (2, 3)),
+        nn.BatchNorm1d(2),
+        nn.Flatten(),
+    )  # takes one row; DDP broadcasts its statistics
+    return nn.Sequential(
+        nn.Linear(4, 6), *norm, nn.Dropout(0.3), *more, nn.Tanh(), nn.Linear(6, CLASSES)
+    )
 
 
 def build_counting():
@@ -59,13 +65,21 @@ def build_counting():
 class Run:
     """A run of several steps, on simulated devices or on that of a rank."""
 
-    def __init__(self, devices=None, *, rank=None, balanced=False, build=build_counting, **settings):
+    def __init__(
+        self, devices=None, *, rank=None, balanced=False, build=build_counting, **settings
+    ):
         self.rank, net = rank, build()
         if devices is not None:
             net.to(devices[0])
-        self.model, criterion = parallelize(net, nn.CrossEntropyLoss(), devices, strategy="replicas" if devices else "ddp")
+        self.model, criterion = parallelize(
+            net, nn.CrossEntropyLoss(), devices, strategy="replicas" if devices else "ddp"
+        )
         adam = torch.optim.AdamW
-        made = BalancedOptimizer(self.model, adam, **ADAM) if balanced else adam(self.model.parameters(), **ADAM)
+        made = (
+            BalancedOptimizer(self.model, adam, **ADAM)
+            if balanced
+            else adam(self.model.parameters(), **ADAM)
+        )
         settings = {"micro_batch_size": "auto", "max_grad_norm": 0.5, **settings}
         self.step = TrainStep(self.model, criterion, made, **settings)
         self.losses = []
@@ -92,7 +106,12 @@ class Run:
     def result(self):
         tensors = [tensor.detach().cpu() for tensor in self.model.state_dict().values()]
         devices = range(2) if self.rank is None else [self.rank]
-        return [torch.tensor(self.losses), *tensors, torch.get_rng_state(), *map(torch.sim.get_rng_state, devices)]
+        return [
+            torch.tensor(self.losses),
+            *tensors,
+            torch.get_rng_state(),
+            *map(torch.sim.get_rng_state, devices),
+        ]
 
 
 def check_faults(rank, ranks, balanced, precision, add, faults):
@@ -121,7 +140,12 @@ def check_faults(rank, ranks, balanced, precision, add, faults):
             allocation = 1 + int(choose.random() * count)
             some = train(["auto"] * 4, fault, allocation)
             size = some.step.micro_batch_size
-            assert all(map(torch.equal, some.result(), expected[size])), (fault, allocation, count, size)
+            assert all(map(torch.equal, some.result(), expected[size])), (
+                fault,
+                allocation,
+                count,
+                size,
+            )
             seen.add(size)
     return seen
 
@@ -130,9 +154,12 @@ WAYS = list(itertools.product([1, 2], [False, True], ["fp32", "fp16", "bf16"], [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "balanced", "precision", "add"), slow_but(WAYS, (1, True, "fp16", True), (2, True, "fp16", True))
+    ("ranks", "balanced", "precision", "add"),
+    slow_but(WAYS, (1, True, "fp16", True), (2, True, "fp16", True)),
 )
-def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(ranks, balanced, precision, add):
+def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(
+    ranks, balanced, precision, add
+):
     seen = run(ranks, check_faults, balanced, precision, add, 9 if ranks == 1 else 5)
     assert all(each == seen[0] for each in seen)
     assert len(seen[0]) > 1
@@ -142,11 +169,15 @@ def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(ranks, ba
 
 def wide():
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, CLASSES))
+    return nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, CLASSES)
+    )
 
 
 @released_at_once
-@pytest.mark.parametrize(("balanced", "add"), slow_but([*itertools.product([False, True], [False, True])], (True, True)))
+@pytest.mark.parametrize(
+    ("balanced", "add"), slow_but([*itertools.product([False, True], [False, True])], (True, True))
+)
 def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanced, add):
     def run(rows=600):
         torch.manual_seed(0)
@@ -197,7 +228,9 @@ def test_nothing_of_the_failed_attempt_stays_in_memory():
             run.step.micro_batch_size = None
             run.train(4)
             assert run.step.micro_batch_size == 3
-            assert all(map(operator.le, live_after(cluster, run), live))  # A buffer is not replaced then.
+            assert all(
+                map(operator.le, live_after(cluster, run), live)
+            )  # A buffer is not replaced then.
         assert undisturbed is not None
 
 
@@ -222,20 +255,33 @@ def test_out_of_memory_without_recovery_names_it():
         run = Run(["sim:0", "sim:1"], build=wide, micro_batch_size=None)
         with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as caught:
             run.step((torch.randn(4, 2**12, 4),), torch.zeros(4, CLASSES, dtype=torch.long))
-    assert any("TrainStep(..., micro_batch_size='auto') runs a batch again" in note for note in caught.value.__notes__)
+    assert any(
+        "TrainStep(..., micro_batch_size='auto') runs a batch again" in note
+        for note in caught.value.__notes__
+    )
 
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_an_optimizer_without_room_for_its_state_says_where(balanced):
     with simulate(1, memory="26MiB"):
-        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)).to("sim:0")
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)).to(
+            "sim:0"
+        )
         model = DataParallelModel(net)
-        optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(net.parameters())
-        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size="auto")
+        optimizer = (
+            BalancedOptimizer(model, torch.optim.AdamW)
+            if balanced
+            else torch.optim.AdamW(net.parameters())
+        )
+        step = TrainStep(
+            model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size="auto"
+        )
         with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as caught:
             step(torch.randn(2, 4), class_targets(2))
         (note,) = caught.value.__notes__
-        assert note.startswith("This was the optimizer's step, which may have changed some parameters and not others: go on from")
+        assert note.startswith(
+            "This was the optimizer's step, which may have changed some parameters and not others: go on from"
+        )
         assert step.micro_batch_size is None
 
 

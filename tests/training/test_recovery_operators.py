@@ -5,7 +5,9 @@ import torch
 from helpers.problems import CLASSES, class_targets
 from helpers.slow import slow
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public module for it
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # torch documents this class, but has no public module for it
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep
 
@@ -32,9 +34,15 @@ class Run:
         norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Dropout(0.3)
         self.net = nn.Sequential(nn.Linear(4, 6), *norm, nn.Tanh(), nn.Linear(6, CLASSES))
         model = DataParallelModel(self.net, ["cpu"] * devices)
-        criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **({"whole": True} if whole else {}))
+        criterion = DataParallelCriterion(
+            nn.CrossEntropyLoss(), **({"whole": True} if whole else {})
+        )
         adam = torch.optim.AdamW
-        self.optimizer = BalancedOptimizer(model, adam, lr=0.1) if balanced else adam(self.net.parameters(), lr=0.1)
+        self.optimizer = (
+            BalancedOptimizer(model, adam, lr=0.1)
+            if balanced
+            else adam(self.net.parameters(), lr=0.1)
+        )
         settings = {"micro_batch_size": "auto", "precision": precision, "max_grad_norm": 0.5}
         self.step = TrainStep(model, criterion, self.optimizer, **settings)
         self.add, self.losses = add, []
@@ -54,9 +62,26 @@ class Run:
 
     def result(self):
         scaler = self.step.precision.scaler
-        states = [value for state in self.optimizer.state_dict()["state"].values() for value in state.values()]
-        scale = [] if scaler is None else [torch.tensor(scaler.get_scale()), torch.tensor(scaler.state_dict()["_growth_tracker"])]
-        return [*self.losses, *self.net.state_dict().values(), *map(torch.as_tensor, states), *scale, torch.get_rng_state()]
+        states = [
+            value
+            for state in self.optimizer.state_dict()["state"].values()
+            for value in state.values()
+        ]
+        scale = (
+            []
+            if scaler is None
+            else [
+                torch.tensor(scaler.get_scale()),
+                torch.tensor(scaler.state_dict()["_growth_tracker"]),
+            ]
+        )
+        return [
+            *self.losses,
+            *self.net.state_dict().values(),
+            *map(torch.as_tensor, states),
+            *scale,
+            torch.get_rng_state(),
+        ]
 
 
 def undisturbed(case, failed, size):
@@ -119,7 +144,9 @@ def disturbed(case, failed, mode):
 @pytest.mark.parametrize("failed", [0, 1])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, ArithmeticError])
 @pytest.mark.parametrize(("case", "every"), CASES)
-def test_a_failure_in_any_operator_leaves_the_run_of_some_micro_batch_size_or_of_a_repeated_step(case, every, error, failed):
+def test_a_failure_in_any_operator_leaves_the_run_of_some_micro_batch_size_or_of_a_repeated_step(
+    case, every, error, failed
+):
     expected = {}
     for place in range(1, count_operators(case, failed) + 1, every):
         run = disturbed(case, failed, Failing(place, error))

@@ -6,9 +6,18 @@ import pytest
 import torch
 from helpers.problems import class_targets
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public module for it
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # torch documents this class, but has no public module for it
 
-from balanced_parallel import ByCost, DataParallelCriterion, DataParallelModel, Precision, TrainStep, simulate
+from balanced_parallel import (
+    ByCost,
+    DataParallelCriterion,
+    DataParallelModel,
+    Precision,
+    TrainStep,
+    simulate,
+)
 
 
 class OutOfMemoryOnce(nn.Module):
@@ -71,7 +80,9 @@ def make_batch(number=0):
     return torch.randn(8, 4), class_targets(8)
 
 
-@pytest.mark.parametrize(("layer", "devices", "before"), [(SetsBuffers, 1, 0), (SetsBuffers, 2, 0), (Momentum, 1, 1)])
+@pytest.mark.parametrize(
+    ("layer", "devices", "before"), [(SetsBuffers, 1, 0), (SetsBuffers, 2, 0), (Momentum, 1, 1)]
+)
 def test_what_a_forward_writes_is_that_of_the_last_attempt(layer, devices, before):
     """Buffers were put back, parameters that a forward had written were not. The first forward makes buffers."""
     results = []
@@ -89,7 +100,8 @@ def test_what_a_forward_writes_is_that_of_the_last_attempt(layer, devices, befor
 
 
 CHANGED = (
-    r"a tensor of the batch \(torch.float32, shape \(8, 4\)\) was changed in place since it was passed, but has to run again"
+    r"a tensor of the batch \(torch.float32, shape \(8, 4\)\) was changed in place since it was passed, "
+    "but has to run again"
 )
 
 
@@ -99,7 +111,10 @@ def test_a_batch_that_was_changed_in_place_does_not_run_again(in_dims):
     before = copy.deepcopy(net.state_dict())
     inputs, targets = make_batch()
     net[2].fails = True
-    with pytest.raises(torch.OutOfMemoryError, match=f"{CHANGED}.*clone.*or give a micro_batch_size that fits: no memory"):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=f"{CHANGED}.*clone.*or give a micro_batch_size that fits: no memory",
+    ):
         step(inputs, targets)
     assert all(map(torch.equal, before.values(), net.state_dict().values()))
     assert step(*make_batch()).isfinite()  # the next batch is another one
@@ -129,7 +144,9 @@ def test_a_batch_that_was_copied_to_its_device_runs_again():
 def test_two_passes_refuse_inputs_that_the_first_has_changed():
     """The second forward would run on other inputs."""
     step, _ = make_step(WritesInPlace(), micro_batch_size=4, whole=True)
-    with pytest.raises(RuntimeError, match=f"a loss whose rows depend on each other takes two forwards: {CHANGED}"):
+    with pytest.raises(
+        RuntimeError, match=f"a loss whose rows depend on each other takes two forwards: {CHANGED}"
+    ):
         step(*make_batch())
     step, _ = make_step(WritesInPlace(), whole=True)  # in one pass
     assert step(*make_batch()).isfinite()
@@ -138,14 +155,18 @@ def test_two_passes_refuse_inputs_that_the_first_has_changed():
 @pytest.mark.parametrize("micro_batch_size", [None, "auto"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("given", [False, True])
-def test_an_allocation_that_fails_in_the_first_use_of_the_scaler_leaves_one_that_works(number, micro_batch_size, given):
+def test_an_allocation_that_fails_in_the_first_use_of_the_scaler_leaves_one_that_works(
+    number, micro_batch_size, given
+):
     """It makes two tensors. With the first alone, each ``update()`` raised ``AssertionError``."""
     with simulate(1) as cluster:
         scaler = torch.amp.GradScaler("sim", init_scale=2.0**10)
         precision = Precision("fp16", scaler=scaler if given else None)
         loss = torch.ones((), device="sim:0")
         own = precision.scaler_on(loss.device)
-        step, _ = make_step(nn.Identity(), devices=["sim:0"], micro_batch_size=micro_batch_size, precision=precision)
+        step, _ = make_step(
+            nn.Identity(), devices=["sim:0"], micro_batch_size=micro_batch_size, precision=precision
+        )
         failing = own.scale
 
         def scale(loss):
@@ -174,9 +195,14 @@ def test_a_failed_add_says_that_the_rows_before_it_are_dropped(size):
         step.add(*make_batch())
         with pytest.raises((ValueError, RuntimeError)) as caught:
             step.add(bad, class_targets(4))
-        assert all(parameter.grad is None for parameter in step.model.parameters())  # nobody takes them for another loss's
+        assert all(
+            parameter.grad is None for parameter in step.model.parameters()
+        )  # nobody takes them for another loss's
         *_, note = caught.value.__notes__  # before it may be the replica
-        assert note == "the rows that were added since the last update are dropped: add them again before apply()"
+        assert (
+            note
+            == "the rows that were added since the last update are dropped: add them again before apply()"
+        )
 
 
 def test_rows_added_after_a_failed_add_run_again_as_they_ran_first():
@@ -194,14 +220,19 @@ def test_rows_added_after_a_failed_add_run_again_as_they_ran_first():
 
 
 BAD = [
-    *(("micro_batch_size", bad, ValueError, " of rows per device, or None") for bad in (0, -3, 1.5, True, "auto", "4")),
+    *(
+        ("micro_batch_size", bad, ValueError, " of rows per device, or None")
+        for bad in (0, -3, 1.5, True, "auto", "4")
+    ),
     *(("micro_batch_cost", bad, ValueError, "") for bad in (0, -3.0, float("nan"))),
     ("micro_batch_cost", "4", TypeError, ""),
 ]
 
 
 @pytest.mark.parametrize(("name", "bad", "error", "expected"), BAD)
-def test_bad_limits_that_are_set_later_raise_the_error_of_the_constructor(name, bad, error, expected):
+def test_bad_limits_that_are_set_later_raise_the_error_of_the_constructor(
+    name, bad, error, expected
+):
     cut = {"micro_batch_size": None, "cut": ByCost(lambda inputs: [1] * len(inputs), limit=4)}
     step, _ = make_step(nn.Identity(), **(cut if name == "micro_batch_cost" else {}))
     before = getattr(step, name)
@@ -234,7 +265,8 @@ def test_state_without_room_for_its_copies_is_copied_again():
 
 
 WRITTEN = (
-    r"a parameter \(torch.float32, shape \(4, 4\)\) was changed in place by a forward that has to run again, expected a change"
+    r"a parameter \(torch.float32, shape \(4, 4\)\) was changed in place by a forward that has to run "
+    "again, expected a change"
 )
 
 
@@ -244,7 +276,10 @@ def test_parameters_that_the_forward_writes_first_are_an_error():
     with pytest.raises(RuntimeError, match=WRITTEN):  # before any update
         step(*make_batch())
     assert step(*make_batch()).isfinite()
-    two_passes, small_forwards = {"micro_batch_size": 2, "whole": True}, {"micro_batch_size": None, "reproducible": True}
+    two_passes, small_forwards = (
+        {"micro_batch_size": 2, "whole": True},
+        {"micro_batch_size": None, "reproducible": True},
+    )
     for settings in (two_passes, small_forwards):
         with pytest.raises(RuntimeError, match=WRITTEN):
             make_step(Momentum(), **settings)[0](*make_batch())

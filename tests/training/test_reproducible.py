@@ -28,35 +28,51 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.lstm = nn.Embedding(20, 8, padding_idx=0), nn.LSTM(8, 8, 2, dropout=0.3)
-        self.attend, self.head = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True), nn.Linear(8, 5)
+        self.attend, self.head = (
+            nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True),
+            nn.Linear(8, 5),
+        )
         self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
 
     def forward(self, words):
         x = F.dropout(self.embed(words), 0.2, self.training)
         x = self.lstm(x.transpose(0, 1))[0].transpose(0, 1)  # time-major
-        x = x + self.attend(x, x, x, key_padding_mask=words == 0)[0] * torch.rand(len(x), 1, 1, device=x.device)
+        x = x + self.attend(x, x, x, key_padding_mask=words == 0)[0] * torch.rand(
+            len(x), 1, 1, device=x.device
+        )
         features = (x * (words > 0)[..., None]).sum(1)
         self.forwards += 1
-        return F.linear(features, F.dropout(self.head.weight, 0.2, self.training), self.head.bias) * (1 + torch.rand(()).to(x))
+        return F.linear(
+            features, F.dropout(self.head.weight, 0.2, self.training), self.head.bias
+        ) * (1 + torch.rand(()).to(x))
 
 
 class NoisyLabels(nn.Module):
     """A loss that draws."""
 
     def forward(self, logits, labels):
-        return F.cross_entropy(logits, torch.where(torch.rand(len(labels), device=labels.device) < 0.3, (labels + 1) % 5, labels))
+        return F.cross_entropy(
+            logits,
+            torch.where(
+                torch.rand(len(labels), device=labels.device) < 0.3, (labels + 1) % 5, labels
+            ),
+        )
 
 
 def batch():
     numbers = torch.Generator().manual_seed(1)
     lengths = torch.tensor([2, 6, 3, 5, 1, 4, 6])
-    words = torch.randint(1, 20, (ROWS, 6), generator=numbers) * (torch.arange(6) < lengths[:, None])
+    words = torch.randint(1, 20, (ROWS, 6), generator=numbers) * (
+        torch.arange(6) < lengths[:, None]
+    )
     return words, torch.randint(5, (ROWS,), generator=numbers)
 
 
 def make_step(devices=1, change=lambda net: net, **settings):
     criterion = DataParallelCriterion(NoisyLabels(), weight="rows")
-    return make_step_of(change(Net().double()), criterion, devices=devices, reproducible=True, **settings)
+    return make_step_of(
+        change(Net().double()), criterion, devices=devices, reproducible=True, **settings
+    )
 
 
 def train(step, updates=2, add=None):
@@ -93,7 +109,11 @@ LAYOUTS = {
     "auto": {"devices": 2, "micro_batch_size": "auto"},
     "added": {"devices": 2, "add": 3},
     "simulated": {"devices": ["sim:0", "sim:1", "sim:2"], "micro_batch_size": 2},
-    "by cost": {"devices": 2, "cut": ByCost(lambda words: (words > 0).sum(1), trim=1), "micro_batch_size": 2},
+    "by cost": {
+        "devices": 2,
+        "cut": ByCost(lambda words: (words > 0).sum(1), trim=1),
+        "micro_batch_size": 2,
+    },
     "checkpointed": {
         "devices": 2,
         "change": lambda net: checkpoint_activations(net, blocks=["attend", "head"]) and net,
@@ -119,7 +139,9 @@ class DrawsOnTheHost(nn.Module):
     def forward(self, x):
         def part(x):
             x = F.dropout(self.first(x), 0.4)
-            return F.dropout(self.second(x * torch.rand(len(x), 1, dtype=x.dtype).to(x.device)).tanh(), 0.4)
+            return F.dropout(
+                self.second(x * torch.rand(len(x), 1, dtype=x.dtype).to(x.device)).tanh(), 0.4
+            )
 
         return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
 
@@ -142,7 +164,9 @@ def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers
     with simulate(2) as cluster:
         step = make_step(["sim:0", "sim:1"], micro_batch_size="auto")
         step.model.register_forward_pre_hook(
-            lambda model, inputs: seen.append(cluster.fail_allocation(50 if len(seen) == 3 else 10**9))
+            lambda model, inputs: seen.append(
+                cluster.fail_allocation(50 if len(seen) == 3 else 10**9)
+            )
         )
         assert_equal(train(step), expected)
         assert step.micro_batch_size == 2
@@ -153,7 +177,11 @@ def train_on_rank(rank, strategy, sizes, micro_batch_size):
     net, (words, labels) = Net().double(), batch()
     model, criterion = parallelize(net, NoisyLabels(), ["cpu"], weight="rows", strategy=strategy)
     step = TrainStep(
-        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size, reproducible=True
+        model,
+        criterion,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch_size=micro_batch_size,
+        reproducible=True,
     )
     torch.manual_seed(5 + rank)
     rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
@@ -161,7 +189,10 @@ def train_on_rank(rank, strategy, sizes, micro_batch_size):
     parameters = [whole(parameter.detach()) for parameter in model.parameters()]
     if 0 not in sizes:
         step.add(words[rows], labels[rows])
-        with pytest.raises(ValueError, match=r"several add\(\) calls on several ranks.*pass the effective batch to step"):
+        with pytest.raises(
+            ValueError,
+            match=r"several add\(\) calls on several ranks.*pass the effective batch to step",
+        ):
             step.add(words[rows], labels[rows])
     return [torch.stack(losses), *parameters], torch.rand(()) if rank == 0 else None
 
@@ -240,10 +271,18 @@ def five_rows():
     ("draws", "devices", "message"),
     [
         (lambda x: torch.rand(1 + int((x > 0).sum())), 2, "draw 0 is .* uniform_ of shape"),
-        (lambda x: torch.rand(len(x)) if x.sum() > 3 else None, 2, "draw 0 is .* uniform_ of shape"),
+        (
+            lambda x: torch.rand(len(x)) if x.sum() > 3 else None,
+            2,
+            "draw 0 is .* uniform_ of shape",
+        ),
         (lambda x: torch.poisson(x.abs()), 2, "poisson draws in this forward"),
         # the first three rows draw one number in the small forwards, all rows draw three
-        (lambda x: torch.rand(1 + int((x > 0).sum() > 6) * 2), 1, r"draw 0 is .* and uniform_ of shape \(3,\) for 5 rows"),
+        (
+            lambda x: torch.rand(1 + int((x > 0).sum() > 6) * 2),
+            1,
+            r"draw 0 is .* and uniform_ of shape \(3,\) for 5 rows",
+        ),
     ],
 )
 def test_draws_that_follow_the_data_are_refused(draws, devices, message):
@@ -264,7 +303,9 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own imports
         net = torch.compile(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="compiled module.*expected torch._inductor.config.fallback_random = True"):
+    with pytest.raises(
+        ValueError, match="compiled module.*expected torch._inductor.config.fallback_random = True"
+    ):
         make_step_of(net, nn.MSELoss(), devices=1, reproducible=True)
     from torch._inductor import config
 
@@ -272,13 +313,19 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
         make_step_of(net, nn.MSELoss(), devices=1, reproducible=True)
 
 
-FILES = tuple(f"balanced_parallel/{name}.py" for name in ("runtime/row_random", "training/reproducible"))
+FILES = tuple(
+    f"balanced_parallel/{name}.py" for name in ("runtime/row_random", "training/reproducible")
+)
 
 
 def test_a_step_without_the_setting_calls_nothing_of_it():
     module, seen = nn.Sequential(nn.Linear(6, 5), nn.Dropout()), []
     step = make_step_of(module, nn.MSELoss())
-    sys.setprofile(lambda frame, event, _: seen.append(frame) if frame.f_code.co_filename.endswith(FILES) else None)
+    sys.setprofile(
+        lambda frame, event, _: (
+            seen.append(frame) if frame.f_code.co_filename.endswith(FILES) else None
+        )
+    )
     try:
         step(torch.ones(4, 6), torch.zeros(4, 5))
     finally:
@@ -318,7 +365,9 @@ def train_after_a_failure(fails_in, limit=None):
     return ([loss, *net.parameters()], torch.rand(())), net.norm.running_mean, notes
 
 
-@pytest.mark.parametrize(("fails_in", "limit"), [(1, None), (2, None), (1, "auto"), (2, "auto"), (3, None)])
+@pytest.mark.parametrize(
+    ("fails_in", "limit"), [(1, None), (2, None), (1, "auto"), (2, "auto"), (3, None)]
+)
 def test_a_failure_in_the_small_forwards_or_behind_them_leaves_nothing(fails_in, limit):
     """Batch norm had the statistics of rows that were never trained on, and the repetition drew other numbers."""
     result, mean, _ = train_after_a_failure(0, limit)
@@ -337,8 +386,14 @@ class TwoMeans(nn.Module):
         self.scales = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
     def forward(self, logits, labels):
-        means = {"class": F.cross_entropy(logits, labels, ignore_index=0), "size": logits.square().mean()}
-        return {name: mean * scale for (name, mean), scale in zip(means.items(), self.scales, strict=True)}
+        means = {
+            "class": F.cross_entropy(logits, labels, ignore_index=0),
+            "size": logits.square().mean(),
+        }
+        return {
+            name: mean * scale
+            for (name, mean), scale in zip(means.items(), self.scales, strict=True)
+        }
 
 
 def test_several_means_with_weights_are_those_of_one_device():
@@ -347,12 +402,18 @@ def test_several_means_with_weights_are_those_of_one_device():
     for devices in (1, 3):
         torch.manual_seed(3)
         criterion = DataParallelCriterion(TwoMeans(), weight=weight)
-        losses.append(make_step_of(Net().double(), criterion, devices=devices, micro_batch_size=2, reproducible=True)(*batch()))
+        losses.append(
+            make_step_of(
+                Net().double(), criterion, devices=devices, micro_batch_size=2, reproducible=True
+            )(*batch())
+        )
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("reproducible", [False, True, "bits"])
-def test_a_criterion_with_parameters_stays_on_its_device_where_an_optimizer_has_state_of_them(reproducible):
+def test_a_criterion_with_parameters_stays_on_its_device_where_an_optimizer_has_state_of_them(
+    reproducible,
+):
     means = TwoMeans()
     criterion = DataParallelCriterion(SumOf(means))
     with simulate(2):
@@ -385,13 +446,22 @@ def test_noise_of_a_criterion_needs_a_weight_where_rows_are_split():
     for settings in ({}, {"weight": "rows"}):
         torch.manual_seed(5)
         losses.append(
-            make_step_of(Net().double(), DataParallelCriterion(NoisyLabels(), **settings), devices=1, reproducible=True)(
-                words, labels
-            )
+            make_step_of(
+                Net().double(),
+                DataParallelCriterion(NoisyLabels(), **settings),
+                devices=1,
+                reproducible=True,
+            )(words, labels)
         )
     torch.testing.assert_close(*losses)
     for devices, micro_batch_size in ((3, None), (1, 2)):
         criterion = DataParallelCriterion(NoisyLabels())
-        step = make_step_of(Net().double(), criterion, devices=devices, micro_batch_size=micro_batch_size, reproducible=True)
+        step = make_step_of(
+            Net().double(),
+            criterion,
+            devices=devices,
+            micro_batch_size=micro_batch_size,
+            reproducible=True,
+        )
         with pytest.raises(ValueError, match="or it draws random numbers: .* weight="):
             step(words, labels)

@@ -25,7 +25,14 @@ def train(folder, until, devices=None, *, strategy="auto", reproducible=True, **
     """Goes on from the newest checkpoint, saves one after update ``until``, and returns the losses of these updates and the
     state."""
     torch.manual_seed(0)
-    layers = nn.Linear(4, 8), nn.BatchNorm1d(8).eval(), nn.Dropout(0.4), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+    layers = (
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8).eval(),
+        nn.Dropout(0.4),
+        nn.Linear(8, 8),
+        nn.Linear(8, 8),
+        nn.Linear(8, 3),
+    )
     net = nn.Sequential(*layers, nn.Dropout(0.2)).double()
     net[4].weight = net[3].weight
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), devices, strategy=strategy)
@@ -33,7 +40,12 @@ def train(folder, until, devices=None, *, strategy="auto", reproducible=True, **
     groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:]}]
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, groups, lr=0.05)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-    settings = {"scheduler": scheduler, "max_grad_norm": 1.0, "reproducible": reproducible, **settings}
+    settings = {
+        "scheduler": scheduler,
+        "max_grad_norm": 1.0,
+        "reproducible": reproducible,
+        **settings,
+    }
     step = TrainStep(model, criterion, optimizer, **settings)
     batches = RankBatchSampler(DATA[0], 7, seed=1)
     checkpoints = Checkpoints(folder, step=step, batches=batches)
@@ -60,14 +72,17 @@ def train_in_layout(layout, folder, until):
         with simulate(3):
             return train(folder, until, micro_batch_size=1)
     if layout in ("ddp", "fsdp"):
-        first, second = run_ranks(2, train_on_rank, folder, until, {"strategy": layout, "micro_batch_size": 2})
+        first, second = run_ranks(
+            2, train_on_rank, folder, until, {"strategy": layout, "micro_batch_size": 2}
+        )
         assert first == second
         return first, None
     return train(folder, until, CPU if layout == "one" else REPLICAS)
 
 
 @pytest.mark.parametrize(
-    "layouts", [("ddp", "fsdp", "replicas"), slow(("one", "ddp", "simulated")), slow(("fsdp", "ddp", "one"))]
+    "layouts",
+    [("ddp", "fsdp", "replicas"), slow(("one", "ddp", "simulated")), slow(("fsdp", "ddp", "one"))],
 )
 def test_a_run_with_dropout_goes_on_in_other_layouts(tmp_path, layouts):
     expected, (tensors, *others) = train(tmp_path / "undisturbed", 6, CPU)

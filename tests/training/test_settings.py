@@ -10,18 +10,38 @@ from helpers.ranks import on_ranks, run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from balanced_parallel import BalancedOptimizer, ByCost, DataParallelCriterion, RankBatchSampler, TrainStep, parallelize
+from balanced_parallel import (
+    BalancedOptimizer,
+    ByCost,
+    DataParallelCriterion,
+    RankBatchSampler,
+    TrainStep,
+    parallelize,
+)
 from balanced_parallel.runtime import collectives
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 
 
 def make_step(
-    kind=SGD, lr=0.1, loss=nn.CrossEntropyLoss, strategy="ddp", balanced=False, groups=1, schedule=None, out_dims=None, **settings
+    kind=SGD,
+    lr=0.1,
+    loss=nn.CrossEntropyLoss,
+    strategy="ddp",
+    balanced=False,
+    groups=1,
+    schedule=None,
+    out_dims=None,
+    **settings,
 ):
-    model, criterion = parallelize(build_net().double(), loss(), strategy=strategy, out_dims=out_dims)
+    model, criterion = parallelize(
+        build_net().double(), loss(), strategy=strategy, out_dims=out_dims
+    )
     parameters = list(model.parameters())
-    params = [{"params": parameters[: len(parameters) // groups]}, {"params": parameters[len(parameters) // groups :]}][:groups]
+    params = [
+        {"params": parameters[: len(parameters) // groups]},
+        {"params": parameters[len(parameters) // groups :]},
+    ][:groups]
     optimizer = BalancedOptimizer(model, kind, lr=lr) if balanced else kind(params, lr=lr)
     scheduler = None if schedule is None else StepLR(optimizer, schedule)
     return TrainStep(model, criterion, optimizer, scheduler=scheduler, **settings)
@@ -56,25 +76,69 @@ LOSSES = {  # beside nn.CrossEntropyLoss()
 }
 SETTINGS = {
     "lr": ({}, {"lr": 0.2}, "lr of param group 0: 0.1 on rank 0 and 0.2 on rank 1"),
-    "optimizer": ({"kind": torch.optim.Adam}, {"kind": ADAM}, "optimizer: Adam on rank 0 and AdamW on rank 1"),
-    "balanced": ({}, {"balanced": True}, "optimizer: SGD on rank 0 and BalancedOptimizer of SGD on rank 1"),
+    "optimizer": (
+        {"kind": torch.optim.Adam},
+        {"kind": ADAM},
+        "optimizer: Adam on rank 0 and AdamW on rank 1",
+    ),
+    "balanced": (
+        {},
+        {"balanced": True},
+        "optimizer: SGD on rank 0 and BalancedOptimizer of SGD on rank 1",
+    ),
     "groups": ({}, {"groups": 2}, "number of param groups: 1 on rank 0 and 2 on rank 1"),
-    "clip": ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}, "max_grad_norm: 1.0 on rank 0 and 2.0 on rank 1"),
+    "clip": (
+        {"max_grad_norm": 1.0},
+        {"max_grad_norm": 2.0},
+        "max_grad_norm: 1.0 on rank 0 and 2.0 on rank 1",
+    ),
     "no clip": ({}, {"max_grad_norm": 2.0}, "max_grad_norm: None on rank 0 and 2.0 on rank 1"),
     "precision": ({}, {"precision": "bf16"}, "precision: fp32 on rank 0 and bf16 on rank 1"),
-    "auto": ({}, {"micro_batch_size": "auto"}, "micro_batch_size='auto': False on rank 0 and True on rank 1"),
-    "cost": ({}, {"cut": ByCost(len, limit=3)}, "unit of the micro-batches: rows on rank 0 and cost on rank 1"),
+    "auto": (
+        {},
+        {"micro_batch_size": "auto"},
+        "micro_batch_size='auto': False on rank 0 and True on rank 1",
+    ),
+    "cost": (
+        {},
+        {"cut": ByCost(len, limit=3)},
+        "unit of the micro-batches: rows on rank 0 and cost on rank 1",
+    ),
     "scheduler": ({}, {"schedule": 2}, "scheduler: none on rank 0 and StepLR on rank 1"),
-    "loss": ({}, {"loss": nn.MultiMarginLoss}, "criterion: CrossEntropyLoss on rank 0 and MultiMarginLoss on rank 1"),
-    "smoothing": ({}, {"loss": LOSSES["smoothed"]}, "label_smoothing of the criterion: 0.0 on rank 0 and 0.1 on rank 1"),
-    "weights": ({}, {"loss": LOSSES["weighted"]}, r"weight of the criterion: None on rank 0 and \[1.0, 2.0, .* on rank 1"),
+    "loss": (
+        {},
+        {"loss": nn.MultiMarginLoss},
+        "criterion: CrossEntropyLoss on rank 0 and MultiMarginLoss on rank 1",
+    ),
+    "smoothing": (
+        {},
+        {"loss": LOSSES["smoothed"]},
+        "label_smoothing of the criterion: 0.0 on rank 0 and 0.1 on rank 1",
+    ),
+    "weights": (
+        {},
+        {"loss": LOSSES["weighted"]},
+        r"weight of the criterion: None on rank 0 and \[1.0, 2.0, .* on rank 1",
+    ),
     "reduction": ({}, {"loss": LOSSES["summed"]}, "reduction: mean on rank 0 and sum on rank 1"),
     "whole": ({}, {"loss": LOSSES["whole"]}, "whole: False on rank 0 and True on rank 1"),
-    "half": ({}, {"loss": LOSSES["half"]}, "precision of the criterion: fp32 on rank 0 and bf16 on rank 1"),
-    "function": ({}, {"loss": LOSSES["function"]}, "criterion: CrossEntropyLoss on rank 0 and cross_entropy on rank 1"),
+    "half": (
+        {},
+        {"loss": LOSSES["half"]},
+        "precision of the criterion: fp32 on rank 0 and bf16 on rank 1",
+    ),
+    "function": (
+        {},
+        {"loss": LOSSES["function"]},
+        "criterion: CrossEntropyLoss on rank 0 and cross_entropy on rank 1",
+    ),
     "strategy": ({}, {"strategy": "fsdp"}, "strategy: 'ddp' on rank 0 and 'fsdp' on rank 1"),
     "out_dims": ({}, {"out_dims": 1}, "out_dims: None on rank 0 and 1 on rank 1"),
-    "reproducible": ({}, {"reproducible": True}, "reproducible: False on rank 0 and True on rank 1"),
+    "reproducible": (
+        {},
+        {"reproducible": True},
+        "reproducible: False on rank 0 and True on rank 1",
+    ),
 }
 
 
@@ -91,7 +155,9 @@ def test_different_settings_raise_one_error_on_all_ranks(name):
 def check_equal(rank, strategy):
     """Counts the exchanges of three updates with settings that change on all ranks alike."""
     gathered, summed, gather, add = [], [], collectives.gather_objects, collectives.sum_numbers
-    step = make_step(ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1)
+    step = make_step(
+        ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1
+    )
     with pytest.MonkeyPatch.context() as patch:
 
         def count(value, group=None):
@@ -99,7 +165,11 @@ def check_equal(rank, strategy):
             return gather(value)
 
         patch.setattr(collectives, "gather_objects", count)
-        patch.setattr(collectives, "sum_numbers", lambda *given, **group: summed.append(given) or add(*given, **group))
+        patch.setattr(
+            collectives,
+            "sum_numbers",
+            lambda *given, **group: summed.append(given) or add(*given, **group),
+        )
         for number in range(3):
             train(step, rank, number)
             step.max_grad_norm *= 2
@@ -118,7 +188,11 @@ def check_sampler(rank, other):
     return error_of(lambda: train(step, rank))
 
 
-@pytest.mark.parametrize("other", [{"batch_size": 8}, {"seed": 1}, {"micro_batch_size": 2}], ids=lambda other: next(iter(other)))
+@pytest.mark.parametrize(
+    "other",
+    [{"batch_size": 8}, {"seed": 1}, {"micro_batch_size": 2}],
+    ids=lambda other: next(iter(other)),
+)
 def test_samplers_that_differ_are_named(other):
     ((name, value),) = other.items()
     message = f"the sampler's batches: RankBatchSampler of 16 rows.* on rank 0 and .*{name}={value}.* on rank 1"
@@ -169,13 +243,19 @@ def fail_alike(rank):
 
 def make_layers(strategy="ddp"):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, CLASSES)).double()
+    net = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, CLASSES)
+    ).double()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy=strategy)
     return TrainStep(model, criterion, ADAM(model.parameters(), lr=0.1))
 
 
 def load_state(step):
-    full = {"step": torch.tensor(9.0), "exp_avg": torch.ones(6, dtype=torch.float64), "exp_avg_sq": torch.ones(6)}
+    full = {
+        "step": torch.tensor(9.0),
+        "exp_avg": torch.ones(6, dtype=torch.float64),
+        "exp_avg_sq": torch.ones(6),
+    }
     step.optimizer.load_state_dict({**step.optimizer.state_dict(), "state": {1: full}})
 
 
@@ -187,9 +267,13 @@ def swap_groups(step):
 
 
 def load_weights(step):
-    step.model.module.load_state_dict({name: value * 1 for name, value in step.model.module.state_dict().items()})
+    step.model.module.load_state_dict(
+        {name: value * 1 for name, value in step.model.module.state_dict().items()}
+    )
     with torch.no_grad():
-        step.model.module[0].weight[[0, 1]] = step.model.module[0].weight[[1, 0]]  # the sum stays the same
+        step.model.module[0].weight[[0, 1]] = step.model.module[0].weight[
+            [1, 0]
+        ]  # the sum stays the same
 
 
 ALONE = {  # what rank 1 does with a step and its state, and what the error says
@@ -201,17 +285,28 @@ ALONE = {  # what rank 1 does with a step and its state, and what the error says
         lambda step, _: step.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
         "number of param groups: 1 on rank 0 and 2 on rank 1",
     ),
-    "norm": (lambda step, _: setattr(step, "max_grad_norm", 5.0), "max_grad_norm: None on rank 0 and 5.0 on rank 1"),
-    "eps": (lambda step, _: step.optimizer.param_groups[0].update(eps=0.5), "eps of param group 0: 1e-08 on rank 0 and 0.5 on"),
+    "norm": (
+        lambda step, _: setattr(step, "max_grad_norm", 5.0),
+        "max_grad_norm: None on rank 0 and 5.0 on rank 1",
+    ),
+    "eps": (
+        lambda step, _: step.optimizer.param_groups[0].update(eps=0.5),
+        "eps of param group 0: 1e-08 on rank 0 and 0.5 on",
+    ),
     "weights": (
         lambda step, _: load_weights(step),
         r"the first difference: model.0.weight with checksum -?\d+ trained on rank 0 and model.0.weight with",
     ),
     "resumed": (
-        lambda step, saved: step.load_state_dict({**saved, "model": {name: 2 * one for name, one in saved["model"].items()}}),
+        lambda step, saved: step.load_state_dict(
+            {**saved, "model": {name: 2 * one for name, one in saved["model"].items()}}
+        ),
         "the first difference: model.0.weight",
     ),
-    "nan": (lambda step, _: nn.init.constant_(step.model.module[3].bias, torch.nan), "the first difference: model.3.bias with"),
+    "nan": (
+        lambda step, _: nn.init.constant_(step.model.module[3].bias, torch.nan),
+        "the first difference: model.3.bias with",
+    ),
     "buffers": (
         lambda step, _: step.model.module[1].running_mean.add_(1),
         "the first difference: model.1.running_mean with checksum 0 on",
@@ -225,9 +320,18 @@ ALONE = {  # what rank 1 does with a step and its state, and what the error says
         lambda step, _: setattr(step.model.module[2], "p", 0.3),
         "the first difference: p of model.2 0.1 on rank 0 and p of model.2 0.3",
     ),
-    "momentum": (lambda step, _: setattr(step.model.module[1], "momentum", 0.2), "momentum of model.1 0.1 on rank 0"),
-    "eval": (lambda step, _: step.model.module[2].eval(), "training of model.2 True on rank 0 and training of model.2 False"),
-    "eval of all": (lambda step, _: step.model.module.eval(), "the first difference: training of model True on rank 0"),
+    "momentum": (
+        lambda step, _: setattr(step.model.module[1], "momentum", 0.2),
+        "momentum of model.1 0.1 on rank 0",
+    ),
+    "eval": (
+        lambda step, _: step.model.module[2].eval(),
+        "training of model.2 True on rank 0 and training of model.2 False",
+    ),
+    "eval of all": (
+        lambda step, _: step.model.module.eval(),
+        "the first difference: training of model True on rank 0",
+    ),
     "frozen": (
         lambda step, _: step.model.module[0].bias.requires_grad_(False),
         r"model.0.bias with checksum -?\d+ trained on rank 0 and model.0.bias with checksum -?\d+ on",
@@ -246,22 +350,35 @@ def check_alone(rank, name, updates, strategy):
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     message = error_of(lambda: train(step, rank, updates))
     assert ("Nothing was updated" if updates else "expected the same settings") in message
-    assert all(torch.equal(one, other) or other.isnan().any() for one, other in zip(before, step.model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) or other.isnan().any()
+        for one, other in zip(before, step.model.parameters(), strict=True)
+    )
     return message
 
 
-FIRST, LATER = ("weights", "nan", "buffers", "state", "p", "momentum", "eval", "frozen"), ("lr", "group", "norm")
+FIRST, LATER = (
+    ("weights", "nan", "buffers", "state", "p", "momentum", "eval", "frozen"),
+    ("lr", "group", "norm"),
+)
 CASES = [
     *((name, 0, "ddp") for name in FIRST),
     *((name, 0, "fsdp") for name in ("buffers", "p", "eval")),
-    *((name, 2, "ddp") for name in (*LATER, "eps", "weights", "another state", "eval of all", "resumed")),
+    *(
+        (name, 2, "ddp")
+        for name in (*LATER, "eps", "weights", "another state", "eval of all", "resumed")
+    ),
     *((name, 2, "fsdp") for name in LATER),
 ]
 
 
 @pytest.mark.parametrize(("name", "updates", "strategy"), CASES)
-def test_what_one_rank_loads_or_sets_alone_is_refused_by_all_before_the_update(name, updates, strategy):
-    assert_same_error(run_ranks(2, check_alone, name, updates, strategy, timeout=60), ALONE[name][1])
+def test_what_one_rank_loads_or_sets_alone_is_refused_by_all_before_the_update(
+    name, updates, strategy
+):
+    assert_same_error(
+        run_ranks(2, check_alone, name, updates, strategy, timeout=60), ALONE[name][1]
+    )
 
 
 @on_ranks(2, timeout=60)
@@ -271,7 +388,9 @@ def test_groups_of_equal_sizes_with_other_parameters_are_refused(rank):
     if rank:
         bias, groups = step.model.module[0].bias, step.optimizer.param_groups
         groups[0]["params"] = [bias]
-        groups[1]["params"] = [parameter for parameter in step.model.parameters() if parameter is not bias]
+        groups[1]["params"] = [
+            parameter for parameter in step.model.parameters() if parameter is not bias
+        ]
     with pytest.raises(ValueError, match="model.0.bias in group 1 on rank 0 and model.0.bias in"):
         train(step, rank)
 
@@ -281,8 +400,12 @@ def load_states_that_differ_and_then_one(rank):
     step = make_layers()
     train(step, rank)
     state = copy.deepcopy(step.state_dict())
-    step.load_state_dict({**state, "model": {name: value * (1 + rank) for name, value in state["model"].items()}})
-    with pytest.raises(ValueError, match="Nothing was updated.* the first difference: model.0.weight"):
+    step.load_state_dict(
+        {**state, "model": {name: value * (1 + rank) for name, value in state["model"].items()}}
+    )
+    with pytest.raises(
+        ValueError, match="Nothing was updated.* the first difference: model.0.weight"
+    ):
         train(step, rank, 1)
     step.load_state_dict(state)  # whose running statistics are those of this rank
     return train(step, rank, 2).item()
@@ -299,7 +422,10 @@ def have_statistics_and_load_equal_weights(rank):
     return [*losses, train(step, rank, 1).item()]
 
 
-@pytest.mark.parametrize("check", [fail_alike, load_states_that_differ_and_then_one, have_statistics_and_load_equal_weights])
+@pytest.mark.parametrize(
+    "check",
+    [fail_alike, load_states_that_differ_and_then_one, have_statistics_and_load_equal_weights],
+)
 def test_ranks_that_do_not_differ_go_on_with_one_loss(check):
     losses = run_ranks(2, check, timeout=60)
     assert losses[0] == losses[1]

@@ -14,7 +14,11 @@ Point = collections.namedtuple("Point", ["x", "y"])
 
 
 def leaves_of(state):
-    return [leaf.tolist() for value in state.values() for leaf in (value.values() if isinstance(value, dict) else [value])]
+    return [
+        leaf.tolist()
+        for value in state.values()
+        for leaf in (value.values() if isinstance(value, dict) else [value])
+    ]
 
 
 def through_files(folder, state):
@@ -27,9 +31,19 @@ def through_files(folder, state):
 @pytest.mark.parametrize(
     "state",
     [
-        {1: torch.zeros(2), "1": torch.ones(2), "%(1)": torch.full((2,), 2.0), "%25(1)": torch.full((2,), 3.0)},
+        {
+            1: torch.zeros(2),
+            "1": torch.ones(2),
+            "%(1)": torch.full((2,), 2.0),
+            "%25(1)": torch.full((2,), 3.0),
+        },
         {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}, "a%2Fb": torch.full((2,), 2.0)},
-        {None: torch.zeros(2), "None": torch.ones(2), 1.5: torch.full((2,), 2.0), "1.5": torch.full((2,), 3.0)},
+        {
+            None: torch.zeros(2),
+            "None": torch.ones(2),
+            1.5: torch.full((2,), 2.0),
+            "1.5": torch.full((2,), 3.0),
+        },
     ],
 )
 def test_tensors_of_keys_that_look_alike_are_all_there(tmp_path, state):
@@ -63,7 +77,9 @@ def test_value_comes_back_with_its_type(value):
     assert loaded == value
 
 
-@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e5m2fnuz", "float8_e4m3fn", "bfloat16", "uint16", "bool"])
+@pytest.mark.parametrize(
+    "dtype", ["float8_e8m0fnu", "float8_e5m2fnuz", "float8_e4m3fn", "bfloat16", "uint16", "bool"]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_tensor_of_any_type_comes_back_with_its_bits(tmp_path, dtype, shape):
     """float8_e8m0 was saved and could not be loaded."""
@@ -79,7 +95,9 @@ def test_complex_tensor_comes_back(tmp_path, dtype):
     loaded = through_files(tmp_path, {"x": tensor, "conjugate": tensor.conj()})
     for name, sign in (("x", 1), ("conjugate", -1)):
         assert loaded[name].dtype == dtype
-        assert torch.view_as_real(loaded[name].resolve_conj()).tolist() == [[[1, sign * 2], [0, sign * -3]]]
+        assert torch.view_as_real(loaded[name].resolve_conj()).tolist() == [
+            [[1, sign * 2], [0, sign * -3]]
+        ]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +108,10 @@ def test_complex_tensor_comes_back(tmp_path, dtype):
         ({(1, 2): 3}, "part/x is a dict, expected .* with keys that are numbers or strings"),
         (np.datetime64("2020-01-01"), "part/x is a datetime64, expected"),
         (np.zeros(2), "part/x is a ndarray, expected"),
-        (torch.eye(2).to_sparse(), "part/x is a torch.sparse_coo tensor of torch.float32, expected a dense, plain one"),
+        (
+            torch.eye(2).to_sparse(),
+            "part/x is a torch.sparse_coo tensor of torch.float32, expected a dense, plain one",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )

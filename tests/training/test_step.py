@@ -16,13 +16,29 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import BODIES, CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    BODIES,
+    CLASSES,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.ranks import on_ranks, run_ranks
 from helpers.slow import slow_but
 from helpers.steps import batch, make_step, rows_of, run
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, gather, parallelize, simulate
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Precision,
+    TrainStep,
+    gather,
+    parallelize,
+    simulate,
+)
 from balanced_parallel.batch.plan import consecutive
 from balanced_parallel.batch.rows import Batch, Cut
 
@@ -59,7 +75,9 @@ def test_replica_that_uses_no_parameter_equals_the_plain_program(double):
 
     net, target = Sometimes(), class_targets(9)
     x = torch.cat([torch.zeros(3, 4), torch.ones(6, 4)])
-    loss = (F.cross_entropy(net(x[:3]), target[:3], reduction="sum") + 6 * torch.tensor(5.0).log()) / 9
+    loss = (
+        F.cross_entropy(net(x[:3]), target[:3], reduction="sum") + 6 * torch.tensor(5.0).log()
+    ) / 9
     loss.backward()
     expected = gradients(net)
     torch.testing.assert_close(make_step(net, split=[1, 2])(x, target), loss.detach())
@@ -70,14 +88,19 @@ def test_unused_parameters_keep_no_gradient():
     net = nn.ModuleDict({"used": build_net(), "unused": nn.Linear(2, 2)})
     net.forward = lambda x: net["used"](x)
     before = net["unused"].weight.detach().clone()
-    make_step(net, optimizer=torch.optim.AdamW(net.parameters(), weight_decay=0.5), devices=1)(*batch(0))
+    make_step(net, optimizer=torch.optim.AdamW(net.parameters(), weight_decay=0.5), devices=1)(
+        *batch(0)
+    )
     assert torch.equal(net["unused"].weight, before)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size=0, expected a positive number of rows per device, None or 'auto'"),
+        (
+            {"micro_batch_size": 0},
+            "micro_batch_size=0, expected a positive number of rows per device, None or 'auto'",
+        ),
         ({"micro_batch_size": "automatic"}, "micro_batch_size='automatic', expected"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0, expected"),
         ({"precision": "int8"}, "precision='int8', expected one of 'fp32', 'bf16', 'fp16'"),
@@ -93,16 +116,22 @@ def test_invalid_models_criteria_and_batches_raise_an_error():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="the model is a Sequential, expected a DataParallelModel"):
         TrainStep(net, DataParallelCriterion(F.mse_loss), optimizer)
-    with pytest.raises(TypeError, match="the criterion is a MSELoss, expected a DataParallelCriterion"):
+    with pytest.raises(
+        TypeError, match="the criterion is a MSELoss, expected a DataParallelCriterion"
+    ):
         TrainStep(DataParallelModel(net, ["cpu"]), nn.MSELoss(), optimizer)
-    with pytest.raises(ValueError, match="inputs have 4 .*|the targets have 5 rows, but the inputs have 4"):
+    with pytest.raises(
+        ValueError, match="inputs have 4 .*|the targets have 5 rows, but the inputs have 4"
+    ):
         make_step(net)(torch.randn(4, 4), class_targets(5))
     with pytest.raises(ValueError, match="reduction='none', expected a scalar loss"):
         make_step(net, nn.MSELoss(reduction="none"))(torch.randn(4, 4), torch.rand(4, 5))
 
 
 def test_gradient_scaler_requires_fp16():
-    with pytest.raises(ValueError, match="precision 'bf16' was given a gradient scaler, expected none"):
+    with pytest.raises(
+        ValueError, match="precision 'bf16' was given a gradient scaler, expected none"
+    ):
         Precision("bf16", torch.amp.GradScaler("cpu"))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     step = make_step(build_net(), precision=Precision("fp16", scaler))
@@ -113,7 +142,10 @@ def test_gradient_scaler_requires_fp16():
 WAYS = list(itertools.product(BODIES, ["fp32", "bf16", "fp16"]))
 
 
-@pytest.mark.parametrize(("body", "precision"), slow_but(WAYS, ("attention", "fp32"), ("conv", "bf16"), ("recurrent", "fp16")))
+@pytest.mark.parametrize(
+    ("body", "precision"),
+    slow_but(WAYS, ("attention", "fp32"), ("conv", "bf16"), ("recurrent", "fp16")),
+)
 def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precision):
     inputs, targets = torch.randn(10, 4), torch.randint(5, (10,))
     targets[:3] = -100
@@ -124,7 +156,9 @@ def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precisio
             net = copy.deepcopy(start).to("sim:0")
             model, criterion = parallelize(net, nn.CrossEntropyLoss(), precision=precision)
             optimizer = torch.optim.SGD(net.parameters(), 0.1)
-            step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision)
+            step = TrainStep(
+                model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision
+            )
             losses = [step(inputs, targets).item() for _ in range(3)]
             return losses, [parameter.detach().cpu() for parameter in net.parameters()]
 
@@ -148,7 +182,9 @@ def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
 
 def train(step, numbers, mine):
     losses = [step(*(tensor[mine] for tensor in batch(number))) for number in numbers]
-    return torch.stack([*losses, *(parameter.detach().sum() for parameter in step.model.parameters())])
+    return torch.stack(
+        [*losses, *(parameter.detach().sum() for parameter in step.model.parameters())]
+    )
 
 
 DUPLICATES = {"copied": copy.deepcopy, "pickled": lambda parts: pickle.loads(pickle.dumps(parts))}
@@ -160,12 +196,19 @@ def check_copied(rank, ranks, name, whole, precision):
 
     def make():
         net, devices = build_net(), ["cpu"] * 3 if ranks == 1 else None
-        model, criterion = parallelize(net, nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), devices)
+        model, criterion = parallelize(
+            net, nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), devices
+        )
         optimizer = torch.optim.AdamW(net[0].parameters(), lr=0.1)
         other = torch.optim.SGD(net[2].parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         settings = {"micro_batch_size": 2, "precision": precision, "scheduler": scheduler}
-        return model, criterion, [optimizer, other], TrainStep(model, criterion, [optimizer, other], **settings)
+        return (
+            model,
+            criterion,
+            [optimizer, other],
+            TrainStep(model, criterion, [optimizer, other], **settings),
+        )
 
     expected = train(make()[-1], range(5), mine)
     parts = make()
@@ -179,10 +222,16 @@ def check_copied(rank, ranks, name, whole, precision):
 
 
 COPIES = list(itertools.product([1, 2], [False, True], DUPLICATES, ["fp32", "fp16"]))
-COPIED_IN_ALL_RUNS = (1, False, "copied", "fp16"), (1, True, "pickled", "fp32"), (2, False, "pickled", "fp16")
+COPIED_IN_ALL_RUNS = (
+    (1, False, "copied", "fp16"),
+    (1, True, "pickled", "fp32"),
+    (2, False, "pickled", "fp16"),
+)
 
 
-@pytest.mark.parametrize(("ranks", "whole", "duplicate", "precision"), slow_but(COPIES, *COPIED_IN_ALL_RUNS))
+@pytest.mark.parametrize(
+    ("ranks", "whole", "duplicate", "precision"), slow_but(COPIES, *COPIED_IN_ALL_RUNS)
+)
 def test_copies_of_a_step_train_like_the_original(ranks, whole, duplicate, precision):
     run(ranks, check_copied, duplicate, whole, precision)
 
@@ -232,7 +281,15 @@ class _Fails(torch.autograd.Function):
 class Net(nn.Sequential):
     def __init__(self):
         torch.manual_seed(1)
-        super().__init__(nn.Linear(4, 4), Fails(), nn.Linear(4, 6), Fails(), nn.Tanh(), nn.Linear(6, CLASSES), Fails())
+        super().__init__(
+            nn.Linear(4, 4),
+            Fails(),
+            nn.Linear(4, 6),
+            Fails(),
+            nn.Tanh(),
+            nn.Linear(6, CLASSES),
+            Fails(),
+        )
 
 
 def fail_in_optimizer(step):
@@ -257,7 +314,12 @@ def test_failed_update_can_be_repeated(precision, micro_batch_size, fail):
         net = Net()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        settings = {"micro_batch_size": micro_batch_size, "precision": precision, "scheduler": scheduler, "max_grad_norm": 0.5}
+        settings = {
+            "micro_batch_size": micro_batch_size,
+            "precision": precision,
+            "scheduler": scheduler,
+            "max_grad_norm": 0.5,
+        }
         step = make_step(net, optimizer=optimizer, devices=3, **settings)
         losses = []
         for number in range(3):
@@ -267,7 +329,13 @@ def test_failed_update_can_be_repeated(precision, micro_batch_size, fail):
                     step(*batch(number))
                 step.max_grad_norm = 0.5
             losses.append(step(*batch(number)))
-        found.append([*losses, *(parameter.detach() for parameter in net.parameters()), torch.tensor(scheduler.get_last_lr())])
+        found.append(
+            [
+                *losses,
+                *(parameter.detach() for parameter in net.parameters()),
+                torch.tensor(scheduler.get_last_lr()),
+            ]
+        )
         if precision == "fp16":
             assert step.precision.scaler.state_dict()["_growth_tracker"] == 3
     assert all(map(torch.equal, *found))
@@ -303,7 +371,9 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
 
         model.register_comm_hook(None, allreduce_hook)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision)
+    step = TrainStep(
+        model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision
+    )
     error = 2e-2 if precision == "fp16" else 1e-10
     for number in range(3):  # the reducer makes its buckets anew after the first
         inputs, targets = batch(number)
@@ -318,17 +388,27 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
         loss = F.cross_entropy(plain(inputs), targets)
         loss.backward()
         reference.step()
-        torch.testing.assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
+        torch.testing.assert_close(
+            step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error
+        )
         assert_same_gradients(gradients(net), gradients(plain), error)
         net.load_state_dict(plain.state_dict())
 
 
-SETTINGS = [("fp32", None, False), ("fp16", 2, False), ("fp32", None, True), ("fp32", 2, False), ("fp16", None, False)]
+SETTINGS = [
+    ("fp32", None, False),
+    ("fp16", 2, False),
+    ("fp32", None, True),
+    ("fp32", 2, False),
+    ("fp16", None, False),
+]
 FAILED = [(fail, *settings) for fail in FAILURES for settings in SETTINGS]
 FAILED_IN_ALL_RUNS = [(fail, *SETTINGS[number % 3]) for number, fail in enumerate(FAILURES)]
 
 
-@pytest.mark.parametrize(("fail", "precision", "micro_batch_size", "hooked"), slow_but(FAILED, *FAILED_IN_ALL_RUNS))
+@pytest.mark.parametrize(
+    ("fail", "precision", "micro_batch_size", "hooked"), slow_but(FAILED, *FAILED_IN_ALL_RUNS)
+)
 def test_failed_step_can_be_repeated_on_ranks(fail, precision, micro_batch_size, hooked):
     run_ranks(2, check_failure, fail, micro_batch_size, precision, hooked, timeout=60)
 
@@ -347,7 +427,9 @@ def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_ba
     assert outputs.sizes == sizes
     assert [len(output) for output in outputs] == list(sizes)
     assert not any(output.requires_grad for output in outputs)
-    again = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)  # it takes them as it takes the model's own
+    again = DataParallelCriterion(nn.CrossEntropyLoss())(
+        outputs, targets
+    )  # it takes them as it takes the model's own
     torch.testing.assert_close(again, loss, rtol=1e-10, atol=1e-10)
 
 
@@ -381,8 +463,12 @@ class Structured(nn.Module):
 def test_outputs_keep_their_structure(double):
     net, inputs, targets = Structured(), torch.randn(7, 4), class_targets(7)
     expected = net(inputs).parts["square"].detach()
-    criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output.logits, target), weight=lambda o, t: len(t))
-    _, outputs = make_step(net, criterion, devices=3, micro_batch_size=1)(inputs, targets, return_outputs=True)
+    criterion = DataParallelCriterion(
+        lambda output, target: F.cross_entropy(output.logits, target), weight=lambda o, t: len(t)
+    )
+    _, outputs = make_step(net, criterion, devices=3, micro_batch_size=1)(
+        inputs, targets, return_outputs=True
+    )
     assert all(isinstance(output, Output) and output.names == ("a", None) for output in outputs)
     square = gather([output.parts["square"] for output in outputs])
     torch.testing.assert_close(square, expected, rtol=1e-10, atol=1e-10)
@@ -420,11 +506,16 @@ def test_outputs_are_kept_only_with_return_outputs(is_asked):
 @on_ranks(2)
 def test_return_outputs_has_the_rows_of_each_rank(rank):
     torch.set_default_dtype(torch.float64)
-    inputs, targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), class_targets(6)
+    inputs, targets = (
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
+        class_targets(6),
+    )
     net = build_net()
     expected = net(inputs).detach()
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2
+    )
     mine = slice(0, 1) if rank == 0 else slice(1, None)
     loss, outputs = step(inputs[mine], targets[mine], return_outputs=True)
     torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
@@ -452,7 +543,10 @@ class BySizes(Cut):
 class SizedBatch(Batch):
     def plan(self, devices, weights, limit, agree):
         parts = consecutive(self.sizes)
-        return self._shards([parts[start : start + len(devices)] for start in range(0, len(parts), len(devices))], devices)
+        return self._shards(
+            [parts[start : start + len(devices)] for start in range(0, len(parts), len(devices))],
+            devices,
+        )
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
@@ -480,13 +574,22 @@ def test_norms_that_are_assigned_later_are_checked(name, norm):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("precision", "bf16"), ("reproducible", "bits"), ("cut", None), ("criterion", nn.MSELoss()), ("model", build_net())],
+    [
+        ("precision", "bf16"),
+        ("reproducible", "bits"),
+        ("cut", None),
+        ("criterion", nn.MSELoss()),
+        ("model", build_net()),
+    ],
 )
 def test_settings_of_the_constructor_alone_are_not_assigned_later(name, value):
     """``step.reproducible = "bits"`` was taken, and did nothing."""
     step = make_step(build_net())
     for each in (step, copy.deepcopy(step)):
         before = getattr(each, name)
-        with pytest.raises(AttributeError, match=rf"{name} was assigned to a TrainStep, .*TrainStep\(..., {name}=...\)"):
+        with pytest.raises(
+            AttributeError,
+            match=rf"{name} was assigned to a TrainStep, .*TrainStep\(..., {name}=...\)",
+        ):
             setattr(each, name, value)
         assert getattr(each, name) is before

@@ -26,7 +26,9 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    "settings", [None, {}, {"micro_batch_size": 1}, {"micro_batch_size": 2, "reproducible": "bits"}], ids=str
+    "settings",
+    [None, {}, {"micro_batch_size": 1}, {"micro_batch_size": 2, "reproducible": "bits"}],
+    ids=str,
 )
 def test_a_reduction_that_is_set_later_is_followed(settings):
     """The sum was divided, as the mean before."""
@@ -54,5 +56,7 @@ def test_a_reduction_that_is_set_later_is_followed(settings):
 @pytest.mark.parametrize(("name", "value"), [("weight", "rows"), ("minimum", 1.0), ("whole", True)])
 def test_settings_that_are_assigned_later_are_refused(name, value):
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
-    with pytest.raises(AttributeError, match=rf"{name} was assigned to a DataParallelCriterion, expected a new one"):
+    with pytest.raises(
+        AttributeError, match=rf"{name} was assigned to a DataParallelCriterion, expected a new one"
+    ):
         setattr(criterion, name, value)

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    CLASSES,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.slow import slow, slow_but
 from torch import nn
 
@@ -37,22 +44,40 @@ def counted(output, target):
 CRITERIA = {
     "cross entropy": lambda: nn.CrossEntropyLoss(),
     "class weights": lambda: nn.CrossEntropyLoss(class_weights()),
-    "class weights of a function": lambda: functools.partial(F.cross_entropy, weight=class_weights()),
-    "a weight": lambda: DataParallelCriterion(lambda output, target: F.cross_entropy(output, target), weight=counted),
+    "class weights of a function": lambda: functools.partial(
+        F.cross_entropy, weight=class_weights()
+    ),
+    "a weight": lambda: DataParallelCriterion(
+        lambda output, target: F.cross_entropy(output, target), weight=counted
+    ),
     "sum": lambda: nn.CrossEntropyLoss(reduction="sum"),
-    "squares": lambda: DataParallelCriterion(lambda output, target: output.pow(2).mean(), weight="rows"),
+    "squares": lambda: DataParallelCriterion(
+        lambda output, target: output.pow(2).mean(), weight="rows"
+    ),
 }
 
 
 def make_net(norm=False):
     net = build_net()
-    return convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), nn.Dropout(0.3), *net[1:])) if norm else net
+    return (
+        convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), nn.Dropout(0.3), *net[1:]))
+        if norm
+        else net
+    )
 
 
 def make_step(net, criterion, *, balanced=False, **settings):
     model = DataParallelModel(net)
-    criterion = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
-    optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(net.parameters())
+    criterion = (
+        criterion
+        if isinstance(criterion, DataParallelCriterion)
+        else DataParallelCriterion(criterion)
+    )
+    optimizer = (
+        BalancedOptimizer(model, torch.optim.AdamW)
+        if balanced
+        else torch.optim.AdamW(net.parameters())
+    )
     return TrainStep(model, criterion, optimizer, **settings)
 
 
@@ -79,11 +104,15 @@ WAITS_OF_THE_SCALER = {"fp16": 1, "fp16, balanced": 3}  # one for each device th
 
 WAYS = list(itertools.product(["host", "device"], CRITERIA, SETTINGS))
 # each criterion with the targets on the host and on a device, and each of these with all settings of the first criterion
-IN_ALL_RUNS = [way for way in WAYS if way[1] == "cross entropy" or way[2] in ("micro-batches", "added", "fp16")]
+IN_ALL_RUNS = [
+    way for way in WAYS if way[1] == "cross entropy" or way[2] in ("micro-batches", "added", "fp16")
+]
 
 
 @pytest.mark.parametrize(("place", "name", "settings"), slow_but(WAYS, *IN_ALL_RUNS))
-def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(place, name, settings):
+def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(
+    place, name, settings
+):
     with simulate(3) as cluster:
         options = dict(SETTINGS[settings])
         rows = options.pop("rows", None)
@@ -91,7 +120,9 @@ def test_a_step_waits_only_where_the_caller_reads_its_loss_and_for_the_scaler(pl
         inputs, targets = batch(place)
         step(inputs, targets)  # the criterion moves its weights
         before = len(cluster.waits)
-        reads = name == "a weight" and place == "device"  # a mean of nothing may be nan: one look at the counts of all replicas
+        reads = (
+            name == "a weight" and place == "device"
+        )  # a mean of nothing may be nan: one look at the counts of all replicas
         of_scaler = WAITS_OF_THE_SCALER.get(settings, 0)
         for _ in range(4):  # checksums are compared in the windows 2 and 4
             with contextlib.nullcontext() if reads or of_scaler else cluster.forbidding_waits():
@@ -135,10 +166,17 @@ def test_a_batch_without_counted_targets_still_changes_nothing(place, name, prec
         inputs, targets = batch(place)
         step(inputs, targets)
         ignored = torch.full((ROWS,), -100).pin_memory().to(targets.device)
-        before, state = [parameter.detach().clone() for parameter in net.parameters()], str(step.optimizer.state_dict())
+        before, state = (
+            [parameter.detach().clone() for parameter in net.parameters()],
+            str(step.optimizer.state_dict()),
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with contextlib.nullcontext() if name == "a weight" and place == "device" else cluster.forbidding_waits():
+            with (
+                contextlib.nullcontext()
+                if name == "a weight" and place == "device"
+                else cluster.forbidding_waits()
+            ):
                 loss = step(inputs, ignored)
         assert ["nothing is updated" in str(warning.message) for warning in caught] == [True]
         assert loss.isnan()
@@ -151,7 +189,9 @@ def test_a_batch_without_counted_targets_still_changes_nothing(place, name, prec
 @pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("micro_batch_size", [None, slow(1), 2])
 @pytest.mark.parametrize("ignored", [slow(0), 8])
-def test_loss_and_gradients_are_those_of_the_plain_program(double, place, name, micro_batch_size, ignored):
+def test_loss_and_gradients_are_those_of_the_plain_program(
+    double, place, name, micro_batch_size, ignored
+):
     """Eight ignored rows leave a replica, and whole micro-batches, without a counted target."""
     net, criterion = build_net(), CRITERIA[name]()
     plain = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
@@ -191,7 +231,10 @@ def test_float16_divides_by_the_same_numbers_wherever_targets_are(name, rows):
 
 def test_a_criterion_waits_nowhere():
     with simulate(3) as cluster:
-        model, criterion = DataParallelModel(build_net()), DataParallelCriterion(nn.CrossEntropyLoss())
+        model, criterion = (
+            DataParallelModel(build_net()),
+            DataParallelCriterion(nn.CrossEntropyLoss()),
+        )
         squares = DataParallelCriterion(nn.MSELoss())
         inputs, targets = batch("host")
         values = torch.rand(ROWS, CLASSES).pin_memory()
@@ -207,7 +250,9 @@ def test_weighted_mean_waits_once_at_most(weights):
         losses = [torch.full((), value, device=device) for value, device in values]
         counts = [2, 0, 1] if weights == "numbers" else [torch.tensor(count) for count in (2, 0, 1)]
         if weights == "tensors on devices":
-            counts = [count.to(device) for count, device in zip(counts, cluster.devices, strict=True)]
+            counts = [
+                count.to(device) for count, device in zip(counts, cluster.devices, strict=True)
+            ]
         before = len(cluster.waits)
         mean = weighted_mean(losses, counts)
         assert len(cluster.waits) - before == (weights == "tensors on devices")

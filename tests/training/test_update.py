@@ -14,7 +14,14 @@ from helpers.slow import slow, slow_but
 from helpers.steps import batch, make_step, rows_of, run, tolerance_of
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 
 CPUS = ["cpu"] * 3
 
@@ -23,7 +30,9 @@ def make_optimizers(net, *, with_bias=True):
     """An optimizer and a scheduler for each of the two layers, the second with its bias or without it."""
     last = list(net[2].parameters()) if with_bias else [net[2].weight]
     optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.5), torch.optim.AdamW(last, lr=0.1)]
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers
+    ]
     return optimizers, schedulers
 
 
@@ -31,11 +40,20 @@ def check_several(rank, ranks, precision):
     """A layer is given to an optimizer later, as one does who unfreezes. The targets do not say what they weigh."""
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
     error = tolerance_of(precision)
-    plain, net, weighted = build_net(), build_net(), nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, CLASSES))
+    plain, net, weighted = (
+        build_net(),
+        build_net(),
+        nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, CLASSES)),
+    )
     references, reference_schedulers = make_optimizers(plain, with_bias=False)
     model, criterion = parallelize(net, weighted, CPUS if ranks == 1 else None)
     optimizers, schedulers = make_optimizers(net, with_bias=False)
-    settings = {"micro_batch_size": 2, "max_grad_norm": 0.1, "scheduler": tuple(schedulers), "precision": precision}
+    settings = {
+        "micro_batch_size": 2,
+        "max_grad_norm": 0.1,
+        "scheduler": tuple(schedulers),
+        "precision": precision,
+    }
     step = TrainStep(model, criterion, optimizers, **settings)
     assert step.optimizer is optimizers
     mine = rows_of(rank, ranks)
@@ -48,21 +66,32 @@ def check_several(rank, ranks, precision):
         loss = weighted(plain(inputs), targets)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(
-            [one for each in references for group in each.param_groups for one in group["params"]], 0.1
+            [one for each in references for group in each.param_groups for one in group["params"]],
+            0.1,
         )
         assert norm > 0.1
         for one in (*references, *reference_schedulers):
             one.step()
-        torch.testing.assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
-        torch.testing.assert_close(step.grad_norm, norm, rtol=error, atol=0.0)  # before it is clipped
+        torch.testing.assert_close(
+            step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error
+        )
+        torch.testing.assert_close(
+            step.grad_norm, norm, rtol=error, atol=0.0
+        )  # before it is clipped
         assert_same_gradients(gradients(net), gradients(plain), error)
         if precision == "fp32":
-            torch.testing.assert_close(list(net.parameters()), list(plain.parameters()), rtol=error, atol=error)
+            torch.testing.assert_close(
+                list(net.parameters()), list(plain.parameters()), rtol=error, atol=error
+            )
         net.load_state_dict(plain.state_dict())
-    assert [one.get_last_lr() for one in schedulers] == [one.get_last_lr() for one in reference_schedulers]
+    assert [one.get_last_lr() for one in schedulers] == [
+        one.get_last_lr() for one in reference_schedulers
+    ]
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16"), slow(1, "fp16")])
+@pytest.mark.parametrize(
+    ("ranks", "precision"), [(1, "fp32"), (2, "fp32"), (2, "fp16"), slow(1, "fp16")]
+)
 def test_several_optimizers_and_schedulers_equal_the_plain_program(ranks, precision):
     run(ranks, check_several, precision)
 
@@ -83,7 +112,9 @@ class Overflowing(nn.Linear):
     overflows = True
 
     def forward(self, inputs):
-        return F.linear(inputs, Overflows.apply(self.weight) if self.overflows else self.weight, self.bias)
+        return F.linear(
+            inputs, Overflows.apply(self.weight) if self.overflows else self.weight, self.bias
+        )
 
 
 def check_overflow(rank, ranks):
@@ -92,7 +123,9 @@ def check_overflow(rank, ranks):
     net[2] = Overflowing(6, 5)
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None)
     optimizers, schedulers = make_optimizers(net)
-    step = TrainStep(model, criterion, optimizers, scheduler=schedulers, max_grad_norm=1.0, precision="fp16")
+    step = TrainStep(
+        model, criterion, optimizers, scheduler=schedulers, max_grad_norm=1.0, precision="fp16"
+    )
     before = [parameter.detach().clone() for parameter in net.parameters()]
     step(torch.randn(4, 4), class_targets(4))
     assert all(map(torch.equal, net.parameters(), before))
@@ -125,15 +158,22 @@ def test_overflow_skips_fused_optimizers(fused):
 def test_parameter_in_two_optimizers_raises_an_error():
     net = build_net()
     both = [torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
-    message = r"model\.2\.weight of shape \(5, 6\) is in the optimizers 0 and 1, expected in one of them"
+    message = (
+        r"model\.2\.weight of shape \(5, 6\) is in the optimizers 0 and 1, expected in one of them"
+    )
     with pytest.raises(ValueError, match=message):
         make_step(net, optimizer=both)
     other = nn.Parameter(torch.zeros(2))
-    several = [torch.optim.SGD([*net[0].parameters(), other], lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
+    several = [
+        torch.optim.SGD([*net[0].parameters(), other], lr=0.1),
+        torch.optim.SGD(net[2].parameters(), lr=0.1),
+    ]
     step = make_step(net, optimizer=several)
     step(torch.randn(3, 4), class_targets(3))
     several[1].add_param_group({"params": [other]})
-    with pytest.raises(ValueError, match=r"a parameter of shape \(2,\) is in the optimizers 0 and 1"):
+    with pytest.raises(
+        ValueError, match=r"a parameter of shape \(2,\) is in the optimizers 0 and 1"
+    ):
         step(torch.randn(3, 4), class_targets(3))
 
 
@@ -141,27 +181,51 @@ def test_invalid_optimizers_and_schedulers_raise_an_error():
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(TypeError, match=r"the optimizer is an object of type generator, expected an instance of Optimizer, or"):
+    with pytest.raises(
+        TypeError,
+        match=r"the optimizer is an object of type generator, expected an instance of Optimizer, or",
+    ):
         make_step(net, optimizer=net.parameters())
     with pytest.raises(TypeError, match=r"the optimizer is a tensor of shape \(6, 4\), expected"):
         make_step(net, optimizer=list(net.parameters()))
     with pytest.raises(ValueError, match="no optimizer was given, expected one or more"):
         make_step(net, optimizer=[])
-    with pytest.raises(TypeError, match=r"the scheduler is an object of type SGD, expected an instance of LRScheduler, or"):
+    with pytest.raises(
+        TypeError,
+        match=r"the scheduler is an object of type SGD, expected an instance of LRScheduler, or",
+    ):
         make_step(net, optimizer=optimizer, scheduler=[optimizer])
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric: call its step"):
-        make_step(net, optimizer=optimizer, scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), plateau])
+        make_step(
+            net,
+            optimizer=optimizer,
+            scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), plateau],
+        )
     other = torch.optim.lr_scheduler.ConstantLR(torch.optim.Adam(net.parameters()))
-    with pytest.raises(ValueError, match="ConstantLR was made for another Adam, expected the optimizer of this step: its"):
-        make_step(net, optimizer=optimizer, scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), other])
+    with pytest.raises(
+        ValueError,
+        match="ConstantLR was made for another Adam, expected the optimizer of this step: its",
+    ):
+        make_step(
+            net,
+            optimizer=optimizer,
+            scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), other],
+        )
 
 
 def test_schedulers_of_schedulers_are_those_of_their_optimizer():
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    parts = [
+        torch.optim.lr_scheduler.ConstantLR(optimizer),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    ]
     sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
-    make_step(net, optimizer=optimizer, scheduler=[sequence, torch.optim.lr_scheduler.ChainedScheduler(parts)])
+    make_step(
+        net,
+        optimizer=optimizer,
+        scheduler=[sequence, torch.optim.lr_scheduler.ChainedScheduler(parts)],
+    )
     balanced = BalancedOptimizer(DataParallelModel(net, CPUS), torch.optim.Adam, lr=0.1)
     make_step(net, optimizer=balanced, scheduler=torch.optim.lr_scheduler.ConstantLR(balanced))
 
@@ -245,7 +309,9 @@ def check_shared(rank, ranks, precision, given):
         "twice": [*net.parameters(), *head.parameters()],  # torch warns
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
+        warnings.filterwarnings(
+            "ignore", "optimizer contains a parameter group with duplicate parameters"
+        )
         optimizer = torch.optim.SGD(optimized[given], lr=0.0)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=2, precision=precision)
     inputs, targets = shared_batch()
@@ -257,7 +323,12 @@ def check_shared(rank, ranks, precision, given):
 
 
 SHARED = list(itertools.product([1, 2, 3], ["fp32", "fp16"], ["once", "outside", "twice"]))
-SHARED_IN_ALL_RUNS = [(1, "fp32", "twice"), (1, "fp16", "outside"), (2, "fp16", "once"), (3, "fp32", "outside")]
+SHARED_IN_ALL_RUNS = [
+    (1, "fp32", "twice"),
+    (1, "fp16", "outside"),
+    (2, "fp16", "once"),
+    (3, "fp32", "outside"),
+]
 
 
 @pytest.mark.parametrize(("ranks", "precision", "given"), slow_but(SHARED, *SHARED_IN_ALL_RUNS))
@@ -285,15 +356,24 @@ def test_optimizers_that_need_a_closure_are_named(balanced, precision):
     """The error was "'NoneType' object is not callable"."""
     net = build_net()
     model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
-    optimizer = BalancedOptimizer(model, TwoSteps, lr=0.1) if balanced else TwoSteps(net.parameters(), lr=0.1)
+    optimizer = (
+        BalancedOptimizer(model, TwoSteps, lr=0.1)
+        if balanced
+        else TwoSteps(net.parameters(), lr=0.1)
+    )
     step = TrainStep(model, criterion, optimizer, precision=precision)
     name = type(optimizer).__name__
     message = rf"{name}\.step\(\) failed without a closure: 'NoneType' object is not callable; if it needs one, call optimizer"
     with pytest.raises(RuntimeError, match=message) as caught:
         step(torch.randn(3, 4), class_targets(3))
     note = caught.value.__notes__[-1]
-    assert note.startswith("This was the optimizer's step, which may have changed some parameters and not others: go on from")
-    with pytest.raises(TypeError, match="NeedsClosure evaluates the loss several times per step, and TrainStep once: expected"):
+    assert note.startswith(
+        "This was the optimizer's step, which may have changed some parameters and not others: go on from"
+    )
+    with pytest.raises(
+        TypeError,
+        match="NeedsClosure evaluates the loss several times per step, and TrainStep once: expected",
+    ):
         make_step(net, optimizer=NeedsClosure(net.parameters(), lr=0.1))
 
 

@@ -8,7 +8,14 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import Calls, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    Calls,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    plain_program,
+)
 from helpers.steps import make_step
 from torch import nn
 
@@ -24,7 +31,9 @@ def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
     torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), expected)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x[:4], target[2:6])
-    torch.testing.assert_close(step(x[:4], target[2:6]), loss, rtol=1e-10, atol=1e-10)  # nothing is left of the first window
+    torch.testing.assert_close(
+        step(x[:4], target[2:6]), loss, rtol=1e-10, atol=1e-10
+    )  # nothing is left of the first window
     assert_same_gradients(gradients(net), expected)
 
 
@@ -74,7 +83,9 @@ def test_float16_divisor_of_a_window_is_near_the_weight_of_the_one_before():
 
 
 def weighted_by_hand(criterion):
-    return DataParallelCriterion(criterion, weight=lambda output, target: (target != criterion.ignore_index).sum())
+    return DataParallelCriterion(
+        criterion, weight=lambda output, target: (target != criterion.ignore_index).sum()
+    )
 
 
 COUNTED = [  # how often labels are compared with the one to be ignored, and gradients rescaled
@@ -99,11 +110,17 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
     target = torch.rand(11, 5) if isinstance(plain, nn.MSELoss) else class_targets(11)
     loss, expected = plain_program(net, plain, x, target)
     for _ in range(2):
-        with Calls(torch.ops.aten.ne.Scalar) as compared, Calls(torch.ops.aten._foreach_mul_.Scalar) as rescaled:
+        with (
+            Calls(torch.ops.aten.ne.Scalar) as compared,
+            Calls(torch.ops.aten._foreach_mul_.Scalar) as rescaled,
+        ):
             found = step(x, target)
         torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
         assert_same_gradients(gradients(net), expected)
-        assert (compared.seen, rescaled.seen) == (comparisons, rescalings)  # else for each micro-batch and each replica
+        assert (compared.seen, rescaled.seen) == (
+            comparisons,
+            rescalings,
+        )  # else for each micro-batch and each replica
     step.add(x[:7], target[:7])
     step.add(x[7:], target[7:])
     torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
@@ -120,10 +137,14 @@ def test_targets_are_counted_once_and_gradients_rescaled_only_if_the_weight_was_
         (8, 3, [3, 1], [[3, 1], [3, 1]]),
     ],
 )
-def test_micro_batches_have_at_most_micro_batch_size_rows_per_device(rows, micro_batch_size, split, expected):
+def test_micro_batches_have_at_most_micro_batch_size_rows_per_device(
+    rows, micro_batch_size, split, expected
+):
     seen = []
     net = build_net()
     step = make_step(net, split=split, micro_batch_size=micro_batch_size)
-    step.model.register_forward_hook(lambda model, inputs, outputs: seen.append([len(output) for output in outputs]))
+    step.model.register_forward_hook(
+        lambda model, inputs, outputs: seen.append([len(output) for output in outputs])
+    )
     step(torch.randn(rows, 4), class_targets(rows))
     assert seen == expected

@@ -12,7 +12,13 @@ from helpers.slow import slow_but
 from helpers.steps import make_step, rows_of, run, tolerance_of
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+)
 
 CPUS = ["cpu"] * 3
 LIMIT = 0.02  # between the entries of the gradient, and of those of parts of the batch
@@ -47,11 +53,18 @@ def check_hooks(rank, ranks, way, precision, strategy):
     plain = build_net()
     net, calls = copy.deepcopy(plain), []
     hook(plain, [])
-    model, criterion = parallelize(net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None, strategy=strategy)
+    model, criterion = parallelize(
+        net, nn.CrossEntropyLoss(), CPUS if ranks == 1 else None, strategy=strategy
+    )
     hook(net, calls)
-    reference, optimizer = torch.optim.SGD(plain.parameters(), lr=0.1), torch.optim.SGD(net.parameters(), lr=0.1)
+    reference, optimizer = (
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     size = {"micro": 1, "auto": "auto"}.get(way)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=size, precision=precision, max_grad_norm=0.1)
+    step = TrainStep(
+        model, criterion, optimizer, micro_batch_size=size, precision=precision, max_grad_norm=0.1
+    )
     for number in range(3):
         torch.manual_seed(number)
         inputs, targets = torch.randn(7, 4) * 3, class_targets(7, ignored=2)
@@ -65,18 +78,27 @@ def check_hooks(rank, ranks, way, precision, strategy):
         torch.testing.assert_close(found, loss.detach(), rtol=tolerance_of(precision), atol=1e-10)
         torch.testing.assert_close(step.grad_norm, norm, rtol=tolerance_of(precision), atol=0.0)
         whole = nn.ParameterList(
-            getattr(parameter, "full_tensor", lambda each=parameter: each)() for parameter in net.parameters()
+            getattr(parameter, "full_tensor", lambda each=parameter: each)()
+            for parameter in net.parameters()
         )
         for parameter, expected in zip(whole, plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter, expected, rtol=tolerance_of(precision), atol=tolerance_of(precision))
+            torch.testing.assert_close(
+                parameter, expected, rtol=tolerance_of(precision), atol=tolerance_of(precision)
+            )
         if strategy != "fsdp":
             assert_same_gradients(gradients(net), gradients(plain), tolerance_of(precision))
         assert len(calls) == 4 * (number + 1)
 
 
-CASES = list(itertools.product(["replicas", "ddp"], ["fp32", "fp16"], ["step", "micro", "add", "auto"]))
+CASES = list(
+    itertools.product(["replicas", "ddp"], ["fp32", "fp16"], ["step", "micro", "add", "auto"])
+)
 CASES += [("fsdp", "fp32", "step"), ("fsdp", "fp32", "micro")]
-IN_ALL_RUNS = [("replicas", "fp32", "step"), ("replicas", "fp16", "add"), ("replicas", "fp32", "auto")]
+IN_ALL_RUNS = [
+    ("replicas", "fp32", "step"),
+    ("replicas", "fp16", "add"),
+    ("replicas", "fp32", "auto"),
+]
 IN_ALL_RUNS += [("ddp", "fp32", "add"), ("ddp", "fp16", "micro"), ("fsdp", "fp32", "micro")]
 
 
@@ -141,19 +163,26 @@ def test_hooks_with_gradients_in_pieces_are_refused():
     model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss())
     step = TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.SGD, lr=0.1))
     with pytest.raises(
-        TypeError, match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected"
+        TypeError,
+        match="a parameter has a hook of its gradient, of which BalancedOptimizer has pieces, expected",
     ):
         step(torch.randn(7, 4), class_targets(7))
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
 def test_hooks_of_modules_are_warned_of_once_where_a_batch_is_cut(register):
     net = build_net()
     getattr(net[2], register)(lambda *of: None)
     inputs, targets = torch.randn(7, 4), class_targets(7)
 
     message = r"module\.2 has a hook of its backward, which gets gradients of one micro-batch"
-    for settings in ({"devices": 2}, {"devices": 1, "micro_batch_size": 2}, {"devices": 1, "micro_batch_size": "auto"}):
+    for settings in (
+        {"devices": 2},
+        {"devices": 1, "micro_batch_size": 2},
+        {"devices": 1, "micro_batch_size": "auto"},
+    ):
         step = make_step(net, **settings)
         with pytest.warns(UserWarning, match=message) as seen:
             step(inputs, targets)

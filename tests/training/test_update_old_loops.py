@@ -10,7 +10,14 @@ from helpers.ranks import run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    simulate,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -20,7 +27,9 @@ def build(devices, kind=torch.optim.SGD):
     net = nn.Linear(4, CLASSES).to(devices[0])
     model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
     is_balanced = torch.device(devices[0]).type == "sim"
-    optimizer = BalancedOptimizer(model, kind, lr=0.1) if is_balanced else kind(net.parameters(), lr=0.1)
+    optimizer = (
+        BalancedOptimizer(model, kind, lr=0.1) if is_balanced else kind(net.parameters(), lr=0.1)
+    )
     return net, optimizer, TrainStep(model, criterion, optimizer)
 
 
@@ -29,7 +38,9 @@ def batch(rows=7):
 
 
 def clip_and_step(net, optimizer):
-    nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 0.01)
+    nn.utils.clip_grad_norm_(
+        [parameter for group in optimizer.param_groups for parameter in group["params"]], 0.01
+    )
     optimizer.step()
 
 
@@ -49,7 +60,10 @@ KEPT = {
     "clipping, a graph and optimizer.step()": log_clip_and_step,
     "optimizer.step()": lambda net, optimizer: optimizer.step(),
     "clipping and optimizer.step()": clip_and_step,
-    "zero_grad() and optimizer.step()": lambda net, optimizer: (optimizer.zero_grad(), optimizer.step()),
+    "zero_grad() and optimizer.step()": lambda net, optimizer: (
+        optimizer.zero_grad(),
+        optimizer.step(),
+    ),
 }
 
 
@@ -63,7 +77,11 @@ def train(devices, kind, after):
     return [parameter.detach().cpu() for parameter in net.parameters()]
 
 
-LAYOUTS = {"one device": ["cpu"], "three replicas": ["cpu"] * 3, "balanced": ["sim:0", "sim:1", "sim:2"]}
+LAYOUTS = {
+    "one device": ["cpu"],
+    "three replicas": ["cpu"] * 3,
+    "balanced": ["sim:0", "sim:1", "sim:2"],
+}
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -73,7 +91,10 @@ def test_a_kept_step_of_the_optimizer_updates_nothing(layout, kind, kept):
     """It updated again with the same gradients."""
     with simulate(3):
         expected = train(LAYOUTS[layout], kind, lambda net, optimizer: None)
-        with pytest.warns(UserWarning, match=r"TrainStep steps the optimizer itself, so .*: leave optimizer.step\(\) out"):
+        with pytest.warns(
+            UserWarning,
+            match=r"TrainStep steps the optimizer itself, so .*: leave optimizer.step\(\) out",
+        ):
             result = train(LAYOUTS[layout], kind, KEPT[kept])
         assert all(map(torch.equal, result, expected))
 
@@ -94,22 +115,30 @@ def use_the_optimizer_by_hand(devices, set_to_none):
         step(x, y)
         other(x, y)
         plain = copy.deepcopy(net).cpu()
-        gradients = torch.autograd.grad(nn.functional.cross_entropy(plain(x), y), list(plain.parameters()))
+        gradients = torch.autograd.grad(
+            nn.functional.cross_entropy(plain(x), y), list(plain.parameters())
+        )
         optimizer.zero_grad(set_to_none=set_to_none)
         step.criterion(step.model(x), y).backward()
         optimizer.step()
-    for parameter, before, gradient in zip(net.parameters(), plain.parameters(), gradients, strict=True):
+    for parameter, before, gradient in zip(
+        net.parameters(), plain.parameters(), gradients, strict=True
+    ):
         torch.testing.assert_close(parameter.cpu(), before - 0.1 * gradient)
 
 
 CHANGES = {
     "a graph and optimizer.step()": lambda net, optimizer, step: log_and_step(net, optimizer),
     "zero_grad()": lambda net, optimizer, step: optimizer.zero_grad(),
-    "zero_grad(set_to_none=False)": lambda net, optimizer, step: optimizer.zero_grad(set_to_none=False),
+    "zero_grad(set_to_none=False)": lambda net, optimizer, step: optimizer.zero_grad(
+        set_to_none=False
+    ),
     "zero_grad() of the net": lambda net, optimizer, step: net.zero_grad(),
     "clipping": lambda net, optimizer, step: nn.utils.clip_grad_norm_(net.parameters(), 0.01),
     "backward": lambda net, optimizer, step: net.weight.square().sum().backward(),
-    "another step": lambda net, optimizer, step: TrainStep(step.model, step.criterion, optimizer)(*batch()),
+    "another step": lambda net, optimizer, step: TrainStep(step.model, step.criterion, optimizer)(
+        *batch()
+    ),
     "optimizer.step()": lambda net, optimizer, step: optimizer.step(),
 }
 
@@ -124,7 +153,9 @@ def test_gradients_that_are_changed_in_a_window_are_an_error(adds, devices, chan
     step.add(*batch())
     CHANGES[change](net, optimizer, step)
     before = copy.deepcopy(net)
-    with pytest.raises(RuntimeError, match=r"the gradient of model\.weight was cleared or changed before apply\(\)") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"the gradient of model\.weight was cleared or changed before apply\(\)"
+    ) as caught:
         step.add(*batch()) if adds else step.apply()
     assert "add them again" in caught.value.__notes__[0]
     assert all(map(torch.equal, net.parameters(), before.parameters()))
@@ -161,13 +192,18 @@ def test_a_kept_step_of_the_scheduler_is_an_error():
     """The learning rate fell twice as fast."""
     _net, optimizer, step = build(["cpu"])
     scheduler = StepLR(optimizer, 1, 0.5)
-    steps = [TrainStep(step.model, step.criterion, optimizer, scheduler=scheduler) for _ in range(2)]
+    steps = [
+        TrainStep(step.model, step.criterion, optimizer, scheduler=scheduler) for _ in range(2)
+    ]
     for each in steps * 2:  # several may share one
         each(*batch())
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 9})
     steps[0](*batch())
     scheduler.step()
-    with pytest.raises(RuntimeError, match=r"StepLR was stepped by hand, .* leave scheduler.step\(\) out, or scheduler= here"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"StepLR was stepped by hand, .* leave scheduler.step\(\) out, or scheduler= here",
+    ):
         steps[1](*batch())
 
 
@@ -178,7 +214,9 @@ def train_on_rank(rank, strategy):
     for kept in ("nothing", "step", "zero_grad"):
         torch.manual_seed(1)
         net = nn.Linear(4, CLASSES).double()
-        model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+        model, criterion = parallelize(
+            net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = TrainStep(model, criterion, optimizer)
         try:
@@ -193,7 +231,10 @@ def train_on_rank(rank, strategy):
                 step.apply()
                 if kept == "step":
                     optimizer.step()
-            values = [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in model.parameters()]
+            values = [
+                getattr(each, "full_tensor", lambda each=each: each)().detach()
+                for each in model.parameters()
+            ]
             expected = expected or values
             assert all(map(torch.equal, values, expected))
         except RuntimeError as error:
@@ -206,4 +247,6 @@ def test_kept_lines_on_ranks(strategy):
     """FSDP keeps the gradients of a window where ``zero_grad()`` does not find them, but for torch 2.11."""
     is_found = strategy == "ddp" or torch.__version__ < (2, 12)
     for errors in run_ranks(2, train_on_rank, strategy):
-        assert ["was cleared or changed before apply" in error for error in errors] == [True] * is_found
+        assert ["was cleared or changed before apply" in error for error in errors] == [
+            True
+        ] * is_found
