@@ -408,7 +408,6 @@ def test_names_of_classes_and_types_have_one_owner():
 
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
     "diagnostics.bits": "a public argument",
-    "loss.formula": "what is noted, apart from the loss of an update",
     "memory.allocator": "the rules of the allocator of torch",
     "memory.trace.doubles": "savings; the tracer runs updates",
     "simulation.cluster": "the public name",

@@ -7,6 +7,7 @@ mismatch raises the same error on all ranks instead of a hang.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -60,6 +61,10 @@ class PerReplica(list[Any], containers.Leaf):
         >>> outputs["logits"].gather().shape
         torch.Size([5, 10])
     """
+
+    # A reference to the model whose forward made them, and the notes of each replica's forward.
+    model_of: Callable[[], Any] = staticmethod(lambda: None)
+    notes: Sequence[Any] | None = None
 
     def __init__(
         self, entries: Iterable[object], sizes: Sequence[int | None] | None = None, dim: Dims = 0
@@ -165,7 +170,8 @@ class PerReplica(list[Any], containers.Leaf):
                     f"outputs have {list(self.sizes)} rows per replica {rows}, expected the same rows: give both models "
                     "the same inputs, devices and split"
                 )
-        return self._of_same_rows(zip(*parts, strict=True), tuple(part.dim for part in parts))
+        dims = tuple(part.dim for part in parts)
+        return PerReplica(zip(*parts, strict=True), self.sizes, dims).in_order(self.order)
 
     def narrow(self, start: int, rows: int) -> "PerReplica":
         """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
@@ -183,7 +189,7 @@ class PerReplica(list[Any], containers.Leaf):
                     _narrow(entry, range(first, first + len(common)), self.dim, len(part))
                 )
                 sizes.append(len(common))
-        return PerReplica(entries, sizes, self.dim)
+        return PerReplica(entries, sizes, self.dim).made_by(self.model_of())
 
     def on(self, device: torch.device) -> Any:
         """Concatenates the entries of this rank on ``device``, in the order of the batch."""
@@ -217,7 +223,19 @@ class PerReplica(list[Any], containers.Leaf):
         return self._of_same_rows(map(select, self), dims_at(self[0], self.dim, key) if self else 0)
 
     def _of_same_rows(self, entries: Iterable[object], dim: Dims) -> "PerReplica":
-        return PerReplica(entries, self.sizes, dim).in_order(self.order)
+        outputs = PerReplica(entries, self.sizes, dim).in_order(self.order)
+        return outputs.made_by(self.model_of(), self.notes)
+
+    def made_by(self, model: Any, notes: Sequence[Any] | None = None) -> "PerReplica":
+        """Sets the model whose forward made the outputs, and its notes. Returns ``self``."""
+        if model is not None:
+            self.model_of = weakref.ref(model)
+            self.notes = notes or self.notes
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy gets. The model stays here."""
+        return {name: vars(self)[name] for name in ("has_sizes", "sizes", "dim", "order")}
 
     @classmethod
     def __torch_function__(

@@ -17,9 +17,10 @@ most 3 per device, on two devices::
 import contextlib
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -486,6 +487,31 @@ class MicroBatch(NamedTuple):
     shards: Sequence[Shard]
 
 
+class Noting(Protocol):
+    """Notes what happens in the forwards of a model."""
+
+    def call(
+        self,
+        module: nn.Module,
+        function: Callable[..., object],
+        /,
+        *inputs: object,
+        **kwargs: object,
+    ) -> object:
+        """Calls a function of a module. Returns its output with the notes."""
+
+    def open(self, output: object) -> tuple[object, object]:
+        """Returns the output of :meth:`call`, and the notes. They are None for another output."""
+
+
+class ByHand(NamedTuple):
+    """A forward by hand, whose outputs may have a loss."""
+
+    method: str | None
+    arguments: Arguments
+    outputs: Callable[[], PerReplica | None]  # a weak reference
+
+
 class ParallelModel(nn.Module):
     """The model of a :class:`TrainStep`.
 
@@ -501,6 +527,8 @@ class ParallelModel(nn.Module):
     # Methods that have run over ranks, and the mode of the module, with True for those that
     # communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
+    noting: Noting | None = None
+    latest: ByHand | None = None  # None for outputs without a number.
     _has_graph = False  # The graph of a forward was looked at.
 
     if TYPE_CHECKING:  # nn.Module has Any
@@ -514,7 +542,7 @@ class ParallelModel(nn.Module):
         if inputs and type(inputs[0]) is MicroBatch:
             outputs = self._run_shards(inputs[0].shards)
         else:
-            outputs = self._run_by_hand(None, Arguments(inputs, kwargs))
+            outputs = self._by_hand(None, Arguments(inputs, kwargs))
         if not self._has_graph and torch.is_grad_enabled():
             self._has_graph = True
             refuse_word_counts(outputs)
@@ -530,7 +558,35 @@ class ParallelModel(nn.Module):
         Example:
             >>> features = model.call("encode_image", images)  # doctest: +SKIP
         """
-        return self._run_by_hand(method, Arguments(inputs, kwargs))
+        return self._by_hand(method, Arguments(inputs, kwargs))
+
+    def _by_hand(self, method: str | None, arguments: Arguments) -> Any:
+        self.latest = None
+        outputs = self._run_by_hand(method, arguments)
+        if isinstance(outputs, PerReplica) and outputs and has_number(outputs[0]):
+            outputs.made_by(self)
+            self.latest = ByHand(method, arguments, weakref.ref(outputs))
+        return outputs
+
+    def run_again(self, latest: ByHand) -> PerReplica:
+        """Runs a forward by hand again. All ranks call this."""
+        outputs: PerReplica = self._run_by_hand(latest.method, latest.arguments)
+        outputs.made_by(self)
+        self.latest = latest._replace(outputs=weakref.ref(outputs))
+        return outputs
+
+    def _open(self, noting: Noting, entries: Sequence[object], sizes: Sequence[Any]) -> PerReplica:
+        """Returns the outputs of a forward, with what was noted in it."""
+        entries, notes = zip(*map(noting.open, entries), strict=True)
+        return PerReplica(entries, sizes, self.out_dims).made_by(self, notes)
+
+    def note(self, noting: Noting) -> None:
+        """Sets what notes the forwards from now on, if nothing does."""
+        self.noting = self.noting or noting
+
+    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
+        """Runs marked rows on the first device of this process."""
+        raise NotImplementedError
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module, as ``model.module.compile(...)``.
@@ -570,6 +626,12 @@ class ParallelModel(nn.Module):
                     f"model.module.{name} for anything else"
                 ) from None
             raise
+
+
+def has_number(output: object) -> bool:
+    """Returns True if an output has a number, which may be a loss that the model computes."""
+    tensors = containers.tensors_in(output)
+    return any(not tensor.dim() and tensor.is_floating_point() for tensor in tensors)
 
 
 NOTHING = Arguments((), {})

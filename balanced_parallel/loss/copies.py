@@ -114,6 +114,7 @@ class ShardLoss(NamedTuple):
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
     collectives: OwnCollectives = OwnCollectives()  # The call may have some.
+    notes: Any = None  # The notes of a forward that computes the loss.
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -290,7 +291,9 @@ class Calls(NamedTuple):
         """
         copies = self.copies
         devices = devices_of(self.outputs, self.copies.devices)
+        notes = self.outputs.notes or [None] * len(devices)
         with copies.precision.autocast(devices), copies.on(devices) as criteria:
+            columns = notes, *columns
             replicas = zip(devices, criteria, self.outputs, self.shards, *columns, strict=True)
             work = [
                 functools.partial(_call, function, copies.collectives, *replica)
@@ -306,13 +309,16 @@ def _call(
     criterion: Criterion,
     output: object,
     shard: Shard,
+    notes: object,
     *others: object,
 ) -> T:
     targets, kwargs = move_arguments(shard.targets, device)
     with shard.context():
         try:
             return function(
-                ShardLoss(criterion, shard.target_rows, output, targets, kwargs, collectives),
+                ShardLoss(
+                    criterion, shard.target_rows, output, targets, kwargs, collectives, notes
+                ),
                 *others,
             )
         except (RuntimeError, IndexError) as error:

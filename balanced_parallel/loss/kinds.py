@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica
-from ..batch.rows import move_leaves, parameters_of, spread
+from ..batch.rows import ParallelModel, move_leaves, parameters_of, spread
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
@@ -36,6 +36,7 @@ from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entr
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
+from .inside import ForwardNotes, noted
 from .means import ExactLossOfMeans, LossOfMeans, single_mean
 from .rules import (
     add_loss,
@@ -95,6 +96,16 @@ class Kind(abc.ABC):
         :class:`TrainStep` divides their sum later.
         """
         raise NotImplementedError
+
+    def noted(self, outputs: PerReplica) -> PerReplica:
+        """Returns outputs that are the only arguments of the criterion, with what it has to know of
+        their forward.
+        """
+        return outputs
+
+    def begin_step(self, model: ParallelModel) -> None:
+        """Begins a batch of a step without targets."""
+        return
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
         """Returns the kind of a call with keyword arguments, which may select another reduction,
@@ -430,15 +441,23 @@ class _OfTwoPasses(Kind):
     def value(self, calls: Calls) -> Any:
         """Returns the loss of a batch."""
         calls.agree()
-        return self.loss(
-            calls.copies, _HOST, is_split=len(calls.shards) > 1 or world_size() > 1
-        ).value(calls)
+        is_split = len(calls.shards) > 1 or world_size() > 1
+        loss = self.loss(calls.copies, _HOST, is_split=is_split)
+        return loss.of_model(calls.outputs.model_of()).value(calls)
 
 
 class MeansInside(_OfRows, _OfTwoPasses):
     """A function of sums over the rows, which a criterion computes inside."""
 
     loss = LossOfMeans
+
+    def noted(self, outputs: PerReplica) -> PerReplica:
+        """Returns outputs whose sums are noted, if the model may have computed the loss."""
+        return noted(outputs)
+
+    def begin_step(self, model: ParallelModel) -> None:
+        """Begins to note the sums of a model that may compute the loss."""
+        model.note(ForwardNotes(is_of_step=True))
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""
@@ -476,6 +495,8 @@ class OneCount(MeansInside):
         """Returns the part of each replica."""
         parts = calls.run(functools.partial(single_mean, least=self.least))
         loss = LossOfMeans(calls.copies, _HOST)
+        if world_size() == 1:  # Other ranks do not compare now.
+            loss.of_model(calls.outputs.model_of())
         loss.check([part.terms or {} for part in parts], calls)
         loss.compare(loss.samples, parts[0].total.device)
         return parts

@@ -15,7 +15,15 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, ParallelModel, Shard, move_arguments
+from ..batch.rows import (
+    NOTHING,
+    Arguments,
+    Batch,
+    Noting,
+    ParallelModel,
+    Shard,
+    move_arguments,
+)
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of
@@ -225,7 +233,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
             self.replicas.of(module, devices, self.devices[0]) as modules,
         ):
             work = [
-                functools.partial(_call, method, *replica)
+                functools.partial(_call, method, self.noting, *replica)
                 for replica in zip(modules, shards, strict=True)
             ]
             tree = self.replicas.tree  # always there if several replicas run
@@ -238,7 +246,15 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                 ]
             )
             outputs = self.replicas.run(work, devices, together=any(meets))
+        if self.noting is not None:
+            return self._open(self.noting, outputs, sizes)
         return PerReplica(outputs, sizes, self.out_dims)
+
+    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
+        """Runs marked rows on the first device."""
+        return self._run_shards(
+            [Shard(arguments, NOTHING, range(rows), rows, self.devices[0])], method
+        )
 
     def _gather(self, outputs: PerReplica) -> Any:
         rows = max(size or 0 for size in outputs.sizes)
@@ -272,8 +288,11 @@ def _refuse_compilation() -> None:
     )
 
 
-def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
+def _call(method: str | None, noting: Noting | None, replica: nn.Module, shard: Shard) -> Any:
     with torch.enable_grad():
         inputs, kwargs = move_arguments(shard.inputs, shard.device)
+    function = replica if method is None else getattr(replica, method)
+    if noting is not None:
+        function = functools.partial(noting.call, replica, function)
     with shard.context():
-        return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
+        return function(*inputs, **kwargs)

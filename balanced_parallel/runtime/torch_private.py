@@ -245,9 +245,11 @@ def divides_by_counts(node: "Node") -> bool:
     return getattr(node, "_saved_scale_grad_by_freq", False)
 
 
-def is_output_of_ddp(value: object) -> bool:
-    """Returns True for a copy that ``DistributedDataParallel`` has made of an output."""
-    return type(getattr(value, "grad_fn", None)).__name__ == "_DDPSinkBackward"
+def is_same(tensor: Tensor) -> bool:
+    """Returns True for a copy of an output that ``DistributedDataParallel`` or a strategy has made:
+    its derivative is one.
+    """
+    return type(tensor.grad_fn).__name__ in ("_DDPSinkBackward", "_WatchBackward")
 
 
 def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:

@@ -181,6 +181,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
         module = children["module"]
         function: Callable[..., object] = getattr(module, method or "__call__")
         row = self._row_in_place(method, arguments, rows)
+        if self.noting is not None and row is None:
+            function = functools.partial(self.noting.call, self.module, function)
         reduces = self.require_backward_grad_sync
         is_watched = torch.is_grad_enabled() and (reduces or not in_step)
 
@@ -195,6 +197,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         with self.precision.autocast(self.devices), self._random_numbers():
             output = self._call_in_forward(call)
+        if self.noting is not None:
+            return self._open(self.noting, [output], [rows])
         return PerReplica([output], [rows], self.out_dims)
 
     def _row_in_place(

@@ -158,19 +158,21 @@ class ShardedModel(RankModel):
                 undone(self.module, self.devices),
             ):
                 row = self._copied_row(example, arguments)
-                return PerReplica([self._call(method, row, in_step)], [1], self.out_dims).narrow(
-                    0, 0
-                )
+                return self._call(method, row, 1, in_step).narrow(0, 0)
         if arguments is None:
             raise RuntimeError(
                 "no rank has had a row yet, expected rows on one rank at least in the first forward"
             )
-        return PerReplica([self._call(method, arguments, in_step)], [rows], self.out_dims)
+        return self._call(method, arguments, rows, in_step)
 
-    def _call(self, method: str | None, arguments: Arguments, in_step: bool) -> object:
+    def _call(
+        self, method: str | None, arguments: Arguments, rows: int | None, in_step: bool
+    ) -> PerReplica:
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         module = torch_private.children_of(self)["module"]  # self.module would call __getattr__
         function = getattr(module, method or "__call__")
+        if self.noting is not None:
+            function = functools.partial(self.noting.call, self.module, function)
         self.outputs = None
         with self._as_sharded(), self.precision.autocast(self.devices), self._random_numbers():
             output = function(*inputs, **kwargs)
@@ -181,7 +183,9 @@ class ShardedModel(RankModel):
         watched = watch_output(output, zero, functools.partial(self._begin_backward, in_step))
         learned = [tensor for tensor in tensors_of(watched) if in_step and tensor.requires_grad]
         self.outputs = [*map(TensorWeakRef, learned)]
-        return watched
+        if self.noting is not None:
+            return self._open(self.noting, [watched], [rows])
+        return PerReplica([watched], [rows], self.out_dims)
 
     def _take_write(self, name: str) -> None:
         raise RuntimeError(

@@ -31,10 +31,11 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, hand_back, power_of_two
 from ..replicas.all_rows import NONE, forward_of
 from ..replicas.batchnorm import begin_forward, meets_others
+from ..replicas.replicas import without_trace
 from ..runtime import collectives, row_random, torch_private
 from ..runtime.collectives import RENORM, OnCollective, gather_objects
 from ..runtime.devices import Devices, is_accelerator, start_copy
-from ..runtime.random_numbers import RandomState, RankNumbers, offset_seeds
+from ..runtime.random_numbers import RankNumbers, offset_seeds
 from ..runtime.torch_private import current_backward_id, is_compiled, is_sharded, memory_of
 from ..runtime.values import Precision, forget_gradients
 from ..training.settings import Settings
@@ -184,6 +185,10 @@ class RankModel(ParallelModel):
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
     ) -> PerReplica:
         raise NotImplementedError
+
+    def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
+        """Runs marked rows on this rank. All ranks call this."""
+        return self._watched_run(method, arguments, rows, in_step=True)
 
     def _note_whole(self, *_: object) -> None:
         """Notes the memory of parameters that are whole, before a module runs."""
@@ -519,21 +524,6 @@ def _detached(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def undone(module: nn.Module, devices: Devices) -> Iterator[None]:
-    """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in
-    the block.
-    """
-    random_numbers = RandomState(devices)
-    buffers = [
-        (part, name, buffer)
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    for part, name, buffer in buffers:
-        setattr(part, name, buffer.clone())
-    try:
-        with forward_of(NONE):
-            yield
-    finally:
-        random_numbers.restore()
-        for part, name, buffer in buffers:
-            setattr(part, name, buffer)
+    """Undoes what a forward of a row in place of no rows changes."""
+    with without_trace(module, devices), forward_of(NONE):
+        yield

@@ -426,6 +426,8 @@ class TrainStep:
             calls.agree(
                 len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)])
             )
+        if not run.batch.targets.inputs:
+            self._kind.begin_step(self.model)
         try:
             update.add(run)
         except torch.OutOfMemoryError as error:

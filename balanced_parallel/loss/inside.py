@@ -1,0 +1,190 @@
+"""Losses that a model computes itself, in its forward, as models of transformers do.
+
+::
+
+    criterion = DataParallelCriterion(lambda output: output.loss)
+    loss = criterion(model(tokens, labels=labels))
+
+The sums of the loss are noted in the forward of each replica, where they are computed, and the
+criterion goes on from there. The first forward by hand runs again for that, since nothing tells
+before the criterion that its output has a loss.
+
+The rows of such a loss may depend on each other too. So the sums of some rows together are compared
+with those of each row alone.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.outputs import PerReplica
+from ..batch.rows import (
+    Arguments,
+    ParallelModel,
+    count_rows,
+    has_number,
+    map_marked,
+    take,
+)
+from ..replicas.batchnorm import meets_others
+from ..replicas.replicas import without_trace
+from .formula import SumNotes
+
+
+class NotedOutput(NamedTuple):
+    """The output of a model, with the sums that it has computed, which a strategy watches too."""
+
+    output: Any
+    sums: Sequence[Tensor]
+    notes: "_Notes"
+
+
+class _Notes(containers.Leaf):
+    def __init__(self, notes: SumNotes, output: object) -> None:
+        self.notes = notes
+        self.output = output  # It is not watched.
+
+
+class ForwardNotes:
+    """Notes the sums in the forwards of a model.
+
+    It stops if there are none in the first forward: of a step, or one that returns a number, such
+    as a temperature.
+    """
+
+    def __init__(self, *, is_of_step: bool = False) -> None:
+        self._is_of_step = is_of_step
+        self._has_sums = False
+        self._has_stopped = False
+
+    def call(
+        self,
+        module: nn.Module,
+        function: Callable[..., object],
+        /,
+        *inputs: object,
+        **kwargs: object,
+    ) -> object:
+        """Calls a function of a module. Returns its output with the notes."""
+        if self._has_stopped:
+            return function(*inputs, **kwargs)
+        notes = SumNotes().of_batch((inputs, kwargs), None)
+        notes.of_model(module.parameters()).of_constants([*module.buffers()])
+        with notes:
+            output = function(*inputs, **kwargs)
+        self._has_sums = self._has_sums or bool(notes.statistics)
+        may_stop = self._is_of_step or has_number(output)
+        self._has_stopped = may_stop and not self._has_sums
+        return NotedOutput(output, notes.sums(), _Notes(notes, output))
+
+    def open(self, output: object) -> tuple[object, SumNotes | None]:
+        """Returns the output of :meth:`call`, and the notes. They are None for another output."""
+        if not isinstance(output, NotedOutput):
+            return output, None
+        noted = output.notes
+        before = containers.tensors_in(noted.output)
+        noted.notes.replace(output.sums, before, containers.tensors_in(output.output))
+        return output.output, noted.notes
+
+
+def noted(outputs: PerReplica) -> PerReplica:
+    """Returns outputs with notes: those of the latest forward by hand, which may have to run again.
+
+    All ranks call this.
+    """
+    model: ParallelModel | None = outputs.model_of()
+    if model is None or model.noting is not None:
+        return outputs
+    latest = model.latest
+    if latest is None or latest.outputs() is not outputs:
+        return outputs
+    model.note(ForwardNotes())
+    with without_trace(model.module, model.devices):
+        return model.run_again(latest)
+
+
+class RowsOfForward(NamedTuple):
+    """Two rows of the arguments of a forward, the first and the last one."""
+
+    method: str | None
+    arguments: Arguments  # They are marked, and on the host.
+    dim: int
+    rows: int  # The number of rows in the forward.
+
+
+def take_rows(outputs: PerReplica, arguments: Arguments | None) -> RowsOfForward | None:
+    """Returns two rows of a forward, from its marked arguments.
+
+    ``None`` are those of the latest one by hand.
+    """
+    model: ParallelModel | None = outputs.model_of()
+    if model is None or meets_others(model):
+        return None
+    method = None
+    if arguments is None:
+        if model.latest is None:
+            return None
+        method = model.latest.method
+        arguments = model.mark(model.latest.arguments, method)
+    arguments = containers.map_leaves(functools.partial(_whole, model.devices[0]), arguments)
+    rows = count_rows(arguments, model.dim)
+    if not rows:
+        return None
+    two = take(arguments, [0, rows - 1], model.dim)
+    return RowsOfForward(
+        method, map_marked(_on_host, two), model.dim, max(filter(None, outputs.sizes))
+    )
+
+
+@torch.no_grad()
+def run_rows(
+    model: ParallelModel, sample: RowsOfForward, most: int, most_bytes: int
+) -> Iterator[PerReplica]:
+    """Yields the outputs of the first row, of the last, and of ``most`` of them, half and half.
+
+    These are fewer if they have more bytes, but as many as those of the forward. All ranks call
+    this.
+    """
+
+    def run(rows: list[int]) -> PerReplica:
+        arguments = take(sample.arguments, rows, sample.dim)
+        with without_trace(model.module, model.devices):
+            return model.run_alone(sample.method, arguments, len(rows))
+
+    first = run([0])
+    size = sum(tensor.nbytes for tensor in containers.tensors_in(first[0]))
+    if size * most > most_bytes:
+        most = min(most, max(sample.rows, 2))
+    yield first
+    yield run([1])
+    yield run([0, 1] * (most // 2))
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module, *, layers: bool) -> Iterator[None]:
+    """Sets a module to evaluation mode in the block, or its dropout and batch norm alone."""
+    modes = [(part, part.training) for part in module.modules()]
+    for part, _ in modes:
+        if not layers or any(name in type(part).__name__ for name in _LAYERS):
+            nn.Module.train(part, False)
+    try:
+        yield
+    finally:
+        for part, mode in modes:  # The parts of each follow it.
+            nn.Module.train(part, mode)
+
+
+def _whole(device: torch.device, leaf: object) -> object:
+    return leaf.on(device) if isinstance(leaf, PerReplica) else leaf
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+_LAYERS = "Drop", "BatchNorm"  # in the names of classes, also in those of other libraries
