@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, Devices, move, resolve_devices
-from ..runtime.torch_private import CHILDREN, base_of
+from ..runtime.torch_private import CHILDREN, base_of, is_compiled
 from . import containers
 from .containers import Dims, Nested, check_dim, leaf_dims
 from .outputs import PerReplica, refuse_word_counts, take_rows
@@ -581,8 +581,12 @@ class ParallelModel(nn.Module):
         return PerReplica(entries, sizes, self.out_dims).made_by(self, notes)
 
     def note(self, noting: Noting) -> None:
-        """Sets what notes the forwards from now on, if nothing does."""
-        self.noting = self.noting or noting
+        """Sets what notes the forwards from now on, if nothing does.
+
+        Compiled modules have none: their operations are not seen.
+        """
+        if self.noting is None and not any(map(is_compiled, self.modules())):
+            self.noting = noting
 
     def run_alone(self, method: str | None, arguments: Arguments, rows: int) -> PerReplica:
         """Runs marked rows on the first device of this process."""

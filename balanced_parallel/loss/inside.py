@@ -104,6 +104,8 @@ def noted(outputs: PerReplica) -> PerReplica:
     if latest is None or latest.outputs() is not outputs:
         return outputs
     model.note(ForwardNotes())
+    if model.noting is None:
+        return outputs
     with without_trace(model.module, model.devices):
         return model.run_again(latest)
 

@@ -220,7 +220,8 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
         "of a batch is unknown, expected losses of torch, such as F.cross_entropy(output, target), errors.mean(), errors.sum(), "
         "and functions of these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
         "returns the mean's divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on "
-        f"each other{note}"
+        "each other; a criterion of the output alone, as lambda output: output.loss, for a loss that the model has computed, "
+        f"without torch.compile{note}"
     )
 
 

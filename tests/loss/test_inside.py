@@ -277,3 +277,24 @@ def test_outputs_do_not_keep_the_batch():
         outputs = [model(tokens).logits for _ in range(2)]
     assert model.latest is None
     assert gather(outputs[0]).shape == (7, 5, WORDS)
+
+
+def test_the_loss_of_a_compiled_model_is_refused():
+    net, *inputs = problem("nothing")
+    model = DataParallelModel(net, ["cpu"] * 2)
+    model.compile(backend="eager")
+    step = TrainStep(
+        model,
+        DataParallelCriterion(loss_inside),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
+    with pytest.raises(UnknownMeanError, match="without torch.compile"):
+        step(tuple(inputs))
+
+
+def test_targets_beside_a_loss_of_the_model_are_refused():
+    net, *inputs = problem("nothing")
+    outputs = DataParallelModel(net, ["cpu"] * 2)(*inputs)
+    criterion = DataParallelCriterion(lambda output, labels: output.loss)
+    with pytest.raises(UnknownMeanError, match="a criterion of the output alone"):
+        criterion(outputs, inputs[1])
