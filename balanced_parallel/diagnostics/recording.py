@@ -28,24 +28,19 @@ from ..runtime import row_random
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 Copied = TypeVar("Copied")
-# name and type of each module, as forwards end, with its tensors
-ModuleCalls = list[tuple[str, list[Tensor]]]
+# name and type of each module, as forwards end, with what is kept of its tensors
+ModuleCalls = list[tuple[str, list[Any]]]
 
 
 class Program:
-    """A copy of model and criterion that records each call of a module, by forward and replica.
+    """A copy of model and criterion that records each call of a module, by row, forward and replica."""
 
-    Without ``keeps_calls`` it records nothing.
-    """
-
-    def __init__(
-        self, module: nn.Module, criterion: Criterion | None = None, *, keeps_calls: bool = True
-    ) -> None:
+    def __init__(self, module: nn.Module, criterion: Criterion | None = None) -> None:
         self.module = copy_of(module)
         self.criterion: Any = copy_of(criterion)
         self.output: object = None
         self.module.register_forward_pre_hook(self._start_forward)
-        for name, layer in self.module.named_modules() if keeps_calls else ():
+        for name, layer in self.module.named_modules():
             label = f"{name or 'the model'} ({type(layer).__name__})"
             layer.register_forward_hook(partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
@@ -57,7 +52,7 @@ class Program:
 
     def begin(self, seed: int) -> None:
         """Deletes the calls and gradients of the previous step, and seeds the next."""
-        self._calls: dict[tuple[int, int], ModuleCalls] = {}
+        self._calls: dict[tuple[int, int, int], ModuleCalls] = {}
         # replicas in a forward, not in a recomputation by a checkpoint
         self._running = set[int]()
         self._forwards = collections.Counter[int]()  # per replica
@@ -88,8 +83,13 @@ class Program:
     def _record(self, label: str, layer: nn.Module, inputs: object, output: object) -> None:
         replica = _replica_index()
         if replica in self._running:
-            tensors = [tensor.detach().clone() for tensor in tensors_in(output)]
-            self._calls.setdefault((self._forwards[replica], replica), []).append((label, tensors))
+            first_row = getattr(row_random.running.get(), "first_row", 0)
+            place = (first_row, self._forwards[replica], replica)
+            self.keep(self._calls.setdefault(place, []), label, output)
+
+    def keep(self, calls: ModuleCalls, label: str, output: object) -> None:
+        """Adds a call. Its tensors are copied, because a later module may write to them."""
+        calls.append((label, [tensor.detach().clone() for tensor in tensors_in(output)]))
 
     def forward(self, arguments: Arguments, device: torch.device, seed: int = 0) -> ModuleCalls:
         """Runs the model on one device, and returns its calls."""
