@@ -1,5 +1,5 @@
 """Programs that record what their modules compute, the first difference between two of them, and
-losses of parts of a batch.
+weights of parts of a batch.
 """
 
 import collections
@@ -16,11 +16,10 @@ from ..batch.containers import describe, leaves, tensors_in
 from ..batch.outputs import PerReplica, layout_of
 from ..batch.plan import consecutive
 from ..batch.rows import Arguments, cut, move_arguments, move_leaves, spread
-from ..loss.copies import Criterion, ShardLoss, call_spread, loss_of
+from ..loss.copies import Criterion, call_spread, loss_of
 from ..loss.criterion import DataParallelCriterion
 from ..loss.entries import add_leaves
 from ..loss.kinds import call_weight
-from ..loss.rules import is_known
 from ..loss.sums import flat_weights
 from ..replicas.model import DataParallelModel
 from ..replicas.workers import current_replica
@@ -277,62 +276,34 @@ def copy_of(criterion: Copied) -> Copied:
         return criterion
 
 
-def loss_in_parts(comparison: Comparison) -> Iterator[str]:
-    """Yields a reason if the loss computed from uneven parts of the rows differs from that of all
-    rows, or raises an error.
-    """
-    wrapped = comparison.losses
-    targets = comparison.targets
-    if is_known(wrapped.module) and wrapped.weight is None:
-        return  # a rule gives the divisor
-    whole, *cuts = _cuts(comparison)
-    expected = scalar_of(wrapped.cut(whole, targets, {}).run(ShardLoss.call)[0])
-    try:
-        losses = [scalar_of(copy_of(wrapped)(parts, *targets)).to(expected) for parts in cuts]
-    except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
-        losses = []
-    is_equal = partial(torch.allclose, expected, rtol=comparison.limit, equal_nan=True)
-    if not losses or not all(map(is_equal, losses)):
-        yield (
-            "the loss: computed in parts it differs from the loss of the whole batch: its rows depend on each other, or weight= "
-            "or reduction= is not that of the loss: give DataParallelCriterion neither for a loss of torch, reduction='sum' for "
-            "a sum, weight='rows' for a mean over rows, weight=, a function (output, *targets) -> scalar that returns the "
-            "divisor, for another mean, and whole=True or AdditiveLoss(statistics, finish) for any other loss"
-        )
-
-
 def weight_in_parts(comparison: Comparison) -> Iterator[str]:
     """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that
     for all rows.
 
     Equal parts hide a wrong divisor: the mean of their means is right.
     """
+    output = comparison.plain.output
+    dims = comparison.model.out_dims
+    dim = dims if isinstance(dims, int) else 0
+    rows = tensors_in(output)[0].size(dim)
     weigh = partial(call_weight, comparison.losses.weight)
-    all_rows, first_row, *_ = _cuts(comparison)
-    whole, first, others = (
-        sum(flat_weights(count))
-        for parts in (all_rows, first_row)
-        for count in comparison.losses.cut(parts, comparison.targets, {}).run(weigh)
-    )
+
+    def weights(sizes: list[int]) -> list[float]:
+        """Returns the weight of each part."""
+        parts = PerReplica(cut(output, consecutive(sizes), dim), sizes, dim)
+        calls = comparison.losses.cut(parts, comparison.targets, {})
+        return [sum(flat_weights(count)) for count in calls.run(weigh)]
+
+    (whole,) = weights([rows])
+    first, others = weights([1, rows - 1])
     if abs(first + others - whole) > comparison.limit * whole:
-        entries = len(spread(comparison.plain.output))
+        entries = len(spread(output))
         reason = (
             f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments"
             if entries > 1
             else ""
         )
         yield (
-            f"weight= does not add up: it returned {whole:g} for {all_rows.sizes[0]} rows, {first:g} for the first of them and "
+            f"weight= does not add up: it returned {whole:g} for {rows} rows, {first:g} for the first of them and "
             f"{others:g} for the others, expected the number of terms that the mean divides by{reason}"
         )
-
-
-def _cuts(comparison: Comparison) -> list[PerReplica]:
-    """Returns the output in one part, and in two uneven parts of its rows in several ways."""
-    output = comparison.plain.output
-    dims = comparison.model.out_dims
-    dim = dims if isinstance(dims, int) else 0
-    rows = tensors_in(output)[0].size(dim)
-    third = max(rows // 3, 1)
-    ways = [[rows], [1, rows - 1], [third, rows - third], [rows - third, third]]
-    return [PerReplica(cut(output, consecutive(sizes), dim), sizes, dim) for sizes in ways]
