@@ -21,7 +21,7 @@ from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices, without_tf32
 from ..runtime.values import check_number
 from ..training.step import TrainStep
-from .bits import Run, compare_bits
+from .bits import DigestedProgram, Run, compare_bits
 from .reasons import errors_of_state, find_reasons, without_errors
 from .recording import (
     TOLERANCES,
@@ -85,7 +85,7 @@ def verify(
         A :class:`VerificationReport` with the errors of loss and gradients, and of state that ends
         with other values. If they exceed the tolerance, it has the first module whose output
         differs, and the known reasons that apply. Errors of bits are numbers of elements, and the
-        first difference is that of a module: its output, or a gradient in its backward.
+        first difference is that of a module: its output, or the gradient that reaches it.
 
     Raises:
         ValueError: a ``tolerance`` for bits, or a program that cannot have the same bits.
@@ -111,7 +111,7 @@ def verify(
     )
     if reproducible == "bits":
         return _verify_bits(
-            partial(Program, module, inner, keeps_calls=False),
+            partial(DigestedProgram, module, inner),
             partial(_wrap_model, like=model, device_ids=device_ids, dim=dim, in_dims=in_dims),
             partial(_wrap_criterion, like=criterion, dim=dim, weight=weight),
             (inputs, targets),
@@ -179,7 +179,7 @@ def verify(
 
 
 def _verify_bits(
-    make_program: Callable[[], Program],
+    make_program: Callable[[], DigestedProgram],
     wrap_model: Callable[..., DataParallelModel],
     wrap_criterion: Callable[..., DataParallelCriterion],
     batch: tuple[Any, Any],
@@ -211,7 +211,7 @@ def _verify_bits(
             )
             return program, partial(_run_step, program, step, *batch)
 
-        return compare_bits(lambda: (make_run(device_ids=devices[:1]), make_run()), devices)
+        return compare_bits((make_run(device_ids=devices[:1]), make_run()), devices)
 
 
 def _errors_of_gradients(plain: Program, split: Program) -> dict[str, float]:

@@ -33,7 +33,17 @@ from .sums import LossSum, add_numbers, add_up, weighted_sum, widen
 
 
 class UnknownMeanError(ValueError):
-    """A criterion is not a function of sums over the rows."""
+    """A criterion is not a function of sums over the rows.
+
+    Its text is ``what`` it is, and ``advice``.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what, advice)
+        self.what = what
+
+    def __str__(self) -> str:
+        return "".join(self.args)
 
 
 class SumName(NamedTuple):
@@ -140,7 +150,8 @@ def single_mean(shard: ShardLoss, least: float) -> LossSum:
     if mean is None or mean.bound != least:
         raise UnknownMeanError(
             f"the means of {containers.describe(shard.criterion)} have different counts, and had one in the first batch: "
-            f"{formula.text_of(formula.losses)}; {_ALWAYS}, a function (output, *targets) -> scalar"
+            f"{formula.text_of(formula.losses)}",
+            f"; {_ALWAYS}, a function (output, *targets) -> scalar",
         )
     devices = (each.value.device for each in noted.statistics if isinstance(each.value, Tensor))
     sums = noted.tensors(next(devices))
@@ -207,7 +218,8 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
     if has_unknown_count:
         raise UnknownMeanError(
             f"the loss{place} of {containers.describe(criterion)} is a sum over a number that was read from values of the batch, "
-            f"as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard{_COUNTS}"
+            "as int(mask.sum()), len(errors[mask]) or an entry of a list, which may have a lower bound in each shard",
+            _COUNTS,
         )
     setting = getattr(criterion, "reduction", "mean")
     note = (
@@ -217,11 +229,12 @@ def _refuse_unknown(criterion: object, place: str, *, has_unknown_count: bool = 
     )
     raise UnknownMeanError(
         f"the loss{place} of {containers.describe(criterion)} is not a function of sums over the rows, so that of several shards "
-        "of a batch is unknown, expected losses of torch, such as F.cross_entropy(output, target), errors.mean(), errors.sum(), "
-        "and functions of these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
-        "returns the mean's divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on "
-        "each other; a criterion of the output alone, as lambda output: output.loss, for a loss that the model has computed, "
-        f"without torch.compile{note}"
+        "of a batch is unknown",
+        ", expected losses of torch, such as F.cross_entropy(output, target), errors.mean(), errors.sum(), and functions of "
+        "these numbers: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the mean's "
+        "divisor; weight='rows' for a mean over rows with equal weights; whole=True if its rows depend on each other; "
+        "a criterion of the output alone, as lambda output: output.loss, for a loss that the model has computed, without "
+        f"torch.compile{note}",
     )
 
 
@@ -441,14 +454,16 @@ class LossOfMeans(LossOfSums):
             if [*part] != [*parts[0]]:
                 first, other = (next(iter(each)).text if each else "" for each in (parts[0], part))
                 raise UnknownMeanError(
-                    f"the criterion computes {first} for some rows, and {other} for others; {_ALWAYS}"
+                    f"the criterion computes {first} for some rows, and {other} for others",
+                    f"; {_ALWAYS}",
                 )
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         is_of_number = reason.startswith("the count of") and OVER_NUMBER in reason
         advice = _COUNTS if is_of_number else _DEPENDENT
         raise UnknownMeanError(
-            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}{advice}"
+            f"the loss of {containers.describe(self.copies.criterion)} does not add up over the rows: {reason}",
+            advice,
         ) from cause
 
 
