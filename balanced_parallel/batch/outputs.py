@@ -90,6 +90,37 @@ class PerReplica(list[Any], containers.Leaf):
         if dim != 0:
             self.__class__ = _PlacedOutputs
 
+    @classmethod
+    def of(cls, outputs: object, dim: Dims = None) -> "PerReplica":
+        """Converts the outputs that a criterion is given: a list with one entry per replica, or a
+        ``PerReplica`` per leading argument.
+        """
+        if isinstance(outputs, cls) and outputs:
+            return outputs
+        is_list = isinstance(outputs, (list, tuple)) and not containers.is_named_tuple(outputs)
+        if not isinstance(outputs, (list, tuple)) or not is_list or not outputs:
+            raise TypeError(
+                f"the criterion was given {containers.describe(outputs)}, expected the list that DataParallelModel returns, with "
+                "one output per replica; for the output of one replica write criterion([output], ...)"
+            )
+        if all(isinstance(part, cls) for part in outputs):
+            first: PerReplica = outputs[0]
+            return first.zip(*outputs[1:])
+        dim = 0 if dim is None else dim
+        sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
+        _refuse_outputs_of_one_replica(outputs, sizes)
+        replicas = cls(outputs, sizes, dim)
+        replicas.has_sizes = False
+        return replicas
+
+    def check_rows(self, rows: int | None) -> None:
+        """Raises ``ValueError`` for a plain list of outputs without the rows of the targets."""
+        sizes = [size for size in self.sizes if size is not None]
+        if rows is not None and (sum(sizes) != rows if sizes else len(self) > 1):
+            raise ValueError(
+                f"the criterion was given {len(self)} outputs with {sum(sizes) or 'no'} rows, and targets with {rows}, {_ADVICE}"
+            )
+
     def __repr__(self) -> str:
         """Returns rows and device of each entry, and what the first one is."""
         parts = []
@@ -268,6 +299,33 @@ class _PlacedOutputs(PerReplica):
     """Outputs with their rows in another dimension or order than the batch, which a copy of the
     entries alone would lose.
     """
+
+
+def _rows_of(tensor: Tensor | None, dim: Dims) -> int | None:
+    """Returns the size of a tensor in the dimension of the rows, if it has one."""
+    if tensor is None or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        return None
+    return tensor.size(dim)
+
+
+def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
+    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on
+    one device.
+    """
+    devices = {
+        tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None
+    }
+    if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
+        raise ValueError(
+            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
+            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica, {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "expected a PerReplica, which knows the rows of each: use outputs.map(function) for a comprehension, outputs.unzip() for "
+    "zip(*outputs) and for a model that returns a list, outputs.logits for one part"
+)
 
 
 def _refuse(operation: str, error: type[Exception]) -> NoReturn:

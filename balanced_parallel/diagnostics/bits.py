@@ -29,7 +29,7 @@ class DigestedProgram(Program):
                 tensor.grad_fn.register_prehook(note)  # It runs behind the hooks of the tensor.
 
 
-Run = tuple[DigestedProgram, Callable[[], Tensor]]  # with a step of it, which returns the loss
+Run = tuple[DigestedProgram, Callable[[], Tensor]]  # A step returns the loss.
 
 
 def _note(calls: ModuleCalls, place: str, value: object) -> None:

@@ -235,7 +235,7 @@ class DataParallelCriterion(nn.Module):
 
         Returns the call of each shard.
         """
-        entries = _as_per_replica(outputs, self._output_dim)
+        entries = PerReplica.of(outputs, self._output_dim)
         if entries.order is not None:
             raise ValueError(
                 "the criterion was given outputs in another order than the batch, as after a cut by cost, expected the order of "
@@ -244,67 +244,10 @@ class DataParallelCriterion(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(spread(entries[0])))
         expected = None if None in entries.sizes else sum(filter(None, entries.sizes))
         rows = count_rows(batch, dim, expected, "targets")
-        has_sizes = isinstance(outputs, PerReplica) and outputs.has_sizes
-        if not has_sizes and not all(isinstance(part, PerReplica) for part in outputs):
-            _check_rows_of_list(entries, rows)
+        if not entries.has_sizes:
+            entries.check_rows(rows)
         return Calls(
             self.copies, entries, shards_of_targets(entries, batch, rows, dim, self.devices)
-        )
-
-
-def _as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
-    """Converts outputs to a ``PerReplica``: a list with one entry per replica, or a ``PerReplica``
-    per leading argument.
-    """
-    if isinstance(outputs, PerReplica) and outputs:
-        return outputs
-    if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs) or not outputs:
-        raise TypeError(
-            f"the criterion was given {containers.describe(outputs)}, expected the list that DataParallelModel returns, with "
-            "one output per replica; for the output of one replica write criterion([output], ...)"
-        )
-    if all(isinstance(part, PerReplica) for part in outputs):
-        first: PerReplica = outputs[0]
-        return first.zip(*outputs[1:])
-    dim = 0 if dim is None else dim
-    sizes = [_rows_of(containers.first_tensor(output), dim) for output in outputs]
-    _refuse_outputs_of_one_replica(outputs, sizes)
-    return PerReplica(outputs, sizes, dim)
-
-
-def _rows_of(tensor: torch.Tensor | None, dim: Dims) -> int | None:
-    """Returns the size of a tensor in the dimension of the rows, if it has one."""
-    if tensor is None or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
-        return None
-    return tensor.size(dim)
-
-
-def _refuse_outputs_of_one_replica(outputs: Sequence[Any], sizes: Sequence[int | None]) -> None:
-    """Raises ``ValueError`` for a list that may have several outputs of one replica: equal rows, on
-    one device.
-    """
-    devices = {
-        tensor.device for tensor in map(containers.first_tensor, outputs) if tensor is not None
-    }
-    if len(outputs) > 1 and None not in sizes and len({*sizes}) == len(devices) == 1:
-        raise ValueError(
-            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
-            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica, {_ADVICE}"
-        )
-
-
-_ADVICE = (
-    "expected a PerReplica, which knows the rows of each: use outputs.map(function) for a comprehension, outputs.unzip() for "
-    "zip(*outputs) and for a model that returns a list, outputs.logits for one part"
-)
-
-
-def _check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
-    """Raises ``ValueError`` if a plain list of outputs does not have the rows of the targets."""
-    sizes = [size for size in outputs.sizes if size is not None]
-    if rows is not None and (sum(sizes) != rows if sizes else len(outputs) > 1):
-        raise ValueError(
-            f"the criterion was given {len(outputs)} outputs with {sum(sizes) or 'no'} rows, and targets with {rows}, {_ADVICE}"
         )
 
 

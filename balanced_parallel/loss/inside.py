@@ -189,4 +189,5 @@ def _on_host(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
 
 
-_LAYERS = "Drop", "BatchNorm"  # in the names of classes, also in those of other libraries
+# Parts of the names of classes, also of those of other libraries.
+_LAYERS = "Drop", "BatchNorm"

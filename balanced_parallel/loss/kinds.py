@@ -357,7 +357,7 @@ class WeighedMean(_Mean):
             return self
         counts = [flat_weights(_weights_of_targets(weight, part)) for part in targets]
         everywhere = itertools.chain(*gather_objects(counts))
-        # in any order of the parts
+        # The sums are equal in any order of the parts.
         sums = list(map(add_numbers, zip(*everywhere, strict=True)))
         totals = torch.tensor(sums, dtype=torch.float64)
         bounds = bounds_of(self.settings.minimum, weight)

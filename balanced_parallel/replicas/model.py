@@ -270,7 +270,7 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                     f"the output{place} has one value per replica. If it is a loss, the mean of the gathered values is not the "
                     "loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or a "
                     "DataParallelCriterion with weight= and no gather_outputs",
-                    stacklevel=6,
+                    stacklevel=7,
                 )
         return outputs.on(self._gathers_on)
 
