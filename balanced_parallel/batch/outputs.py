@@ -264,6 +264,11 @@ class PerReplica(list[Any], containers.Leaf):
             self.notes = notes or self.notes
         return self
 
+    def become(self, others: "PerReplica") -> None:
+        """Takes the entries and the notes of another forward of the same rows."""
+        self[:] = list(others)
+        self.notes = others.notes
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy gets. The model stays here."""
         return {name: vars(self)[name] for name in ("has_sizes", "sizes", "dim", "order")}

@@ -510,6 +510,7 @@ class ByHand(NamedTuple):
     method: str | None
     arguments: Arguments
     outputs: Callable[[], PerReplica | None]  # a weak reference
+    noting: Noting | None
 
 
 class ParallelModel(nn.Module):
@@ -528,7 +529,8 @@ class ParallelModel(nn.Module):
     # communicate with other ranks.
     runs: Mapping[tuple[str | None, bool], bool] = MappingProxyType({})
     noting: Noting | None = None
-    latest: ByHand | None = None  # None for outputs without a number.
+    # The latest forwards whose outputs have a number.
+    latest: Sequence[ByHand] = ()
     _has_graph = False  # The graph of a forward was looked at.
 
     if TYPE_CHECKING:  # nn.Module has Any
@@ -561,19 +563,25 @@ class ParallelModel(nn.Module):
         return self._by_hand(method, Arguments(inputs, kwargs))
 
     def _by_hand(self, method: str | None, arguments: Arguments) -> Any:
-        self.latest = None
         outputs = self._run_by_hand(method, arguments)
         if isinstance(outputs, PerReplica) and outputs and has_number(outputs[0]):
             outputs.made_by(self)
-            self.latest = ByHand(method, arguments, weakref.ref(outputs))
+            new = ByHand(method, arguments, weakref.ref(outputs), self.noting)
+            # Two losses may be computed after two forwards.
+            self.latest = *self.latest[-1:], new
+        elif self.latest:
+            self.latest = ()
         return outputs
 
-    def run_again(self, latest: ByHand) -> PerReplica:
-        """Runs a forward by hand again. All ranks call this."""
-        outputs: PerReplica = self._run_by_hand(latest.method, latest.arguments)
-        outputs.made_by(self)
-        self.latest = latest._replace(outputs=weakref.ref(outputs))
-        return outputs
+    def run_again(self, number: int, outputs: PerReplica) -> None:
+        """Runs one of the latest forwards by hand again, and replaces its outputs. All ranks call
+        this.
+        """
+        latest = [*self.latest]
+        method, arguments, *_ = latest[number]
+        outputs.become(self._run_by_hand(method, arguments))
+        latest[number] = latest[number]._replace(noting=self.noting)
+        self.latest = latest
 
     def _open(self, noting: Noting, entries: Sequence[object], sizes: Sequence[Any]) -> PerReplica:
         """Returns the outputs of a forward, with what was noted in it."""

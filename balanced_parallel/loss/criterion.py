@@ -178,7 +178,7 @@ class DataParallelCriterion(nn.Module):
         if world_size() > 1:
             targets, kwargs = containers.map_tensors(enter, (targets, kwargs))
         if isinstance(outputs, PerReplica) and not targets and not kwargs:
-            outputs = kind.noted(outputs)
+            kind.begin_by_hand(outputs)
         calls = self.cut(outputs, targets, kwargs)
         if world_size() > 1 and torch.is_grad_enabled():
             self._check_shared(calls.outputs)

@@ -92,22 +92,17 @@ class ForwardNotes:
         return output.output, noted.notes
 
 
-def noted(outputs: PerReplica) -> PerReplica:
-    """Returns outputs with notes: those of the latest forward by hand, which may have to run again.
+def note_again(outputs: PerReplica) -> None:
+    """Runs the forward by hand of outputs again, with notes, if it had none.
 
-    All ranks call this.
+    Later forwards of the model are noted at once. All ranks call this.
     """
     model: ParallelModel | None = outputs.model_of()
-    if model is None or model.noting is not None:
-        return outputs
-    latest = model.latest
-    if latest is None or latest.outputs() is not outputs:
-        return outputs
-    model.note(ForwardNotes())
-    if model.noting is None:
-        return outputs
-    with without_trace(model.module, model.devices):
-        return model.run_again(latest)
+    for number, forward in enumerate(model.latest if model else ()):
+        if model and forward.outputs() is outputs and forward.noting is None:
+            model.note(ForwardNotes())
+            with without_trace(model.module, model.devices):
+                model.run_again(number, outputs)
 
 
 class RowsOfForward(NamedTuple):
@@ -129,10 +124,10 @@ def take_rows(outputs: PerReplica, arguments: Arguments | None) -> RowsOfForward
         return None
     method = None
     if arguments is None:
-        if model.latest is None:
+        if not model.latest:
             return None
-        method = model.latest.method
-        arguments = model.mark(model.latest.arguments, method)
+        method, arguments, *_ = model.latest[-1]
+        arguments = model.mark(arguments, method)
     arguments = containers.map_leaves(functools.partial(_whole, model.devices[0]), arguments)
     rows = count_rows(arguments, model.dim)
     if not rows:

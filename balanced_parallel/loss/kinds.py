@@ -36,7 +36,7 @@ from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entr
 from .copies import Calls, Criterion, CriterionCopies, ShardLoss, call_spread
 from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss
 from .entries import add_means
-from .inside import ForwardNotes, noted
+from .inside import ForwardNotes, note_again
 from .means import ExactLossOfMeans, LossOfMeans, single_mean
 from .rules import (
     add_loss,
@@ -97,14 +97,12 @@ class Kind(abc.ABC):
         """
         raise NotImplementedError
 
-    def noted(self, outputs: PerReplica) -> PerReplica:
-        """Returns outputs that are the only arguments of the criterion, with what it has to know of
-        their forward.
-        """
-        return outputs
+    def begin_by_hand(self, outputs: PerReplica) -> None:
+        """Begins a loss of outputs alone."""
+        return
 
     def begin_step(self, model: ParallelModel) -> None:
-        """Begins a batch of a step without targets."""
+        """Begins a batch of a step, whose loss is one of outputs alone."""
         return
 
     def called_with(self, kwargs: dict[str, Any]) -> tuple["Kind", dict[str, Any]]:
@@ -451,9 +449,9 @@ class MeansInside(_OfRows, _OfTwoPasses):
 
     loss = LossOfMeans
 
-    def noted(self, outputs: PerReplica) -> PerReplica:
-        """Returns outputs whose sums are noted, if the model may have computed the loss."""
-        return noted(outputs)
+    def begin_by_hand(self, outputs: PerReplica) -> None:
+        """Notes the sums of the forward, which may have computed the loss."""
+        note_again(outputs)
 
     def begin_step(self, model: ParallelModel) -> None:
         """Begins to note the sums of a model that may compute the loss."""

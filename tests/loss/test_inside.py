@@ -230,6 +230,34 @@ def test_outputs_of_one_forward_may_be_used_twice():
     )
 
 
+def test_two_forwards_come_before_the_first_loss():
+    net, *inputs = problem("root")
+    others = [inputs[0].flip(0), inputs[1].roll(1, 0)]
+    expected = net(*inputs).loss + net(*others).loss ** 2
+    expected.backward()
+    gradients_of_both = gradients(net)
+    for _ in range(2):
+        net.zero_grad()
+        model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(loss_inside)
+        first, second = model(*inputs), model(*others)
+        loss = criterion(first) + criterion(second) ** 2
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        assert_same_gradients(gradients(net), gradients_of_both)
+
+
+def test_outputs_are_those_of_the_forward_that_the_loss_is_of():
+    net, *inputs = problem("dropout")
+    model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(loss_inside)
+    outputs = model(*inputs)
+    losses = [criterion(outputs).item() for _ in range(2)]
+    assert net.forwards == 2 + 2 * 3  # Each loss is compared with that of rows alone.
+    logits, labels = outputs.logits.gather(), inputs[1]
+    assert losses == pytest.approx(
+        [F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()] * 2
+    )
+
+
 def test_a_function_of_the_loss_inside_is_exact():
     net, *inputs = problem("nothing")
     loss = net(*inputs).loss.exp()
@@ -275,7 +303,7 @@ def test_outputs_do_not_keep_the_batch():
     model = DataParallelModel(net, ["cpu"] * 2)
     with torch.no_grad():
         outputs = [model(tokens).logits for _ in range(2)]
-    assert model.latest is None
+    assert not model.latest
     assert gather(outputs[0]).shape == (7, 5, WORDS)
 
 
