@@ -280,7 +280,7 @@ class RankSync(GradientSync):
 
 
 class RankReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2.
+    """Numbers that the ranks sum at the end of an update.
 
     A strategy leaves those of others at 0.
     """
@@ -295,8 +295,6 @@ class RankReport(NamedTuple):
     has_unused: float = 0.0  # Ranks with unused parameters.
     out_of_memory: float = 0.0
     failed: float = 0.0  # Ranks that failed for another reason.
-    needs_more: float = 0.0  # Ranks with more micro-batches.
-    is_full: float = 0.0  # Ranks with rows in each micro-batch.
     fits: float = 0.0  # Ranks where whole gradients fit.
 
 
