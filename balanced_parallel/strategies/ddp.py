@@ -511,7 +511,6 @@ class _DDPUpdate(RankUpdate):
             run_backward(losses, divisor)
             return
         self.start(local)
-        collectives.begin_reduction()
         if not self._has_begun:
             self._model.record.begin()
         roots = [loss for loss in losses if loss.requires_grad]

@@ -265,8 +265,6 @@ class _FSDPSync(RankSync):
         self._updates = 0  # complete ones
 
     def open(self) -> UpdateSync:
-        # Ranks wait for the shards of others from the first forward on.
-        collectives.begin_reduction()
         return _FSDPUpdate(self, self._model)
 
     def by_group(self) -> NoReturn:

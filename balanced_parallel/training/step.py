@@ -346,14 +346,15 @@ class TrainStep:
             around = without_autocast_cache()
         hooked = [tensor for tensor in self._trained.values() if any(hooks_of(tensor))]
         hooks = without_hooks(hooked) if hooked else ExitStack()
-        names = collectives.naming_ranks() if self._has_ranks else nullcontext()
-        with hooks, window(self.model, self.criterion, in_step=True), names, around:
+        with hooks, window(self.model, self.criterion, in_step=True), around:
             update = self._update or self._begin()
             self._update = None
             try:
                 with update.dropped_by_errors():
                     yield update, hooks
             except BaseException as error:
+                if self._has_ranks:
+                    collectives.explain_timeout(error)
                 if update.has_parted:  # The other ranks learn of it in the next reduction.
                     failure = f"failed with {type(error).__name__}: {error}"
                     self._last = self._last._replace(failure=failure)

@@ -64,7 +64,6 @@ def check_words(rank, precision, all_sizes):
         precision=precision,
         micro_batch_size=2,
     )
-    before = collectives._updates
     for number, sizes in enumerate(all_sizes):
         torch.manual_seed(number)
         inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
@@ -74,7 +73,6 @@ def check_words(rank, precision, all_sizes):
         counts.append(words_of(lambda: losses.append(step(*mine))))  # noqa: B023
         torch.testing.assert_close(losses[0], loss, rtol=tolerance, atol=min(tolerance, 2e-3))
         assert_same_gradients(whole_gradients(model.module), expected, tolerance)
-    assert collectives._updates - before == len(all_sizes)  # the store tells which ranks are behind
     return counts
 
 
