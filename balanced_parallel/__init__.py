@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import savings
 from .batch.by_cost import ByCost
 from .batch.outputs import PerReplica, gather
-from .batch.rows import Rows, Whole, scatter
+from .batch.rows import Along, Rows, Whole, scatter
 from .batch.samplers import BalancedBatchSampler, RankBatchSampler
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
@@ -43,6 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveLoss",
+    "Along",
     "BalancedBatchSampler",
     "BalancedOptimizer",
     "ByCost",

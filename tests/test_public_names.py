@@ -10,7 +10,7 @@ from test_walls import imported_modules
 import balanced_parallel
 
 PUBLIC = """
-AdditiveLoss BalancedBatchSampler BalancedOptimizer ByCost Checkpoints DataParallelCriterion DataParallelModel DiceLoss
+AdditiveLoss Along BalancedBatchSampler BalancedOptimizer ByCost Checkpoints DataParallelCriterion DataParallelModel DiceLoss
 JaccardLoss PerReplica Precision RankBatchSampler Rows TrainStep TverskyLoss Whole convert_sync_batchnorm gather loss_weight
 memory parallelize savings scatter simulate sum_over_rows verify weighted_mean
 """

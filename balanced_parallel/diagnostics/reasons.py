@@ -169,7 +169,7 @@ def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
         return  # they have a reason of their own
     model = comparison.model
     limit = comparison.limit
-    batch = Batch(model.mark(comparison.inputs), dims=(model.dim, 0))
+    batch = Batch(comparison.inputs, dims=(model.dim, 0))
     whole = Program(module).forward(batch.inputs, model.devices[0])
     shards = batch.split(model.devices[:1] * 2, None)
     halves = [Program(module).forward(shard.inputs, shard.device) for shard in shards]

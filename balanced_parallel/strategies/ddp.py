@@ -91,7 +91,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         module: on this rank's device already.
         device: that device.
         criterion: a module whose parameters are reduced with the model's.
-        rows: dim, precision, in_dims and out_dims, as in :class:`DataParallelModel`.
+        rows: dim, precision and out_dims, as in :class:`DataParallelModel`.
     """
 
     def __init__(

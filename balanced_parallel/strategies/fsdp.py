@@ -83,7 +83,7 @@ class ShardedModel(RankModel):
     Args:
         module: on any device. It is sharded in place, over the ranks of ``mesh``.
         device: of this rank.
-        rows: dim, in_dims, out_dims and precision, which is also that of parameters that are
+        rows: dim, out_dims and precision, which is also that of parameters that are
             all-gathered.
     """
 

@@ -49,7 +49,6 @@ class RowSettings(TypedDict, total=False):
 
     dim: int
     precision: str | Precision | None
-    in_dims: Dims
     out_dims: Dims
 
 
@@ -66,14 +65,12 @@ class RankModel(ParallelModel):
         device: torch.device,
         dim: int = 0,
         precision: str | Precision | None = None,
-        in_dims: Dims = None,
         out_dims: Dims = None,
     ) -> None:
         self.devices = [device]
         self.split = None
         self.draws_on_host = not is_accelerator(device)
         self.dim = dim
-        self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_others(self.module)
@@ -129,8 +126,8 @@ class RankModel(ParallelModel):
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         if torch.is_grad_enabled():
             self._refuse_late_parameters()
-        marked = self.mark(map_tensors(collectives.enter, arguments), method)
-        return self._watched_run(method, marked, count_rows(marked, self.dim))
+        entered = map_tensors(collectives.enter, arguments)
+        return self._watched_run(method, entered, count_rows(entered, self.dim))
 
     def _watched_run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False

@@ -322,11 +322,12 @@ class TrainStep:
     def _mark(
         self, inputs: Any, targets: tuple[Any, ...]
     ) -> tuple[Arguments, Arguments, tuple[int, int]]:
-        """Returns inputs and targets with marks, and the dimensions of the rows in what is not
+        """Returns inputs and targets as arguments, and the dimensions of the rows in what is not
         marked.
         """
-        marked, dim = self.criterion.mark(targets, {}, self.model.out_dims)
-        return self.model.mark(as_arguments(inputs)), marked, (self.model.dim, dim)
+        arguments = Arguments(targets, {})
+        dim = self.criterion.dim_of_targets(arguments, self.model.out_dims)
+        return as_arguments(inputs), arguments, (self.model.dim, dim)
 
     @contextmanager
     def _updating(self, *, is_last: bool) -> Iterator[tuple[Update, ExitStack]]:
