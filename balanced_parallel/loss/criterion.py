@@ -16,7 +16,7 @@ from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import Replicas
 from ..runtime.collectives import enter, explain_unwatched, mark_loss, refuse_unshared, world_size
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
-from ..runtime.values import Precision, naming_arguments
+from ..runtime.values import Precision, check_type, naming_arguments
 from .copies import Calls, Checks, Criterion, CriterionCopies, OwnCollectives, shards_of_targets
 from .kinds import Divisor, Kind, kind_of
 from .rules import find_torch_loss
@@ -63,6 +63,8 @@ class DataParallelCriterion(nn.Module):
         whole: gathers all outputs and targets, of all ranks too, and computes the loss once per
             process, on ``output_device``. For losses whose rows depend on each other, such as
             contrastive ones.
+        sums_rows: the criterion is a function that calls a :class:`SumOverRows`. Those of a module
+            are found.
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on
@@ -93,6 +95,7 @@ class DataParallelCriterion(nn.Module):
         reduction: str | None = None,
         minimum: Any = 0.0,
         whole: bool = False,
+        sums_rows: bool = False,
     ) -> None:
         if isinstance(criterion, (DataParallelCriterion, nn.DataParallel)):
             raise TypeError(
@@ -109,8 +112,10 @@ class DataParallelCriterion(nn.Module):
             "reduction": reduction,
             "minimum": minimum,
             "whole": whole,
+            "sums_rows": sums_rows,
         }
         check_dim(dim)
+        check_type("sums_rows", sums_rows, bool, "True or False")
         self.module = criterion
         self.kind = kind
         self._reduction = getattr(criterion, "reduction", None)
@@ -126,7 +131,7 @@ class DataParallelCriterion(nn.Module):
         collectives = OwnCollectives(
             is_possible=find_torch_loss(criterion) is None,
             is_mean=is_averaged,
-            sums_rows=meets_others(criterion),
+            sums_rows=sums_rows or meets_others(criterion),
         )
         halves = None if collectives.sums_rows else Checks()
         settings = self.devices, self.output_device, dim or 0, self.precision

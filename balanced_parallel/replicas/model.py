@@ -20,6 +20,7 @@ from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.torch_private import children_of
 from ..runtime.values import Precision, check_type, naming_arguments
+from .all_rows import SumOverRows
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
 from .recorded import Refresh
@@ -223,14 +224,8 @@ class DataParallelModel(ParallelModel, nn.DataParallel[nn.Module]):
                 for replica in zip(modules, shards, strict=True)
             ]
             tree = self.replicas.tree  # always there if several replicas run
-            meets = (
-                []
-                if tree is None
-                else [
-                    tree.sums_rows,
-                    *[isinstance(part, AllRowsBatchNorm) for part in tree.modules],
-                ]
-            )
+            parts = [] if tree is None else tree.modules
+            meets = [isinstance(part, (AllRowsBatchNorm, SumOverRows)) for part in parts]
             outputs = self.replicas.run(work, devices, together=any(meets))
         return PerReplica(outputs, sizes, self.out_dims)
 

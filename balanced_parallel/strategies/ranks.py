@@ -172,7 +172,7 @@ class RankModel(ParallelModel):
             warnings.warn(
                 f"the module communicates with the other ranks itself ({', '.join(sorted(names))}), expected as many "
                 "micro-batches on each rank, with rows in each: without these limits, use convert_sync_batchnorm for batch norm, "
-                "and sum_over_rows in place of all_reduce for other statistics",
+                "and SumOverRows in place of all_reduce for other statistics",
                 stacklevel=2,
             )
         return output

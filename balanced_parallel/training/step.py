@@ -184,7 +184,7 @@ class TrainStep:
         has_sums = criterion.copies.collectives.sums_rows
         if self._is_auto and self._has_ranks and (has_sums or meets_others(model)):
             raise ValueError(
-                "micro_batch_size='auto' with batch norm over all ranks or sum_over_rows, where others wait for a rank that runs "
+                "micro_batch_size='auto' with batch norm over all ranks or SumOverRows, where others wait for a rank that runs "
                 "out of memory, expected a number, as memory.fit finds it"
             )
         self._open_sync: Callable[[], UpdateSync] = (
