@@ -84,7 +84,7 @@ class PerReplica(list[Any], containers.Leaf):
             )
         if self and not isinstance(dim, int):
             # a check
-            list(leaf_dims(self[0], dim, 0, "the entry, or the result of map(function, dim=...),"))
+            list(leaf_dims(self[0], dim, "the entry, or the result of map(function, dim=...),"))
         self.dim = dim
         self.order: list[int] | None = None
         if dim != 0:
@@ -444,7 +444,7 @@ def repeated_rows(
     if not sizes or not sizes[0]:
         return None
     columns = zip(*(containers.leaves(output, "output") for output in outputs), strict=False)
-    for column, dim in zip(columns, leaf_dims(outputs[0], dims, 0), strict=False):
+    for column, dim in zip(columns, leaf_dims(outputs[0], dims), strict=False):
         leaves = [leaf for _, leaf in column]
         if dim is None or not all(
             isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves
@@ -472,7 +472,7 @@ def join(
     target = torch.device("cpu") if first is None else first.device
     if device is not None:
         target = resolve_device(device)
-    dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
+    dims_of_leaves = leaf_dims(outputs[0], dims, "output")
 
     def join_leaves(place: str, values: list[Any]) -> object:
         dim = next(dims_of_leaves)
@@ -606,7 +606,7 @@ def _gather_ranks(
     if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
     join_leaves = functools.partial(
-        _join_ranks, dims=leaf_dims(first[0], dims, 0), pads=any(pads_of_ranks)
+        _join_ranks, dims=leaf_dims(first[0], dims), pads=any(pads_of_ranks)
     )
     without_rows = map_rows(functools.partial(_without_rows, device=device), first[0], dims)
     layout_without_rows = containers.map_leaves(_layout_of_leaf, without_rows)

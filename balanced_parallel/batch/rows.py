@@ -83,9 +83,24 @@ class Rows:
 
 
 class Along:
-    """Marks a tensor, or a list of plain values, with its rows in dimension ``dim``."""
+    """Marks a tensor, or a list of plain values, with its rows in dimension ``dim``.
+
+    Args:
+        leaf: a tensor, or a list with one plain value per row.
+        dim: the dimension of its rows.
+
+    Example:
+        >>> images, state = torch.zeros(5, 3), torch.zeros(2, 5, 4)
+        >>> pieces = scatter((images, Along(state, 1)), ["cpu", "cpu"])
+        >>> [(shard.shape, state.shape) for shard, state in pieces]
+        [(torch.Size([3, 3]), torch.Size([2, 3, 4])), (torch.Size([2, 3]), torch.Size([2, 2, 4]))]
+    """
 
     def __init__(self, leaf: Any, dim: int) -> None:
+        if isinstance(leaf, (tuple, Mapping)) and not containers.is_row_list(leaf):
+            raise TypeError(
+                f"Along was given {containers.describe(leaf)}, expected a tensor: mark each one, as in (Along(h, 1), Along(c, 1))"
+            )
         self.leaf = leaf
         self.dim = dim
 
@@ -117,86 +132,14 @@ def map_marked(function: Callable[[Any], object], node: Nested) -> Nested:
     return containers.map_leaves(apply, node)
 
 
-def mark(
-    arguments: Arguments,
-    dims: Dims,
-    function: Callable[..., object],
-    *,
-    first: int = 0,
-    unnamed: int = 0,
-) -> Arguments:
-    """Marks arguments of ``function`` with the dimensions of their rows: a sequence by position, a
-    mapping by position or name.
-
-    One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in
-    the call of ``arguments.inputs[0]``. ``unnamed`` is the number of arguments of the function
-    before these, which the output fills: an output that is a tuple fills several arguments of a
-    criterion, but is one argument of the call.
-    """
-    if dims is None:
-        return arguments
-    names = _names(function)
-    count = first + len(arguments.inputs)
-
-    def key_at(position: int) -> int | str:
-        place = position + unnamed
-        return names[place] if 0 <= place < len(names) else position
-
-    by_key: Mapping[int | str, Dims] = {}
-    if isinstance(dims, Mapping):
-        by_key = {
-            key_at(key) if isinstance(key, int) else key: entry for key, entry in dims.items()
-        }
-        if names and (unknown := by_key.keys() - {*names, *arguments.kwargs}):
-            raise ValueError(
-                f"dimensions are given for {unknown.pop()!r}, expected the name or position of one of {', '.join(names)}"
-            )
-    elif isinstance(dims, int):
-        by_key = dict.fromkeys([*map(key_at, range(first, count)), *arguments.kwargs], dims)
-    elif len(dims) <= count:
-        by_key = {key_at(position): entry for position, entry in enumerate(dims)}
-    else:
-        raise ValueError(
-            f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give "
-            "the others by name, as in {'mask': None}"
-        )
-
-    def mark_value(value: object, key: int | str, label: str) -> object:
-        return mark_leaves(value, by_key[key], label) if key in by_key else value
-
-    positions = enumerate(arguments.inputs)
-    inputs = [mark_value(value, key_at(first + at), f"inputs[{at}]") for at, value in positions]
+def mark(arguments: Arguments, dim: int) -> Arguments:
+    """Marks all arguments with the dimension of their rows. Marks that they have stay."""
+    inputs = [mark_leaves(value, dim, f"inputs[{at}]") for at, value in enumerate(arguments.inputs)]
     kwargs = {
-        name: mark_value(value, name, f"kwargs[{name!r}]")
+        name: mark_leaves(value, dim, f"kwargs[{name!r}]")
         for name, value in arguments.kwargs.items()
     }
     return Arguments(tuple(inputs), kwargs)
-
-
-def mark_inputs(
-    arguments: Arguments, dims: Dims, module: torch.nn.Module, method: str | None
-) -> Arguments:
-    """Returns the arguments of a module's ``forward``, or of another method, marked with the
-    ``in_dims`` of ``forward``.
-    """
-    function = getattr(module, method or "forward")
-    if method is not None and dims is not None and not isinstance(dims, int):
-        if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
-            raise ValueError(
-                f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {method!r}: give them by name, "
-                "as in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
-            )
-        names = _names(function)
-        dims = {key: of_argument for key, of_argument in dims.items() if not names or key in names}
-    return mark(arguments, dims, function)
-
-
-def _names(function: Callable[..., object]) -> list[str]:
-    """Returns the names of a function's arguments, or none if it accepts any or has no signature."""
-    parameters = parameters_of(function) or []
-    if any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters):
-        return []
-    return [parameter.name for parameter in parameters]
 
 
 def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter] | None:
@@ -216,7 +159,7 @@ def mark_leaves(value: Nested, dims: Dims, place: str) -> Nested | Whole:
         return value
     if dims is None:
         return Whole(value)
-    dims_of_leaves = leaf_dims(value, dims, 0, place)
+    dims_of_leaves = leaf_dims(value, dims, place)
 
     def mark_leaf(leaf: object) -> object:
         dim = next(dims_of_leaves)
@@ -283,7 +226,7 @@ def _common_rows(
             raise ValueError(
                 f"{difference}: {first} is {_described(leaf)} ({rows} rows), {place} is {_described(other)} ({count} "
                 "rows); give all the same number of rows, wrap an input that every replica needs whole in Whole(...), a "
-                "list with one entry per row in Rows(...), or give in_dims="
+                "list with one entry per row in Rows(...), and a tensor with rows in dimension 1 in Along(x, 1)"
             )
     for place, entries in lists.items():
         is_longer = type(entries) is tuple and 1 < rows < len(entries)
@@ -291,8 +234,8 @@ def _common_rows(
             entry = containers.describe(entries[0])
             raise ValueError(
                 f"{place} is a {type(entries).__name__} of {len(entries)} entries of one type (the first is {entry}): each entry "
-                "may be a row, or have all rows; wrap it in Rows(...) if its entries are rows, make it a tuple or give "
-                "in_dims= if each entry has all rows, or wrap it in Whole(...)"
+                "may be a row, or have all rows; wrap it in Rows(...) if its entries are rows, make it a tuple if each "
+                "entry has all rows, or wrap it in Whole(...)"
             )
     return rows if counts else None
 
@@ -342,8 +285,8 @@ def _leaf_rows(leaf: object, dim: int, place: str) -> int | None:
     if isinstance(leaf, Tensor):
         if leaf.dim() and not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: give in_dims= for arguments "
-                "with rows in another dimension, or wrap it in Whole(...)"
+                f"{place} is {containers.describe(leaf)}, expected rows in dimension {dim}: wrap it in Along(x, 1) "
+                "for rows in dimension 1, or in Whole(...)"
             )
         return leaf.size(dim) if leaf.dim() else None
     if isinstance(leaf, Rows):
@@ -523,7 +466,6 @@ class ParallelModel(nn.Module):
     devices: list[torch.device]
     split: Sequence[float] | None  # the weight of each device; None for equal parts
     dim: int
-    in_dims: Dims
     out_dims: Dims
     # Methods that have run over ranks, and the mode of the module, with True for those that
     # communicate with other ranks.
@@ -553,9 +495,6 @@ class ParallelModel(nn.Module):
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Calls a method of the module other than ``forward``, with arguments split and outputs
         returned as in a forward.
-
-        Entries of ``in_dims`` by name apply to its arguments too. Positions in ``in_dims`` are
-        those of ``forward``.
 
         Example:
             >>> features = model.call("encode_image", images)  # doctest: +SKIP
@@ -610,14 +549,6 @@ class ParallelModel(nn.Module):
         There, a forward by hand raises ``RuntimeError``, unless gradients are off.
         """
         self.module.compile(*args, **kwargs)
-
-    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """Returns the arguments marked with the dimensions of ``in_dims``."""
-        return (
-            arguments
-            if self.in_dims is None
-            else mark_inputs(arguments, self.in_dims, self.module, method)
-        )
 
     def _run_shards(self, shards: Sequence[Shard]) -> PerReplica:
         """Runs the module on the shards of a micro-batch of :class:`TrainStep`."""

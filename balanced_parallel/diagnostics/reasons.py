@@ -38,7 +38,7 @@ _LOSS = (
 _BY_ROW = "compare with reproducible=True"
 _WRITTEN = (
     "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept: compute it from "
-    "sum_over_rows(statistic), which adds up the rows of all replicas and ranks"
+    "the result of a SumOverRows, which adds up the rows of all replicas and ranks"
 )
 # float64 with a part in float32
 _ROUNDING = TOLERANCES | {torch.float64: 1e-5, torch.float32: 1e-5}
@@ -176,7 +176,7 @@ def _mixed_rows(module: nn.Module, comparison: Comparison) -> Iterator[str]:
         return  # they have a reason of their own
     model = comparison.model
     limit = comparison.limit
-    batch = Batch(model.mark(comparison.inputs), dims=(model.dim, 0))
+    batch = Batch(comparison.inputs, dims=(model.dim, 0))
     whole = Program(module).forward(batch.inputs, model.devices[0])
     shards = batch.split(model.devices[:1] * 2, None)
     halves = [Program(module).forward(shard.inputs, shard.device) for shard in shards]
@@ -207,7 +207,7 @@ def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
 
 def _mixing_layers(comparison: Comparison) -> Iterator[str]:
     if comparison.split.rounds > 1 and sums_rows(comparison.module):
-        yield "sum_over_rows: each micro-batch has sums of its own rows, not of the whole batch"
+        yield "SumOverRows: each micro-batch has sums of its own rows, not of the whole batch"
     for name, layer in batch_norms(comparison.module).items():
         if len(comparison.model.devices) > 1 and not isinstance(layer, AllRowsBatchNorm):
             yield f"batch norm: {name} uses the statistics of the rows of each replica: {advice(layer)}"

@@ -425,7 +425,7 @@ class LossOfSums(CoupledLoss):
         rows = output.sizes[0]
         leaves = zip(
             containers.leaves(output[0]),
-            containers.leaf_dims(output[0], output.dim, 0),
+            containers.leaf_dims(output[0], output.dim),
             strict=True,
         )
         counts = {
@@ -438,7 +438,7 @@ class LossOfSums(CoupledLoss):
             rows = counts.pop()
         if not rows:
             return []
-        targets = mark(shard.targets, self.copies.dim, self.copies.criterion)
+        targets = mark(shard.targets, self.copies.dim)
         whole = PerReplica(output, [rows], output.dim)
         pair = mark_leaves(output[0], output.dim, "the output"), targets
         statistics = self._run(_halves(whole), targets)
@@ -597,7 +597,7 @@ class WholeLoss(CoupledLoss):
         parts = []
         for output, shard in zip(outputs, calls.shards, strict=True):
             marked = spread(mark_leaves(output, outputs.dim, "the output"))
-            targets, kwargs = mark(shard.targets, self.copies.dim, self.copies.criterion)
+            targets, kwargs = mark(shard.targets, self.copies.dim)
             parts.append(Arguments((*marked, *targets), kwargs))
             self._outputs = len(marked)
         return parts

@@ -127,7 +127,6 @@ def take_rows(outputs: PerReplica, arguments: Arguments | None) -> RowsOfForward
         if not model.latest:
             return None
         method, arguments, *_ = model.latest[-1]
-        arguments = model.mark(arguments, method)
     arguments = containers.map_leaves(functools.partial(_whole, model.devices[0]), arguments)
     rows = count_rows(arguments, model.dim)
     if not rows:

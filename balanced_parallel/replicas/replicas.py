@@ -347,8 +347,8 @@ class Replicas:
         """
         if together and len(work) > 1:
             raise TypeError(
-                "the module is compiled, and its batch norm over all rows or sum_over_rows needs all replicas at the same time, "
-                "expected one of the two: leave out torch.compile, or convert_sync_batchnorm and sum_over_rows"
+                "the module is compiled, and its batch norm over all rows or SumOverRows needs all replicas at the same time, "
+                "expected one of the two: leave out torch.compile, or convert_sync_batchnorm and SumOverRows"
             )
         if (
             len(set(devices)) > 1

@@ -622,10 +622,6 @@ def _parameters_of_units(units: "Iterable[FSDPModule]") -> "Iterator[FSDPParam]"
             yield from group.fsdp_params
 
 
-# Returns the store that all ranks of the default group have.
-default_store: Callable[[], dist.distributed_c10d.Store] = dist.distributed_c10d._get_default_store
-
-
 def all_backends() -> list[Any]:
     """Returns the backends of all running process groups."""
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []

@@ -91,7 +91,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         module: on this rank's device already.
         device: that device.
         criterion: a module whose parameters are reduced with the model's.
-        rows: dim, precision, in_dims and out_dims, as in :class:`DataParallelModel`.
+        rows: dim, precision and out_dims, as in :class:`DataParallelModel`.
     """
 
     def __init__(
@@ -515,7 +515,6 @@ class _DDPUpdate(RankUpdate):
             run_backward(losses, divisor)
             return
         self.start(local)
-        collectives.begin_reduction()
         if not self._has_begun:
             self._model.record.begin()
         roots = [loss for loss in losses if loss.requires_grad]

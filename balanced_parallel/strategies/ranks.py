@@ -50,7 +50,6 @@ class RowSettings(TypedDict, total=False):
 
     dim: int
     precision: str | Precision | None
-    in_dims: Dims
     out_dims: Dims
 
 
@@ -67,14 +66,12 @@ class RankModel(ParallelModel):
         device: torch.device,
         dim: int = 0,
         precision: str | Precision | None = None,
-        in_dims: Dims = None,
         out_dims: Dims = None,
     ) -> None:
         self.devices = [device]
         self.split = None
         self.draws_on_host = not is_accelerator(device)
         self.dim = dim
-        self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision(precision or "fp32")
         self.meets_ranks = meets_others(self.module)
@@ -130,8 +127,8 @@ class RankModel(ParallelModel):
     def _run_by_hand(self, method: str | None, arguments: Arguments) -> PerReplica:
         if torch.is_grad_enabled():
             self._refuse_late_parameters()
-        marked = self.mark(map_tensors(collectives.enter, arguments), method)
-        return self._watched_run(method, marked, count_rows(marked, self.dim))
+        entered = map_tensors(collectives.enter, arguments)
+        return self._watched_run(method, entered, count_rows(entered, self.dim))
 
     def _watched_run(
         self, method: str | None, arguments: Arguments, rows: int | None, *, in_step: bool = False
@@ -176,7 +173,7 @@ class RankModel(ParallelModel):
             warnings.warn(
                 f"the module communicates with the other ranks itself ({', '.join(sorted(names))}), expected as many "
                 "micro-batches on each rank, with rows in each: without these limits, use convert_sync_batchnorm for batch norm, "
-                "and sum_over_rows in place of all_reduce for other statistics",
+                "and SumOverRows in place of all_reduce for other statistics",
                 stacklevel=2,
             )
         return output
@@ -285,7 +282,7 @@ class RankSync(GradientSync):
 
 
 class RankReport(NamedTuple):
-    """Numbers that the ranks sum at the end of an update, or of a round of FSDP2.
+    """Numbers that the ranks sum at the end of an update.
 
     A strategy leaves those of others at 0.
     """
@@ -300,8 +297,6 @@ class RankReport(NamedTuple):
     has_unused: float = 0.0  # Ranks with unused parameters.
     out_of_memory: float = 0.0
     failed: float = 0.0  # Ranks that failed for another reason.
-    needs_more: float = 0.0  # Ranks with more micro-batches.
-    is_full: float = 0.0  # Ranks with rows in each micro-batch.
     fits: float = 0.0  # Ranks where whole gradients fit.
 
 

@@ -18,7 +18,7 @@ from balanced_parallel import (
 
 WRITTEN = (
     "each replica and micro-batch writes it, from its own rows, and that of the first replica is kept: compute it from "
-    "sum_over_rows(statistic), which adds up the rows of all replicas and ranks"
+    "the result of a SumOverRows, which adds up the rows of all replicas and ranks"
 )
 MIXED = (
     "the output of a row depends on the other rows of its batch, or rows are in another order: move this part into the "

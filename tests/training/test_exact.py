@@ -29,11 +29,11 @@ from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
     DiceLoss,
+    SumOverRows,
     TrainStep,
     convert_sync_batchnorm,
     parallelize,
     simulate,
-    sum_over_rows,
 )
 from balanced_parallel.training import exact
 
@@ -528,12 +528,16 @@ def test_losses_of_all_rows_are_refused(criterion):
 
 def test_batch_norm_over_all_replicas_is_refused():
     net = convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
-    refused("reproducible='bits' with batch norm or sum_over_rows over all rows", net)
+    refused("reproducible='bits' with batch norm or SumOverRows over all rows", net)
 
 
 class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add = SumOverRows()
+
     def forward(self, output, labels):
-        total, count = sum_over_rows(output.sum(0)), sum_over_rows(torch.tensor(float(len(output))))
+        total, count = self.add(output.sum(0)), self.add(torch.tensor(float(len(output))))
         return F.cross_entropy(output - total / count, labels)
 
 
@@ -541,7 +545,7 @@ def test_sums_over_all_rows_are_refused():
     criterion = DataParallelCriterion(
         Centered(), weight=lambda output, labels: (labels != -100).sum()
     )
-    refused("sum_over_rows", criterion=criterion, error=(ValueError, RuntimeError))
+    refused("SumOverRows", criterion=criterion, error=(ValueError, RuntimeError))
 
 
 def test_statistics_that_a_forward_writes_are_refused():
