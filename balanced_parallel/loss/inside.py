@@ -16,6 +16,7 @@ with those of each row alone.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from ..batch.rows import (
 )
 from ..replicas.batchnorm import meets_others
 from ..replicas.replicas import without_trace
+from ..runtime.row_random import Draw, Forward, UpdateRandom, find_draws
 from .formula import SumNotes
 
 
@@ -147,18 +149,40 @@ def run_rows(
     this.
     """
 
-    def run(rows: list[int]) -> PerReplica:
-        arguments = take(sample.arguments, rows, sample.dim)
-        with without_trace(model.module, model.devices):
+    def run(rows: Sequence[int], drawing: Callable[[], AbstractContextManager[None]]) -> PerReplica:
+        arguments = take(sample.arguments, [row % 2 for row in rows], sample.dim)
+        with without_trace(model.module, model.devices), drawing():
             return model.run_alone(sample.method, arguments, len(rows))
 
-    first = run([0])
-    size = sum(tensor.nbytes for tensor in containers.tensors_in(first[0]))
+    size = sum(tensor.nbytes for tensor in containers.tensors_in(run([0], nullcontext)[0]))
     if size * most > most_bytes:
         most = min(most, max(sample.rows, 2))
-    yield first
-    yield run([1])
-    yield run([0, 1] * (most // 2))
+    update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
+    try:
+        draws = _find_draws(run, update, model.devices[0])
+        for rows in [0], [1], [0, 1] * (most // 2):
+            drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+            if draws:
+                drawing = Forward(update, rows, model.devices[0], draws, {}).drawing
+            yield run(rows, drawing)
+    finally:
+        update.end()
+
+
+def _find_draws(
+    run: Callable[..., object], update: UpdateRandom, device: torch.device
+) -> Sequence[Draw]:
+    """Returns the draws of random numbers in a forward. There are none if they cannot follow rows."""
+    try:
+        two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
+        run(range(2), two.drawing)
+        if two.drawn:
+            run(range(3), three.drawing)
+        return find_draws(two, three)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - an operator may draw numbers that cannot follow the rows
+        return ()
 
 
 @contextlib.contextmanager
