@@ -176,8 +176,9 @@ def _find_draws(
     try:
         two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
         run(range(2), two.drawing)
-        if two.drawn:
-            run(range(3), three.drawing)
+        if len(two.drawn) == 1:  # The last one is the end.
+            return ()
+        run(range(3), three.drawing)
         return find_draws(two, three)
     except torch.OutOfMemoryError:
         raise

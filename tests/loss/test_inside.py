@@ -272,6 +272,51 @@ def test_a_function_of_the_loss_inside_is_exact():
     assert_same_gradients(gradients(net), expected)
 
 
+class Denoiser(nn.Module):
+    """A model that draws random numbers for each row, and computes its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        share = torch.randint(10, (len(inputs), 1)) / 10
+        noise = torch.randn_like(inputs)
+        return F.mse_loss(self.layer(inputs * (1 - share) + noise * share), noise)
+
+
+class Contrast(Denoiser):
+    """A model that compares two random views of all rows."""
+
+    def forward(self, inputs):
+        first, second = (self.layer(inputs + torch.randn_like(inputs)) for _ in range(2))
+        return F.cross_entropy(first @ second.T, torch.arange(len(inputs)))
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_model_that_draws_random_numbers_has_a_loss_of_its_rows(size):
+    net, inputs = Denoiser(), torch.randn(7, 4)
+    losses = []
+    for devices, rows in ((1, None), (3, size)):
+        copied = copy.deepcopy(net)
+        torch.manual_seed(0)
+        step = TrainStep(
+            DataParallelModel(copied, ["cpu"] * devices),
+            DataParallelCriterion(lambda loss: loss),
+            torch.optim.SGD(copied.parameters(), lr=0.1),
+            micro_batch_size=rows,
+            reproducible=True,
+        )
+        losses.append([step(inputs).item() for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_a_contrastive_loss_of_random_views_is_refused():
+    model = DataParallelModel(Contrast(), ["cpu"] * 2)
+    with pytest.raises(UnknownMeanError, match="does not add up over the rows"):
+        DataParallelCriterion(lambda loss: loss)(model(torch.randn(7, 4)))
+
+
 class Temperature(nn.Module):
     """A model whose output has a number that is no loss."""
 
