@@ -58,6 +58,7 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _READS = {"item", "int", "float", "index", "tolist", "numpy", "array"}
 # The size of the result depends on values.
 _SELECTIONS = {"nonzero", "argwhere", "masked_select", "unique", "bincount"}
+_OF_VALUES = _SELECTIONS | {"where", "__setitem__"}
 _BOUNDS = {"clamp", "clamp_min", "clip", "max", "maximum"}
 # Another tensor gives its type and its device.
 _CONVERSIONS = {"to", "type", "type_as", "float", "double", "cpu", "cuda", "as_tensor"}
@@ -396,21 +397,20 @@ class SumNotes(TorchFunctionMode):
         """Returns True for most operations of a model: an argument may depend on the rows, and none
         is a sum.
         """
-        name = str(getattr(func, "__name__", "")).strip("_")
-        if name in _SELECTIONS | {"setitem", "where"}:
-            return False
-        index = args[1] if name == "getitem" else None
-        indices = index if isinstance(index, tuple) else (index,)
-        if not all(isinstance(each, _INDICES) for each in indices):
+        name = getattr(func, "__name__", "")
+        if name in _OF_VALUES or (name == "__getitem__" and not _is_plain(args[1])):
             return False
         is_unknown = False
         for part in _flatten((*args, *kwargs.values())):
-            facts = self._facts.get(part) if isinstance(part, Tensor) else None
-            is_used = facts is not None and (facts.level != _OF_NOTHING or facts.is_selected)
-            if is_used or isinstance(part, (list, tuple, dict)):
+            if not isinstance(part, Tensor):
+                if isinstance(part, (list, tuple, dict)):
+                    return False
+                continue
+            facts = self._facts.get(part)
+            if facts is None:
+                is_unknown = is_unknown or not isinstance(part, nn.Parameter)
+            elif facts.level != _OF_NOTHING or facts.is_selected:
                 return False
-            if facts is None and isinstance(part, Tensor):
-                is_unknown |= not isinstance(part, nn.Parameter)
         return is_unknown
 
     def _call(self, func: Any, args: Any, kwargs: Any, *results: Any) -> Any:
@@ -792,6 +792,12 @@ def _is_selection(name: str, tensors: Sequence[Tensor], result: Any) -> bool:
     if name == "getitem":
         return any(index.dtype == torch.bool for index in tensors[1:])
     return name in _SELECTIONS or (name == "where" and len(tensors) == 1)
+
+
+def _is_plain(index: object) -> bool:
+    """Returns True for an index that no value tells."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(each, _INDICES) for each in indices)
 
 
 def _flatten(arguments: Iterable[Any]) -> Iterator[Any]:
