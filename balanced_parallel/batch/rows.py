@@ -473,6 +473,7 @@ class ParallelModel(nn.Module):
     noting: Noting | None = None
     # The latest forwards whose outputs have a number.
     latest: Sequence[ByHand] = ()
+    batch: "Callable[[], Batch | None] | None" = None  # A weak reference, if a step runs the model.
     _has_graph = False  # The graph of a forward was looked at.
 
     if TYPE_CHECKING:  # nn.Module has Any
@@ -526,6 +527,11 @@ class ParallelModel(nn.Module):
         """Returns the outputs of a forward, with what was noted in it."""
         entries, notes = zip(*map(noting.open, entries), strict=True)
         return PerReplica(entries, sizes, self.out_dims).made_by(self, notes)
+
+    def begin_step(self, batch: "Batch", noting: Noting) -> None:
+        """Begins a batch of a step, whose loss the model may compute."""
+        self.batch = weakref.ref(batch)
+        self.note(noting)
 
     def note(self, noting: Noting) -> None:
         """Sets what notes the forwards from now on, if nothing does.

@@ -176,6 +176,11 @@ class Formula:
         entries = self.entries.items()
         return [place for place, leaf in entries if leaf is not None and place not in self.logged]
 
+    @property
+    def graphs(self) -> list[bool]:
+        """True for each operation with a graph."""
+        return [each.has_graph for each in self.operations]
+
     def compute(self, sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         """Returns the result for sums, with their graph and that of ``parameters``."""
         home = sums[0].device if sums else None

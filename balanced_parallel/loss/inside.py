@@ -108,35 +108,36 @@ def note_again(outputs: PerReplica) -> None:
 
 
 class RowsOfForward(NamedTuple):
-    """Two rows of the arguments of a forward, the first and the last one."""
+    """Arguments of a forward, on the host: the first row, the last one, and both."""
 
     method: str | None
-    arguments: Arguments  # They are marked, and on the host.
+    parts: Sequence[Arguments]
     dim: int
     rows: int  # The number of rows in the forward.
+    is_joined: bool  # Rows are one object, and cannot be repeated.
 
 
-def take_rows(outputs: PerReplica, arguments: Arguments | None) -> RowsOfForward | None:
-    """Returns two rows of a forward, from its marked arguments.
-
-    ``None`` are those of the latest one by hand.
-    """
+def take_rows(outputs: PerReplica) -> RowsOfForward | None:
+    """Returns rows of the batch of a step, or of the latest forward by hand."""
     model: ParallelModel | None = outputs.model_of()
     if model is None or meets_others(model):
         return None
-    method = None
-    if arguments is None:
-        if not model.latest:
-            return None
-        method, arguments, *_ = model.latest[-1]
-    arguments = containers.map_leaves(functools.partial(_whole, model.devices[0]), arguments)
-    rows = count_rows(arguments, model.dim)
-    if not rows:
+    most = max(filter(None, outputs.sizes), default=0)
+    batch = model.batch() if model.batch is not None else None
+    if batch is not None and batch.rows:
+        last = batch.rows - 1
+        shards = [batch.shard(rows, model.devices[0]) for rows in ([0], [last], [0, last])]
+        parts = [shard.inputs for shard in shards]
+        return _on_host(RowsOfForward(None, parts, model.dim, most, shards[0].is_joined))
+    if batch is not None or not model.latest:
         return None
-    two = take(arguments, [0, rows - 1], model.dim)
-    return RowsOfForward(
-        method, map_marked(_on_host, two), model.dim, max(filter(None, outputs.sizes))
-    )
+    method, arguments, *_ = model.latest[-1]
+    arguments = containers.map_leaves(functools.partial(_whole, model.devices[0]), arguments)
+    count = count_rows(arguments, model.dim)
+    if not count:
+        return None
+    parts = [take(arguments, rows, model.dim) for rows in ([0], [count - 1], [0, count - 1])]
+    return _on_host(RowsOfForward(method, parts, model.dim, most, is_joined=False))
 
 
 @torch.no_grad()
@@ -148,23 +149,34 @@ def run_rows(
     These are fewer if they have more bytes, but as many as those of the forward. All ranks call
     this.
     """
+    first, last, both = sample.parts
 
-    def run(rows: Sequence[int], drawing: Callable[[], AbstractContextManager[None]]) -> PerReplica:
-        arguments = take(sample.arguments, [row % 2 for row in rows], sample.dim)
+    def run(
+        arguments: Arguments, count: int, drawing: Callable[[], AbstractContextManager[None]]
+    ) -> PerReplica:
         with without_trace(model.module, model.devices), drawing():
-            return model.run_alone(sample.method, arguments, len(rows))
+            return model.run_alone(sample.method, arguments, count)
 
-    size = sum(tensor.nbytes for tensor in containers.tensors_in(run([0], nullcontext)[0]))
+    def repeat(count: int) -> Arguments:
+        return take(both, [row % 2 for row in range(count)], sample.dim)
+
+    device = model.devices[0]
+    if sample.is_joined:
+        for arguments, count in (first, 1), (last, 1), (both, 2):
+            yield run(arguments, count, nullcontext)
+        return
+    size = sum(tensor.nbytes for tensor in containers.tensors_in(run(first, 1, nullcontext)[0]))
     if size * most > most_bytes:
         most = min(most, max(sample.rows, 2))
+    most -= most % 2
     update = UpdateRandom(seed=0)  # Each row draws the same numbers alone and beside others.
     try:
-        draws = _find_draws(run, update, model.devices[0])
-        for rows in [0], [1], [0, 1] * (most // 2):
-            drawing: Callable[[], AbstractContextManager[None]] = nullcontext
-            if draws:
-                drawing = Forward(update, rows, model.devices[0], draws, {}).drawing
-            yield run(rows, drawing)
+        draws = _find_draws(
+            lambda count, drawing: run(repeat(count), count, drawing), update, device
+        )
+        for arguments, rows in (first, [0]), (last, [1]), (repeat(most), [0, 1] * (most // 2)):
+            forward = Forward(update, rows, device, draws, {}) if draws else None
+            yield run(arguments, len(rows), forward.drawing if forward else nullcontext)
     finally:
         update.end()
 
@@ -175,10 +187,10 @@ def _find_draws(
     """Returns the draws of random numbers in a forward. There are none if they cannot follow rows."""
     try:
         two, three = (Forward(update, range(count), device, None, {}) for count in (2, 3))
-        run(range(2), two.drawing)
+        run(2, two.drawing)
         if len(two.drawn) == 1:  # The last one is the end.
             return ()
-        run(range(3), three.drawing)
+        run(3, three.drawing)
         return find_draws(two, three)
     except torch.OutOfMemoryError:
         raise
@@ -204,8 +216,11 @@ def _whole(device: torch.device, leaf: object) -> object:
     return leaf.on(device) if isinstance(leaf, PerReplica) else leaf
 
 
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+def _on_host(sample: RowsOfForward) -> RowsOfForward:
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+    return sample._replace(parts=[map_marked(copied, part) for part in sample.parts])
 
 
 # Parts of the names of classes, also of those of other libraries.

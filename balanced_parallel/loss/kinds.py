@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica
-from ..batch.rows import ParallelModel, move_leaves, parameters_of, spread
+from ..batch.rows import Batch, ParallelModel, move_leaves, parameters_of, spread
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.torch_private import is_compiled, is_compiled_function
 from ..runtime.values import check_number
@@ -101,7 +101,7 @@ class Kind(abc.ABC):
         """Begins a loss of outputs alone."""
         return
 
-    def begin_step(self, model: ParallelModel) -> None:
+    def begin_step(self, model: ParallelModel, batch: Batch) -> None:
         """Begins a batch of a step, whose loss is one of outputs alone."""
         return
 
@@ -453,9 +453,9 @@ class MeansInside(_OfRows, _OfTwoPasses):
         """Notes the sums of the forward, which may have computed the loss."""
         note_again(outputs)
 
-    def begin_step(self, model: ParallelModel) -> None:
+    def begin_step(self, model: ParallelModel, batch: Batch) -> None:
         """Begins to note the sums of a model that may compute the loss."""
-        model.note(ForwardNotes(is_of_step=True))
+        model.begin_step(batch, ForwardNotes(is_of_step=True))
 
     def learned(self, copies: CriterionCopies, loss: CoupledLoss | None = None) -> Kind:
         """Returns the kind for the next batch."""

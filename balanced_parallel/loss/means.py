@@ -301,7 +301,18 @@ class LossOfMeans(LossOfSums):
         """Returns a loss for each part.
 
         They have no weight if nothing was counted, so that nothing is updated.
+
+        Raises:
+            UnknownMeanError: the model has operations on sums without a graph, which the first of
+                two passes does not show: it has no graph at all.
         """
+        for part in parts:
+            if part.structure is not None and part.structure.graphs != self.formula.graphs:
+                raise UnknownMeanError(
+                    f"the loss of {containers.describe(self.copies.criterion)} has operations on sums in a torch.no_grad() block "
+                    "in the model's forward, which two passes do not see",
+                    ", expected sum.detach() in place of the block, or in a criterion of the outputs",
+                )
         losses = super().hand_back_parts(parts)
         if self._structure is not None and self._is_empty:
             losses = [dataclasses.replace(loss, weight=0.0) for loss in losses]
@@ -389,8 +400,7 @@ class LossOfMeans(LossOfSums):
         if not any(calls.outputs.notes or ()):
             super().check(statistics, calls)
         elif not self.samples and self._is_due(statistics):
-            arguments = calls.shards[0].inputs
-            rows = take_rows(calls.outputs, None if arguments is NOTHING else arguments)
+            rows = take_rows(calls.outputs)
             self.samples += [] if rows is None else [rows]
 
     def compare(self, samples: Sequence[Any], device: torch.device) -> None:
@@ -411,8 +421,13 @@ class LossOfMeans(LossOfSums):
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001 - detectors have no loss in evaluation mode
-            with evaluating(model.module, layers=True):
-                *parts, whole = self._run_rows(model, sample)
+            try:
+                with evaluating(model.module, layers=True):
+                    *parts, whole = self._run_rows(model, sample)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - it may raise anything
+                self._refuse(f"a row alone raises {type(error).__name__}: {error}", error)
         self.compare_sums([whole[0], *(part[0] for part in parts)], whole[1] // 2)
 
     def _run_rows(

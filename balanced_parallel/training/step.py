@@ -429,7 +429,7 @@ class TrainStep:
                 len([*run.batch.plan(self.model.devices, self.model.split, self._limit.value, int)])
             )
         if not run.batch.targets.inputs:
-            self._kind.begin_step(self.model)
+            self._kind.begin_step(self.model, run.batch)
         try:
             update.add(run)
         except torch.OutOfMemoryError as error:
